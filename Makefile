@@ -1,0 +1,79 @@
+# Every target is one line of `make help`. ARGS="..." goes to the command a target runs.
+
+PYTHON ?= python3
+# Any torch 2.10 to 2.13. TORCH_INDEX=... takes it from another index, as for CPU-only wheels.
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+LOCKS := containers/locks
+# Isolated (-I), so that the PYTHONPATH of a module system cannot interfere.
+PIP := $(BIN)/python -Im pip --disable-pip-version-check
+PIP_LOCKED := $(PIP) install --quiet --require-hashes --no-deps --no-build-isolation
+LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.10 \
+	--generate-hashes --no-header --excludes $(LOCKS)/excludes.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test lint format bench lock clean distclean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) ## Make .venv: torch, and all else at the locked versions
+
+# A torch named on the command line is installed even where another one is there already.
+ifeq ($(origin TORCH),command line)
+.PHONY: $(READY)
+endif
+$(READY): pyproject.toml setup/virtual_environment.py $(wildcard $(LOCKS)/*.txt)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "Python 3.10 or newer is needed; $(PYTHON) is: $$($(PYTHON) --version 2>&1)"; \
+		echo "Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
+	@rm -f $@
+	$(PYTHON) setup/virtual_environment.py $(VENV)
+	$(PIP_LOCKED) -r $(LOCKS)/build.txt
+	$(PIP) install $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') '$(TORCH)'
+	$(PIP_LOCKED) -r $(LOCKS)/dev.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	$(PIP) check
+	@touch $@
+
+demo: $(READY) ## Train, evaluate, export and sample a small model on this machine
+	sbatch/train.sbatch facility=laptop experiment=demo $(ARGS)
+
+test: $(READY) ## Run every test (ARGS="-k launch" for some)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY) ## Check formatting, code, types and shell
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/shellcheck .ci/run $(wildcard sbatch/*.sbatch containers/*.sh)
+
+format: $(READY) ## Format the code and mend what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+BENCHMARKS := $(patsubst benchmarks/%.py,bench-%,$(wildcard benchmarks/*.py))
+.PHONY: $(BENCHMARKS)
+bench: $(BENCHMARKS) ## Run every benchmark against its peer (bench-packing: one of them)
+$(BENCHMARKS): bench-%: $(READY)
+	$(BIN)/python benchmarks/$*.py $(ARGS)
+
+lock: $(READY) ## Pin again what pyproject.toml asks for (ARGS=--upgrade: at the newest versions)
+	$(BIN)/uv pip compile --group build --quiet --universal --python-version 3.10 \
+		--generate-hashes --no-header --output-file $(LOCKS)/build.txt $(ARGS)
+	$(LOCK) --extra dev --output-file $(LOCKS)/dev.txt $(ARGS)
+	$(LOCK) --extra train --constraint $(LOCKS)/dev.txt --output-file $(LOCKS)/train.txt
+	$(LOCK) --constraint $(LOCKS)/dev.txt --output-file $(LOCKS)/host.txt
+
+clean: ## Remove caches and build leftovers
+	rm -rf .build build .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests benchmarks setup -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## Remove .venv too; runs/ and prepared/ stay
+	rm -rf $(VENV)

@@ -1,0 +1,44 @@
+"""The command line: a verb is a module, imported only when it is typed."""
+
+import importlib
+import sys
+
+from atoll.errors import UserError
+
+# verb -> (module, what it does); each module has `main(argv) -> int`.
+VERBS = {
+    "compose": ("atoll.host.compose", "print the resolved run and where each value came from"),
+    "submit": ("atoll.host.submit", "compose, check, write the run folder, call the scheduler"),
+    "tokenize": ("atoll.data.tokenize", "turn text into token shards"),
+    "launch": ("atoll.launch", "start this task's rank, or this node's ranks, of a run"),
+    "generate": ("atoll.models.generate", "sample from an exported model"),
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run one verb; a `UserError` becomes two lines on stderr and exit code 2."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    try:
+        if argv[0] not in VERBS:
+            raise UserError(f"unknown verb: {argv[0]}", f"choose from: {', '.join(VERBS)}")
+        module = importlib.import_module(VERBS[argv[0]][0])
+        code = module.main(argv[1:])
+    except UserError as error:
+        print(f"atoll: {error.found}\n       {error.mend}", file=sys.stderr)
+        return 2
+    return int(code or 0)
+
+
+def entry() -> None:
+    sys.exit(main(sys.argv[1:]))
+
+
+def _usage() -> str:
+    lines = [f"  {verb:10} {about}" for verb, (_, about) in VERBS.items()]
+    return "\n".join(["usage: atoll VERB …", "", *lines])
+
+
+if __name__ == "__main__":
+    entry()

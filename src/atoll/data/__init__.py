@@ -1,0 +1,1 @@
+"""From text to packed batches of tokens."""

@@ -1,0 +1,276 @@
+"""Documents from the standard library, from files or from a hub data set.
+
+An input is a list of parts (files, or one hub data set). `blocks` cuts it into stretches of
+documents that depend on the input alone, so that any number of workers makes the same shards;
+`texts` reads one block, wherever it lies, without reading what stands before it.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from atoll.data import formats, hub
+from atoll.data.formats import Part, Span
+from atoll.errors import UserError
+from atoll.settings import Data
+
+# Enough work to hide the message to a worker, small enough to keep many workers busy to the end.
+BLOCK_DOCUMENTS = 2048
+BLOCK_BYTES = 512 << 10
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+# Tests, tables of character codes and packages that distributions leave out.
+LEFT_OUT = {
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib",
+    "encodings", "lib2to3", "turtledemo",
+}  # fmt: skip
+SAMPLES_PER_FILE = 16
+SAMPLE_BYTES = 16 << 10
+
+
+@dataclass(frozen=True)
+class Input:
+    """Text to read: its parts in order, and a fingerprint that changes when the text does."""
+
+    parts: tuple[Part, ...]
+    fingerprint: str
+
+
+class Block(NamedTuple):
+    """Consecutive documents of one shard, and where they lie."""
+
+    shard: int
+    first_document: int
+    documents: int
+    spans: tuple[Span, ...]
+
+
+def train_input(data: Data) -> Input:
+    """The text that `data.source` names.
+
+    Raises `UserError` where files are missing, unknown or empty, or the hub cannot be reached.
+    """
+    if data.source == "python_stdlib":
+        return _stdlib()
+    if data.source == "hub":
+        return _hub(data, data.hub_split, "data.hub_split")
+    if not data.files:
+        raise UserError(
+            "data.source is files, but data.files is empty",
+            "name files, folders or globs: data.files=[corpus/*.jsonl]",
+        )
+    return _files(data, data.files, "data.files")
+
+
+def validation_input(data: Data) -> Input | None:
+    """The held-out text where it has files or a split of its own, else nothing."""
+    if data.validation.files:
+        return _files(data, data.validation.files, "data.validation.files")
+    if data.validation.split is None:
+        return None
+    if data.source != "hub":
+        raise UserError(
+            f"data.validation.split = {data.validation.split!r}, but data.source is {data.source}",
+            "only the hub has splits: use data.validation.fraction or data.validation.files",
+        )
+    return _hub(data, data.validation.split, "data.validation.split")
+
+
+def refuse_overlap(train: Input, validation: Input) -> None:
+    """Raise `UserError` where held-out text would also be trained on."""
+    seen = {(part.path.resolve(), part.split) for part in train.parts}
+    both = [part for part in validation.parts if (part.path.resolve(), part.split) in seen]
+    if both:
+        raise UserError(
+            f"{len(both)} of {len(validation.parts)} parts of the validation text are trained on "
+            f"too, the first is {both[0].path}",
+            "take them out of data.files, or use data.validation.fraction",
+        )
+
+
+def blocks(text: Input, documents_per_shard: int, max_documents: int | None) -> Iterator[Block]:
+    """Cut an input into blocks; no block crosses the border of a shard."""
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        ends = _ahead(pool, text.parts)
+        yield from cut(ends, documents_per_shard, max_documents or 1 << 62)
+
+
+def cut(
+    ends_of_parts: Iterable[npt.NDArray[np.int64]], documents_per_shard: int, max_documents: int
+) -> Iterator[Block]:
+    """Cut parts, given the byte at which each of their documents ends, into blocks."""
+    first, spans = 0, list[Span]()
+    documents, size = 0, 0
+    for part, ends in enumerate(ends_of_parts):
+        done = 0
+        while done < len(ends) and first + documents < max_documents:
+            start = int(ends[done - 1]) if done else 0
+            to_border = documents_per_shard - (first + documents) % documents_per_shard
+            room = min(BLOCK_DOCUMENTS - documents, to_border, max_documents - first - documents)
+            limit = start + BLOCK_BYTES - size
+            fitting = int(np.searchsorted(ends[done : done + room], limit, side="right"))
+            # A document larger than a block is a block of its own.
+            taken = max(fitting, int(documents == 0))
+            if taken:
+                stop = int(ends[done + taken - 1])
+                spans.append(Span(part, done, taken, start, stop))
+                documents, size, done = documents + taken, size + stop - start, done + taken
+            at_border = (first + documents) % documents_per_shard == 0
+            if not taken or at_border or documents >= BLOCK_DOCUMENTS or size >= BLOCK_BYTES:
+                yield Block(first // documents_per_shard, first, documents, tuple(spans))
+                first, spans = first + documents, []
+                documents, size = 0, 0
+    if documents:
+        yield Block(first // documents_per_shard, first, documents, tuple(spans))
+
+
+def texts(text: Input, block: Block) -> list[str]:
+    """The documents of a block; one that is blank or unreadable by choice is an empty string."""
+    found: list[str] = []
+    for span in block.spans:
+        part = text.parts[span.part]
+        read = formats.FORMATS[part.format].read(part, span)
+        if len(read) != span.documents:
+            raise UserError(
+                f"{part.path} changed while it was read: {len(read)} documents where "
+                f"{span.documents} were counted",
+                "wait until the file is complete, then run `atoll tokenize` again",
+            )
+        found += read
+    return [document if not document.isspace() else "" for document in found]
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, parts: tuple[Part, ...]
+) -> Iterator[npt.NDArray[np.int64]]:
+    """Scan parts in order, a few ahead of the one that is asked for."""
+    waiting = iter(parts)
+    running = [pool.submit(_ends, part) for part in islice(waiting, 16)]
+    while running:
+        yield running.pop(0).result()
+        running += [pool.submit(_ends, part) for part in islice(waiting, 1)]
+
+
+def _ends(part: Part) -> npt.NDArray[np.int64]:
+    return formats.FORMATS[part.format].ends(part)
+
+
+def _stdlib() -> Input:
+    root = Path(sysconfig.get_path("stdlib"))
+    found = sorted(
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if not LEFT_OUT & set(path.relative_to(root).parts) and "config-" not in path.parts[-2]
+    )
+    parts = tuple(
+        Part(name, root / name, "source") for name in found if not name.startswith("_sysconfigdata")
+    )
+    if not parts:
+        raise UserError(
+            f"no Python sources under {root}: this interpreter came without them",
+            "use text of your own: data=text_files data.files=[FILE]",
+        )
+    return Input(parts, _fingerprint(parts, f"python {platform.python_version()}"))
+
+
+def _files(data: Data, entries: list[str], setting: str) -> Input:
+    found: dict[Path, Part] = {}
+    for entry in entries:
+        for name, path in _expand(entry, setting):
+            part = Part(name, path, _format(path, data, setting), field=data.text_field)
+            found.setdefault(path.resolve(), part)
+    parts = tuple(found.values())
+    if not any(part.path.stat().st_size for part in parts):
+        raise UserError(
+            f"{setting} holds no text: {len(parts)} files, 0 bytes", "give files that are not empty"
+        )
+    return Input(parts, _fingerprint(parts, f"{data.document} {data.text_field}"))
+
+
+def _expand(entry: str, setting: str) -> list[tuple[str, Path]]:
+    """The files behind one entry, each with a name that does not depend on the machine."""
+    path = Path(entry).expanduser()
+    if path.is_dir():
+        inside = sorted(
+            file.relative_to(path).as_posix()
+            for file in path.rglob("*")
+            if file.suffix in SUFFIXES and file.is_file() and not file.name.startswith(".")
+        )
+        if not inside:
+            raise UserError(
+                f"{setting}: the folder {entry} holds no file that ends in {', '.join(SUFFIXES)}",
+                "give a folder that does, or name the files",
+            )
+        return [(name, path / name) for name in inside]
+    if path.is_file():
+        return [(path.name, path)]
+    matches = sorted(
+        Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()
+    )
+    if not matches:
+        kind = "no file matches" if glob.has_magic(entry) else "no such file or folder:"
+        raise UserError(
+            f"{setting}: {kind} {entry} (from {Path.cwd()})",
+            "check the spelling; relative paths start where the command was typed",
+        )
+    return [(match.name, match) for match in matches]
+
+
+def _format(path: Path, data: Data, setting: str) -> str:
+    if path.suffix == ".txt":
+        return f"txt-{data.document}"
+    if path.suffix in SUFFIXES:
+        return path.suffix[1:]
+    raise UserError(
+        f"{setting}: unknown kind of file: {path}",
+        f"give files that end in {', '.join(SUFFIXES)}",
+    )
+
+
+def _hub(data: Data, split: str, setting: str) -> Input:
+    if data.hub is None:
+        raise UserError(
+            "data.source is hub, but data.hub is empty",
+            "name a data set, or a folder saved with save_to_disk: data.hub=NAME",
+        )
+    rows = hub.load(data.hub, data.hub_config, split, setting)
+    hub.refuse_column(rows, data.hub, data.text_field)
+    part = Part(data.hub, Path(data.hub), "hub", field=data.text_field, split=split, rows=rows)
+    return Input((part,), hub.fingerprint(rows, data.text_field))
+
+
+def _fingerprint(parts: tuple[Part, ...], about: str) -> str:
+    """A digest of names, sizes and evenly spread samples of content.
+
+    No time stamp enters: copying or touching a file does not make it another one.
+    """
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        listing: list[Any] = list(pool.map(_sampled, parts))
+    return hashlib.sha256(json.dumps([about, listing]).encode()).hexdigest()
+
+
+def _sampled(part: Part) -> list[str | int]:
+    hasher = hashlib.sha256()
+    try:
+        with open(part.path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            step = max(SAMPLE_BYTES, (size - SAMPLE_BYTES) // (SAMPLES_PER_FILE - 1))
+            for offset in range(0, size, step):
+                file.seek(offset)
+                hasher.update(file.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise UserError(
+            f"cannot read {part.path}: {error.strerror}", "check the file and its permissions"
+        ) from None
+    return [part.name, size, hasher.hexdigest()]

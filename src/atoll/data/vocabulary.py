@@ -1,0 +1,130 @@
+"""The tokenizer of a run: given by path or name, the model's own, or trained on the text."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from atoll.errors import UserError
+from atoll.run_dir import sha256_of
+from atoll.settings import Run
+
+END_OF_TEXT = "<|endoftext|>"
+# What a tokenizer is read from, in all the forms the hub knows.
+FILES = (
+    "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model",
+)  # fmt: skip
+
+
+class Vocabulary(NamedTuple):
+    """What the tokens of a run mean: `tokens` is the largest possible id + 1."""
+
+    tokens: int
+    end_id: int
+    pad_id: int
+    sha256: str
+
+    @property
+    def dtype(self) -> str:
+        """The smallest of datatrove's two formats that holds every id."""
+        return "uint16" if self.tokens <= 1 << 16 else "uint32"
+
+
+def origin(run: Run) -> str | None:
+    """The folder or hub name of the tokenizer; nothing where it is trained."""
+    return run.tokenizer.path or run.model.source
+
+
+def fingerprint(run: Run) -> str:
+    """A word that changes when another tokenizer would come out."""
+    name = origin(run)
+    if name is None:
+        return f"trained {run.tokenizer.vocabulary_tokens} {run.tokenizer.training_documents}"
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return f"{name} {_revision(run)}"
+    files = sorted({file for pattern in FILES for file in folder.glob(pattern) if file.is_file()})
+    hasher = hashlib.sha256()
+    for file in files:
+        hasher.update(f"{file.name} {sha256_of(file)}\n".encode())
+    return hasher.hexdigest()
+
+
+def load(run: Run) -> Any:
+    """The tokenizer named by `tokenizer.path`, else by `model.source`.
+
+    Raises `UserError` where it cannot be found, or has no fast form.
+    """
+    from transformers import AutoTokenizer
+
+    name = origin(run)
+    assert name is not None, "a tokenizer without an origin is trained"
+    setting = "tokenizer.path" if run.tokenizer.path else "model.source"
+    folder = Path(name).expanduser()
+    try:
+        found = AutoTokenizer.from_pretrained(
+            str(folder) if folder.is_dir() else name, revision=_revision(run)
+        )
+    except Exception as error:  # the library raises many kinds, from many layers below it
+        lines = str(error).strip().splitlines() or [""]
+        raise UserError(
+            f"no tokenizer in {setting}={name}: {type(error).__name__}: {lines[0][:300]}",
+            "set tokenizer.path to a folder that holds tokenizer.json; where there is no network, "
+            "save it elsewhere with save_pretrained and give that folder",
+        ) from error
+    if not found.is_fast:
+        raise UserError(
+            f"the tokenizer of {setting}={name} ({type(found).__name__}) has no fast form",
+            "set tokenizer.path to a folder that holds tokenizer.json",
+        )
+    return found
+
+
+def trained(texts: Iterable[str], vocabulary_tokens: int) -> Any:
+    """A byte-level BPE trained on texts; the same texts give the same tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_tokens,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
+
+
+def save(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer as Hugging Face does."""
+    tokenizer.save_pretrained(str(folder))
+
+
+def describe(folder: Path) -> Vocabulary:
+    """Read a saved tokenizer's ids and hash.
+
+    Raises `UserError` where it knows no token that may end a document.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    saved = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    # Encoders such as BERT separate texts rather than end them.
+    ends = [saved.eos_token_id, saved.sep_token_id]
+    end_id = next((found for found in ends if found is not None), None)
+    if end_id is None:
+        raise UserError(
+            "the tokenizer has neither an end-of-text nor a separator token",
+            f"give it one: tokenizer.eos_token = '{END_OF_TEXT}', then save_pretrained",
+        )
+    pad_id = end_id if saved.pad_token_id is None else saved.pad_token_id
+    tokens = max(saved.get_vocab().values()) + 1
+    return Vocabulary(tokens, end_id, pad_id, sha256_of(folder / "tokenizer.json"))
+
+
+def _revision(run: Run) -> str | None:
+    return None if run.tokenizer.path else run.model.revision

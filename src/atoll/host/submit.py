@@ -1,0 +1,145 @@
+"""`atoll submit`: compose, check, write the run folder, hand it to the scheduler or run it here."""
+
+import fcntl
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from atoll import run_dir
+from atoll.errors import UserError
+from atoll.host import limits, slurm
+from atoll.host.compose import MULTIRUN, Composition, compose_all, config_tree, split_options
+from atoll.host.identity import check_same_run
+from atoll.host.job_script import launch_script
+from atoll.settings import Run
+
+USAGE = """usage: sbatch/train.sbatch [--dry-run] [--multirun] [--here] KEY=VALUE …
+
+Composes a run, checks it, writes its folder, and queues it; without a scheduler it runs here.
+--dry-run    print the commands, write and run nothing
+--multirun   several values, as in nodes=1,2,4: one job for each combination
+--here       run in this allocation (salloc, or inside a job) instead of queueing a job"""
+OPTIONS = {"--dry-run", "--here", "--help", "-h", *MULTIRUN}
+
+
+def main(argv: list[str]) -> int:
+    """Submit one run, or with --multirun one for each combination."""
+    options, overrides = split_options(argv, OPTIONS)
+    if options & {"--help", "-h"}:
+        print(USAGE)
+        return 0
+    environment, here = dict(os.environ), "--here" in options
+    if here:
+        overrides = with_allocated_nodes(overrides, environment)
+    compositions = compose_all(overrides, multirun=bool(options & set(MULTIRUN)))
+    for composition in compositions:
+        check(composition.run, here, environment)
+    if "--dry-run" in options:
+        print("\n".join(dry_run(composition.run, here) for composition in compositions), end="")
+        return 0
+    for position, composition in enumerate(compositions, 1):
+        last = position == len(compositions)
+        if code := _start(composition, here, last, environment):
+            return code
+    return 0
+
+
+def dry_run(run: Run, here: bool = False) -> str:
+    """The exact commands, as shell text."""
+    folder = run_dir.folder(run)
+    queue = "" if _runs_here(run, here) else shlex.join(_sbatch(run)) + "\n\n"
+    return f"{queue}# {run_dir.launch_script(folder)}\n{launch_script(run, folder)}"
+
+
+def with_allocated_nodes(overrides: list[str], environment: Mapping[str, str]) -> list[str]:
+    """The overrides with the number of nodes this job has, unless they say one themselves."""
+    allocated = environment.get("SLURM_JOB_NUM_NODES")
+    said = any(word.lstrip("+").startswith("nodes=") for word in overrides)
+    return overrides if allocated is None or said else [*overrides, f"nodes={allocated}"]
+
+
+def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
+    """Refuse what the facility, the allocation or the run's own past does not allow."""
+    limits.check_nodes(run)
+    if here:
+        limits.check_allocation(run, environment.get("SLURM_JOB_NUM_NODES"))
+    elif run.facility.scheduler != "none":
+        limits.check_queue(run)
+    check_same_run(run, run_dir.folder(run))
+
+
+def write_run_folder(composition: Composition) -> Path:
+    """Write `launch.sh`, then `run.yaml`, and return the run's folder."""
+    folder = run_dir.folder(composition.run)
+    script = launch_script(composition.run, folder)
+    try:
+        run_dir.write_whole(run_dir.launch_script(folder), script)
+        run_dir.write_whole(run_dir.settings_file(folder), composition.as_yaml())
+    except OSError as error:
+        raise UserError(
+            f"cannot write the run folder {folder}: {error.strerror}",
+            "give another place: folders.runs=FOLDER",
+        ) from None
+    return folder
+
+
+def _start(composition: Composition, here: bool, last: bool, environment: Mapping[str, str]) -> int:
+    run = composition.run
+    if not _runs_here(run, here):
+        print(f"job {_queue(composition, environment)}: {run_dir.folder(run)}", flush=True)
+        return 0
+    lock = _locked(run) if run.facility.scheduler == "none" else None
+    folder = write_run_folder(composition)
+    print(f"run {run.name} in {folder}", flush=True)
+    command = ["bash", str(run_dir.launch_script(folder))]
+    if last:
+        os.execvp(command[0], command)  # signals reach the run, its exit code is ours
+    code = subprocess.run(command, pass_fds=[] if lock is None else [lock]).returncode
+    if lock is not None:
+        os.close(lock)
+    return code
+
+
+def _queue(composition: Composition, environment: Mapping[str, str]) -> str:
+    run = composition.run
+    known = run_dir.folder(run).exists()
+    folder = write_run_folder(composition)
+    try:
+        return slurm.queued(_sbatch(run), slurm.without_outer_job(environment))
+    except UserError:
+        if not known:  # a refused run leaves no trace that its corrected form would trip over
+            shutil.rmtree(folder)
+        raise
+
+
+def _sbatch(run: Run) -> list[str]:
+    batch_file = config_tree().parent / "sbatch" / "train.sbatch"
+    return slurm.sbatch_argv(run, batch_file, run_dir.folder(run))
+
+
+def _runs_here(run: Run, here: bool) -> bool:
+    return here or run.facility.scheduler == "none"
+
+
+def _locked(run: Run) -> int:
+    """Hold the run's folder until the last process of the run has ended."""
+    folder = run_dir.folder(run)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"run {run.name} is running already in {folder}",
+            "wait for it or end it, or give this one another name: name=NAME",
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"cannot use the run folder {folder}: {error.strerror}",
+            "give another place: folders.runs=FOLDER",
+        ) from None
+    os.set_inheritable(descriptor, True)
+    return descriptor

@@ -1,0 +1,178 @@
+"""`atoll launch`: put this task in its place and call the verb, or start this node's ranks."""
+
+import argparse
+import importlib
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+from atoll.errors import UserError
+from atoll.launch.placement import Placement
+from atoll.launch.preload import paused_garbage_collection, preload
+from atoll.launch.processes import run_processes
+from atoll.launch.ranks import placement_from
+
+DEFAULT_VERB = "atoll.train.train:main"
+
+Verb = Callable[[Path, Placement], int | None]
+
+
+def main(argv: list[str]) -> int:
+    """Launch a verb on the ranks that are this process's to start; return its exit code.
+
+    Raises UserError where the arguments or the environment contradict themselves.
+    """
+    arguments = _parse(argv)
+    _check(arguments)
+    placement = placement_from(
+        os.environ, socket.gethostname(), arguments.port, arguments.address_suffix
+    )
+    with _with_port(placement) as placement:
+        if arguments.local_ranks is not None:
+            return _start_local_ranks(placement, arguments)
+        if arguments.fork is not None:
+            return _fork_local_ranks(placement, arguments)
+        return _call_in_place(placement, arguments)
+
+
+def threads_per_rank(placement: Placement, core_count: int, cpus_per_task: str | None) -> int:
+    """Share the cores this process may use among the ranks that use the same ones.
+
+    A Slurm step that was given `--cpus-per-task` has bound each task to cores of its own.
+    """
+    if placement.source == "slurm" and cpus_per_task:
+        return max(1, min(core_count, int(cpus_per_task)))
+    return max(1, core_count // placement.local_world_size)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="atoll launch", description=__doc__)
+    parser.add_argument("run_folder", metavar="RUN", type=Path, help="the folder of a run")
+    parser.add_argument(
+        "verb", metavar="VERB", nargs="?", default=DEFAULT_VERB, help="module:function to call"
+    )
+    parser.add_argument("--port", type=int, help="port of rank 0 (default: made of the job id)")
+    parser.add_argument(
+        "--address-suffix", default="", metavar="S", help="added to the name of the first host"
+    )
+    ranks = parser.add_mutually_exclusive_group()
+    ranks.add_argument("--local-ranks", type=int, metavar="N", help="start N ranks here")
+    ranks.add_argument(
+        "--fork", type=int, metavar="N", help="import once, then fork N ranks (one task per node)"
+    )
+    return parser.parse_args(argv)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if not arguments.run_folder.is_dir():
+        raise UserError(
+            f"no run folder {arguments.run_folder}", "give the folder that holds run.yaml"
+        )
+    if not re.fullmatch(r"[\w.]+:\w+", arguments.verb):
+        raise UserError(f"verb {arguments.verb!r}", f"write module:function, as {DEFAULT_VERB}")
+    for option in ("local_ranks", "fork"):
+        count = getattr(arguments, option)
+        if count is not None and count < 1:
+            raise UserError(f"--{option.replace('_', '-')} {count}", "start at least 1 rank")
+
+
+@contextmanager
+def _with_port(placement: Placement) -> Iterator[Placement]:
+    """Give a lone launcher a free port, and hold it until its ranks are done.
+
+    The holder is bound, not listening: nobody else is handed the port, while rank 0, which binds
+    it with SO_REUSEADDR, is not in its way.
+    """
+    if placement.master_port:
+        yield placement
+        return
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        yield replace(placement, master_port=holder.getsockname()[1])
+
+
+def _call_in_place(placement: Placement, arguments: argparse.Namespace) -> int:
+    _enter(placement)
+    with paused_garbage_collection():
+        verb = _function(_import(arguments.verb), arguments.verb)
+    return int(verb(arguments.run_folder, placement) or 0)
+
+
+def _start_local_ranks(placement: Placement, arguments: argparse.Namespace) -> int:
+    """Do what a scheduler does on one machine: start this command anew for each rank."""
+    count = arguments.local_ranks
+    if placement.world_size > 1:
+        raise UserError(
+            f"--local-ranks {count} in a task that is rank {placement.rank} of "
+            f"{placement.world_size} already ({placement.source})",
+            "leave --local-ranks out, or start one task only",
+        )
+    argv = [sys.executable, "-m", "atoll", "launch", str(arguments.run_folder), arguments.verb]
+
+    def work(local_rank: int) -> Callable[[], int]:
+        environment = placement.local(local_rank, count, "local").environment()
+        return lambda: os.execve(sys.executable, argv, {**os.environ, **environment})
+
+    return run_processes([work(local_rank) for local_rank in range(count)])
+
+
+def _fork_local_ranks(placement: Placement, arguments: argparse.Namespace) -> int:
+    count = arguments.fork
+    if placement.world_size != placement.node_count:
+        raise UserError(
+            f"--fork {count} with {placement.world_size} tasks on {placement.node_count} nodes "
+            f"({placement.source})",
+            "start one task per node: each forks the ranks of its node",
+        )
+    verb = _function(preload(lambda: _import(arguments.verb)), arguments.verb)
+
+    def work(local_rank: int) -> Callable[[], int]:
+        forked = placement.local(local_rank, count, "fork")
+        return lambda: _call_forked(verb, arguments.run_folder, forked)
+
+    return run_processes([work(local_rank) for local_rank in range(count)])
+
+
+def _call_forked(verb: Verb, run_folder: Path, placement: Placement) -> int:
+    threads_are_ours = "OMP_NUM_THREADS" not in os.environ
+    _enter(placement)
+    if threads_are_ours:
+        # torch read its thread count when it was imported, before this rank had one.
+        torch = importlib.import_module("torch")
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return int(verb(run_folder, placement) or 0)
+
+
+def _enter(placement: Placement) -> None:
+    """Put the placement where torch looks for it; nothing else writes the ranks' environment."""
+    os.environ.update(placement.environment())
+    threads = threads_per_rank(
+        placement, len(os.sched_getaffinity(0)), os.environ.get("SLURM_CPUS_PER_TASK")
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def _import(verb: str) -> ModuleType:
+    name = verb.partition(":")[0]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A module that the verb's own module lacks is no slip of the command line.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise UserError(f"verb {verb!r}: no module {error.name}", "check its spelling") from None
+
+
+def _function(module: ModuleType, verb: str) -> Verb:
+    name = verb.partition(":")[2]
+    function: Verb | None = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(f"verb {verb!r}: {module.__name__} has no {name}", "check its spelling")
+    return function

@@ -1,0 +1,1 @@
+"""Hugging Face models: in from a folder, the hub or a seed; out as safetensors."""

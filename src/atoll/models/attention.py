@@ -1,0 +1,116 @@
+"""Attention that keeps packed documents apart without ever building a mask.
+
+Legend: B batch, H heads, T tokens of a sample, N = B*T tokens, D head width, S segments.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NAME = "atoll_packed"
+
+
+def register() -> None:
+    """Make `attn_implementation=NAME` known to transformers.
+
+    No mask function goes with the name, so transformers builds none (masking_utils.py).
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, packed_attention)
+
+
+def has_varlen_kernel(device: torch.device, dtype: torch.dtype, dropout: float) -> bool:
+    """Whether one kernel call can serve all segments (flash attention needs half precision)."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and dropout == 0.0
+
+
+def packed_attention(
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BHTD: Tensor,
+    value_BHTD: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    segment_ends: Tensor | None = None,
+    segment_lengths: tuple[int, ...] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each segment; without segments, inside each sample.
+
+    segment_ends: int32 [S+1] on the device, cumulative over the N flattened tokens, for the
+    kernel; segment_lengths: the same on the host, for one call a segment. Returns [B, T, H, D].
+    """
+    assert attention_mask is None, "documents are kept apart by segments, not by masks"
+    causal = bool(getattr(module, "is_causal", True))
+    batch, heads, tokens, width = query_BHTD.shape
+    if segment_ends is None and segment_lengths is None:
+        output = _sdpa(query_BHTD, key_BHTD, value_BHTD, scaling, dropout, causal)
+        return output.transpose(1, 2), None
+    q, k, v = (_flat(x) for x in (query_BHTD, key_BHTD, value_BHTD))
+    if segment_lengths is None:
+        assert segment_ends is not None
+        out_NHD = _varlen(q, k, v, segment_ends, tokens, scaling, causal)
+    else:
+        out_NHD = _by_segment(q, k, v, segment_lengths, scaling, dropout, causal)
+    return out_NHD.view(batch, tokens, heads, width), None
+
+
+def _flat(x_BHTD: Tensor) -> Tensor:
+    batch, heads, tokens, width = x_BHTD.shape
+    return x_BHTD.transpose(1, 2).reshape(batch * tokens, heads, width)
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, bound: int, scaling: float | None, causal: bool
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    width = q.shape[-1]
+    if scaling is not None and scaling != width**-0.5:
+        q = q * (scaling * width**0.5)  # the kernel of torch 2.10 takes no scale
+    if k.shape[1] != q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    if "window_size" in inspect.signature(varlen_attn).parameters:
+        window = (-1, 0) if causal else (-1, -1)
+        return varlen_attn(q, k, v, ends, ends, bound, bound, window_size=window)
+    return varlen_attn(q, k, v, ends, ends, bound, bound, is_causal=causal)
+
+
+@torch.compiler.disable
+def _by_segment(
+    q_NHD: Tensor,
+    k_NHD: Tensor,
+    v_NHD: Tensor,
+    lengths: tuple[int, ...],
+    scaling: float | None,
+    dropout: float,
+    causal: bool,
+) -> Tensor:
+    # split, not slices: its backward is one concatenation instead of S zero-filled buffers.
+    q_parts, k_parts, v_parts = (
+        x.transpose(0, 1).split(lengths, dim=1) for x in (q_NHD, k_NHD, v_NHD)
+    )
+    outputs = [
+        _sdpa(q[None], k[None], v[None], scaling, dropout, causal)[0].transpose(0, 1)
+        for q, k, v in zip(q_parts, k_parts, v_parts, strict=True)
+    ]
+    return torch.cat(outputs)
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, causal: bool
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scaling,
+        enable_gqa=k.shape[1] != q.shape[1],
+    )

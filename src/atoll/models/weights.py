@@ -1,0 +1,175 @@
+"""Weights into a model built on the meta device, slice by slice.
+
+No rank ever holds more of the model than its own shards and one block (random weights) or one
+slice (stored weights).
+"""
+
+import copy
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from atoll.errors import UserError
+from atoll.models.parts import Parts
+from atoll.models.source import corrupted, weight_files
+
+Slices = tuple[slice, ...]
+# (parameter's name, the part wanted) -> that part
+Reader = Callable[[str, Slices], Tensor]
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give every meta parameter and buffer memory on `device`, keeping tied weights tied."""
+    made: dict[int, Tensor] = {}
+
+    def real(tensor: Tensor) -> Tensor:
+        return made.setdefault(id(tensor), torch.empty_like(tensor, device=device))
+
+    tied = _tied_names(model)
+    model._apply(real)
+    for first, *others in tied:
+        parameter = model.get_parameter(first)
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, parameter)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, read: Reader) -> None:
+    """Copy into each parameter of the Hugging Face model the slice this rank holds."""
+    for name, parameter in model.named_parameters():
+        local, slices = _local_part(parameter)
+        if local.numel():
+            local.copy_(read(name, slices))
+
+
+@torch.no_grad()
+def fill_buffers(hf: Any) -> None:
+    """Recompute what no file stores: rotary frequencies, position indices."""
+    for module in hf.modules():
+        owns_buffers = any(True for _ in module.buffers(recurse=False))
+        if owns_buffers and not any(True for _ in module.parameters(recurse=False)):
+            hf._init_weights(module)
+
+
+def random_reader(skeleton: Any, parts: Parts, seed: int) -> Reader:
+    """Weights as transformers would initialise them, the same for any sharding and world size.
+
+    Each block (or each module outside the blocks) is drawn from a seed of its own name.
+    """
+    kept: dict[str, dict[str, Tensor]] = {}
+
+    def read(name: str, slices: Slices) -> Tensor:
+        unit = _unit_of(name, parts.blocks)
+        if unit not in kept:
+            kept.clear()
+            kept[unit] = _drawn(skeleton, unit, seed)
+        return kept[unit][name][slices]
+
+    return read
+
+
+@contextmanager
+def stored_reader(folder: Path, hf: Any) -> Iterator[Reader]:
+    """Slices read straight from safetensors files; names of older files are understood."""
+    from safetensors import SafetensorError, safe_open
+
+    files = weight_files(folder)
+    opened: dict[Path, Any] = {}
+    with ExitStack() as stack:
+
+        def read(name: str, slices: Slices) -> Tensor:
+            stored = _stored_name(name, files, hf, folder)
+            path = files[stored]
+            try:
+                if path not in opened:
+                    opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+                part = opened[path].get_slice(stored)
+            except SafetensorError as error:
+                raise corrupted(path, error) from error
+            _check_shape(name, tuple(part.get_shape()), hf, path)
+            result: Tensor = part[slices] if slices else opened[path].get_tensor(stored)
+            return result
+
+        yield read
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _local_part(parameter: Tensor) -> tuple[Tensor, Slices]:
+    if not isinstance(parameter, DTensor):
+        return parameter, tuple(slice(0, size) for size in parameter.shape)
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    slices = tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
+    return parameter.to_local(), slices
+
+
+def _unit_of(name: str, blocks: str) -> str:
+    if name.startswith(blocks + "."):
+        return ".".join(name.split(".")[: blocks.count(".") + 2])
+    return name.rpartition(".")[0]
+
+
+def _drawn(skeleton: Any, unit: str, seed: int) -> dict[str, Tensor]:
+    module = copy.deepcopy(skeleton.get_submodule(unit)).to_empty(device="cpu")
+    for parameter in module.parameters():
+        parameter.data.fill_(float("nan"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(zlib.crc32(f"{seed}:{unit}".encode()))
+        module.apply(skeleton._init_weights)
+    drawn = {f"{unit}.{name}": parameter.data for name, parameter in module.named_parameters()}
+    left = [name for name, tensor in drawn.items() if not tensor.isfinite().all()]
+    assert not left, f"transformers initialises no value for {left}"
+    return drawn
+
+
+def _stored_name(name: str, files: dict[str, Path], hf: Any, folder: Path) -> str:
+    for candidate in _candidates(name, hf):
+        if candidate in files:
+            return candidate
+    raise UserError(
+        f"the weights in {folder} lack {name}",
+        "check that config.json and the weights belong together",
+    )
+
+
+def _candidates(name: str, hf: Any) -> Iterator[str]:
+    """The names a parameter may bear: its own, a tied one's, with or without the prefix."""
+    tied: dict[str, str] = getattr(hf, "all_tied_weights_keys", None) or {}
+    same = [
+        name,
+        *(a for a, b in tied.items() if b == name),
+        *(b for a, b in tied.items() if a == name),
+    ]
+    prefix = hf.base_model_prefix + "."
+    for one in same:
+        yield one
+        yield one.removeprefix(prefix)
+        yield prefix + one
+        if "LayerNorm" in one:
+            yield one.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+                "LayerNorm.bias", "LayerNorm.beta"
+            )
+
+
+def _check_shape(name: str, stored: tuple[int, ...], hf: Any, path: Path) -> None:
+    expected = tuple(hf.get_parameter(name).shape)
+    if stored != expected:
+        raise UserError(
+            f"{name} has shape {stored} in {path.name}, the configuration says {expected}",
+            "check that config.json (or model.config) and the weights belong together",
+        )

@@ -1,0 +1,110 @@
+"""Every path of a run, by name, and how a file appears whole or not at all."""
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from atoll.settings import Run
+
+CHECKPOINT_NAME = re.compile(r"^step-(\d{8})$")
+
+
+def folder(run: Run) -> Path:
+    return run.folders.runs / run.name
+
+
+def settings_file(run_folder: Path) -> Path:
+    return run_folder / "run.yaml"
+
+
+def launch_script(run_folder: Path) -> Path:
+    return run_folder / "launch.sh"
+
+
+def metrics_file(run_folder: Path) -> Path:
+    return run_folder / "metrics.jsonl"
+
+
+def result_file(run_folder: Path) -> Path:
+    return run_folder / "result.json"
+
+
+def checkpoints(run_folder: Path) -> Path:
+    return run_folder / "checkpoints"
+
+
+def checkpoint(run_folder: Path, step: int) -> Path:
+    return checkpoints(run_folder) / f"step-{step:08d}"
+
+
+def export(run_folder: Path) -> Path:
+    return run_folder / "export"
+
+
+def sample_file(run_folder: Path) -> Path:
+    return run_folder / "sample.txt"
+
+
+def prepared(run: Run) -> Path:
+    """The folder of tokens and tokenizer, shared by all runs that read the same data."""
+    return run.folders.prepared / f"{run.data.name}-{prepared_digest(run)}"
+
+
+def prepared_digest(run: Run) -> str:
+    """What the tokens depend on: not on packing, batching, sequence length or workers."""
+    data = run.data.model_dump(
+        mode="json", exclude={"batching", "packing", "sequence_tokens", "workers"}
+    )
+    tokenizer = run.tokenizer.model_dump(mode="json")
+    if run.tokenizer.path is None:
+        tokenizer |= {"model": run.model.source, "revision": run.model.revision}
+    return digest({"data": data, "tokenizer": tokenizer, "seed": run.seed})
+
+
+def digest(value: Any, length: int = 10) -> str:
+    """A short, stable name for plain JSON values."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:length]
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file so that it is seen complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames inside a folder survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Make a file's content survive a power cut."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file's content, read in 4 MiB pieces."""
+    hasher = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(4 << 20):
+            hasher.update(piece)
+    return hasher.hexdigest()

@@ -1,0 +1,1 @@
+"""How one model is spread over ranks: layouts (model, mesh) -> model, and engines (one step)."""

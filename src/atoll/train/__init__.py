@@ -1,0 +1,1 @@
+"""The trainer: one loop, its optimizer, checkpoints, metrics and evaluation."""

@@ -1,0 +1,99 @@
+"""Everything that takes part in training, put together once and checked before the first step."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from atoll import run_dir
+from atoll.data.loader import Samples, open_samples
+from atoll.data.tokenize import open_prepared
+from atoll.models.build import build_config, build_model, weights_for
+from atoll.models.parts import blocks_of
+from atoll.models.weights import fill, fill_buffers, materialize
+from atoll.settings import Run
+from atoll.sharding.engines import StepPlan
+from atoll.sharding.layouts import AFTER_WEIGHTS, BEFORE_WEIGHTS, Spread, apply_layouts
+from atoll.train.mesh import make_mesh
+from atoll.train.optimizer import Stepper, make_stepper
+from atoll.train.precision import compute_dtype
+from atoll.train.world import World, say, together
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainee:
+    """Everything that takes part in training, put together once."""
+
+    run: Run
+    run_folder: Path
+    world: World
+    config: Any
+    model: nn.Module  # as sharded; its parameters carry the names
+    wrapped: nn.Module  # as called; the same, or inside DDP
+    plan: StepPlan
+    stepper: Stepper
+    training: Samples
+    validation: Samples
+    total_steps: int
+
+    @property
+    def tokenizer(self) -> Path:
+        return run_dir.prepared(self.run) / "tokenizer"
+
+
+def assemble(run: Run, run_folder: Path, world: World) -> Trainee:
+    """Data, model and optimizer; a user's mistake ends here, before the first step."""
+    manifest = together(world, lambda: open_prepared(run))
+    prepared = run_dir.prepared(run)
+    training = together(world, lambda: open_samples(run.data, prepared, "train"))
+    validation = together(world, lambda: open_samples(run.data, prepared, "validation"))
+    config = together(
+        world, lambda: build_config(run.model, manifest.vocabulary_tokens, run.data.sequence_tokens)
+    )
+    dtype, reason = together(world, lambda: compute_dtype(run.precision, world.device))
+    say(world, f"arithmetic in {reason}")
+    model, wrapped = build_sharded(run, config, world, dtype)
+    stepper = together(world, lambda: make_stepper(run.optimizer, model))
+    plan = StepPlan(
+        compute_dtype=dtype,
+        autocast=dtype != torch.float32 and "fsdp" not in run.sharding.layouts,
+        sync_every_microbatch=run.sharding.sync_every_microbatch,
+        keep_gathered=not run.sharding.reshard_after_forward,
+    )
+    steps = total_steps(run, len(training))
+    return Trainee(
+        run, run_folder, world, config, model, wrapped, plan, stepper, training, validation, steps
+    )
+
+
+def build_sharded(
+    run: Run, config: Any, world: World, dtype: torch.dtype
+) -> tuple[nn.Module, nn.Module]:
+    """Meta, sharded, given memory, filled slice by slice, then wrapped."""
+    model = build_model(config, run.training)
+    if run.training.compile:
+        for block in blocks_of(model.hf, model.parts):
+            block.compile(fullgraph=world.device.type == "cuda")
+    mesh = together(world, lambda: make_mesh(run, world.device))
+    spread = Spread(run.sharding, dtype, world.device)
+    apply_layouts(BEFORE_WEIGHTS, model, mesh, spread)
+    materialize(model, world.device)
+
+    def fill_all() -> None:
+        with weights_for(run.model, config, run.seed) as read:
+            fill(model.hf, read)
+            fill_buffers(model.hf)
+
+    together(world, fill_all)
+    return model, apply_layouts(AFTER_WEIGHTS, model, mesh, spread)
+
+
+def total_steps(run: Run, samples: int) -> int:
+    """Optimizer steps of the run, from training.steps or training.epochs."""
+    if run.training.steps is not None:
+        return run.training.steps
+    assert run.training.epochs is not None
+    return max(1, math.ceil(run.training.epochs * samples / run.training.global_batch_samples))

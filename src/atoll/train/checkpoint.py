@@ -1,0 +1,233 @@
+"""Sharded checkpoints that exist whole or not at all.
+
+A checkpoint is written under a hidden name; its manifest (every file's size and sha256) comes
+last, then one rename makes it visible. A kill at any moment leaves the previous one untouched.
+"""
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from atoll import run_dir
+from atoll.errors import UserError
+from atoll.train.world import SharedError, World, disk_error, gathered, together
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a checkpoint knows beside tensors; the data's position is one integer."""
+
+    step: int
+    samples: int
+    tokens: int
+    world_size: int
+    step_counts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A save that goes on in the background; `finish` waits for it."""
+
+    done: Future[None]
+    blocked_seconds: float
+
+
+def start_save(
+    run_folder: Path, state: dict[str, Tensor], progress: Progress, keep: int, world: World
+) -> Pending:
+    """Copy the state and write it in the background; the loop goes on at once.
+
+    Every rank calls this at the same step, having finished the save before.
+    """
+    started = time.monotonic()
+    partial = run_dir.checkpoints(run_folder) / f".step-{progress.step:08d}.partial"
+    together(world, lambda: _prepare(partial, world))
+    written = dcp.async_save(
+        state,
+        storage_writer=dcp.FileSystemWriter(partial, sync_files=True),
+        process_group=world.host_group,
+        no_dist=world.size == 1,
+    )
+    done: Future[None] = Future()
+    thread = threading.Thread(
+        target=_complete, args=(done, written, partial, progress, keep, world), daemon=True
+    )
+    thread.start()
+    return Pending(done, time.monotonic() - started)
+
+
+def finish(pending: Pending | None) -> float:
+    """Wait until a save is whole; returns the seconds waited.
+
+    Raises `SharedError` on every rank if it failed on one, for example for a full disk.
+    """
+    if pending is None:
+        return 0.0
+    started = time.monotonic()
+    pending.done.result()
+    return time.monotonic() - started
+
+
+def latest(run_folder: Path) -> Path | None:
+    """The newest complete checkpoint of a run, by its step, never by its time stamp."""
+    folder = run_dir.checkpoints(run_folder)
+    names = os.listdir(folder) if folder.is_dir() else []
+    complete = [
+        folder / name
+        for name in sorted(names)
+        if run_dir.CHECKPOINT_NAME.match(name) and (folder / name / MANIFEST).is_file()
+    ]
+    return complete[-1] if complete else None
+
+
+def load_progress(path: Path) -> Progress:
+    """The progress a checkpoint stands for."""
+    return Progress(**_manifest(path)["progress"])
+
+
+def load(path: Path, state: dict[str, Tensor], world: World) -> None:
+    """Verify every file against the manifest, then read into the tensors of `state`, in place.
+
+    Raises `SharedError` naming the first file that is not as it was written.
+    """
+    together(world, lambda: _verify(path, world))
+    with _as_user_error(f"checkpoint {path} does not fit this run"):
+        dcp.load(
+            state,
+            storage_reader=dcp.FileSystemReader(path),
+            process_group=world.host_group,
+            no_dist=world.size == 1,
+        )
+
+
+def check_space(run_folder: Path, state: dict[str, Tensor]) -> None:
+    """Refuse to start a run whose next checkpoint would not fit on the disk."""
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    run_folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(run_folder).free
+    if free < needed:
+        raise UserError(
+            f"{run_folder} has {free / 2**30:.2f} GiB free, one checkpoint takes "
+            f"{needed / 2**30:.2f} GiB",
+            "free some space, or choose another place with folders.runs=FOLDER",
+        )
+
+
+def _prepare(partial: Path, world: World) -> None:
+    if world.rank == 0:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in partial.parent.glob(".step-*.partial"):
+            shutil.rmtree(leftover)
+        partial.mkdir()
+
+
+def _complete(
+    done: Future[None],
+    written: Any,
+    partial: Path,
+    progress: Progress,
+    keep: int,
+    world: World,
+) -> None:
+    """In the background: hash what this rank wrote, then rank 0 makes the checkpoint visible."""
+    try:
+        with _as_user_error(f"checkpoint of step {progress.step} cannot be written"):
+            written.result()
+        files = together(world, lambda: _own_files(partial, world))
+        every = {name: entry for part in gathered(world, files) for name, entry in part.items()}
+        together(
+            world, lambda: _publish(partial, every, progress, keep) if world.rank == 0 else None
+        )
+        done.set_result(None)
+    except BaseException as error:
+        done.set_exception(error)
+
+
+def _own_files(partial: Path, world: World) -> dict[str, dict[str, Any]]:
+    names = [n for n in os.listdir(partial) if n.startswith(f"__{world.rank}_")]
+    names += [".metadata"] if world.rank == 0 else []
+    return {
+        name: {
+            "bytes": (partial / name).stat().st_size,
+            "sha256": run_dir.sha256_of(partial / name),
+        }
+        for name in sorted(names)
+    }
+
+
+def _publish(partial: Path, files: dict[str, Any], progress: Progress, keep: int) -> None:
+    content = {"files": files, "progress": asdict(progress)}
+    run_dir.write_whole(partial / MANIFEST, json.dumps(content, indent=1))
+    final = partial.parent / f"step-{progress.step:08d}"
+    if final.exists():
+        shutil.rmtree(final)
+    os.rename(partial, final)
+    run_dir.sync_folder(final.parent)
+    steps = sorted(n for n in os.listdir(final.parent) if run_dir.CHECKPOINT_NAME.match(n))
+    for old in steps[:-keep]:
+        shutil.rmtree(final.parent / old)
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+    except ValueError as error:
+        raise _broken(path, f"{MANIFEST} is not JSON: {error}") from error
+    return content
+
+
+def _verify(path: Path, world: World) -> None:
+    """Each rank checks its part of the files, before anything in them is interpreted."""
+    files = _manifest(path)["files"]
+    for name in sorted(files)[world.rank :: world.size]:
+        if not (path / name).is_file():
+            raise _broken(path, f"{name} is missing")
+        size = (path / name).stat().st_size
+        if size != files[name]["bytes"]:
+            raise _broken(path, f"{name} has {size} bytes, {files[name]['bytes']} were written")
+        if run_dir.sha256_of(path / name) != files[name]["sha256"]:
+            raise _broken(path, f"{name} does not have the sha256 it was written with")
+
+
+def _broken(path: Path, what: str) -> UserError:
+    return UserError(
+        f"checkpoint {path} is corrupted: {what}",
+        f"remove it (rm -r {path}): the run then goes on from the checkpoint before it",
+    )
+
+
+@contextmanager
+def _as_user_error(what: str) -> Iterator[None]:
+    """Turn what DCP gathered from all ranks (a BaseException) into two lines."""
+    try:
+        yield
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        if isinstance(first, OSError):
+            full = disk_error(first)
+            raise SharedError(f"{what}: {full.found}", full.mend) from error
+        reason = (str(first).strip().splitlines() or [type(first).__name__])[0]
+        raise SharedError(f"{what}: {reason}", "start a new run with another name=") from error
+    except OSError as error:
+        full = disk_error(error)
+        raise SharedError(f"{what}: {full.found}", full.mend) from error
+
+
+def barrier(world: World) -> None:
+    if world.size > 1:
+        dist.barrier(group=world.host_group)

@@ -1,0 +1,154 @@
+"""The optimizer, its learning rate at every step, and the step itself."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from atoll.errors import UserError
+from atoll.settings import Optimizer
+
+RANK_SCALES: dict[str, Callable[[int], float]] = {
+    "none": lambda ranks: 1.0,
+    "sqrt": lambda ranks: math.sqrt(ranks),
+    "linear": lambda ranks: float(ranks),
+}
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """An optimizer and, per parameter's name, the model's parameter and the one it updates.
+
+    The two differ only where the optimizer cannot take a DTensor: then the second one is the
+    rank's own shard, in the same memory.
+    """
+
+    optimizer: Any
+    parameters: dict[str, tuple[Tensor, Tensor]]
+
+
+def make_stepper(settings: Optimizer, model: nn.Module) -> Stepper:
+    """AdamW over the model's parameters; vectors (norms, biases) are not decayed."""
+    local = settings.name == "adamw_8bit"
+    pairs = {name: (p, _own_shard(p) if local else p) for name, p in model.named_parameters()}
+    decayed = [own for p, own in pairs.values() if p.ndim >= 2]
+    others = [own for p, own in pairs.values() if p.ndim < 2]
+    groups = [
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return Stepper(MAKERS[settings.name](settings, [g for g in groups if g["params"]]), pairs)
+
+
+def learning_rate(settings: Optimizer, step: int, total_steps: int, ranks: int) -> float:
+    """The rate of step `step` (1 is the first): linear warm-up, then cosine or constant."""
+    peak = settings.learning_rate * RANK_SCALES[settings.scale_with_ranks](ranks)
+    if step <= settings.warmup_steps:
+        return peak * step / settings.warmup_steps
+    if settings.decay == "constant":
+        return peak
+    left = max(1, total_steps - settings.warmup_steps)
+    progress = min(1.0, (step - settings.warmup_steps) / left)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak * (settings.final_fraction + (1.0 - settings.final_fraction) * cosine)
+
+
+def take_step(stepper: Stepper, rate: float, clip_norm: float | None) -> Tensor:
+    """Clip, update, clear the gradients; returns the gradient's norm before clipping."""
+    gradients = [p.grad for p, _ in stepper.parameters.values() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if clip_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(
+            [p for p, _ in stepper.parameters.values()], clip_norm, norm
+        )
+    for parameter, own in stepper.parameters.values():
+        if own is not parameter and parameter.grad is not None:
+            own.grad = _local(parameter.grad)
+    for group in stepper.optimizer.param_groups:
+        group["lr"] = rate
+    stepper.optimizer.step()
+    clear_gradients(stepper)
+    return norm
+
+
+def clear_gradients(stepper: Stepper) -> None:
+    for parameter, own in stepper.parameters.values():
+        parameter.grad = None
+        own.grad = None
+
+
+def optimizer_state(stepper: Stepper) -> dict[str, Tensor]:
+    """Every state tensor under "parameter/key"; made first if no step was taken yet."""
+    if not stepper.optimizer.state:
+        _make_state(stepper)
+    return {
+        f"{name}/{key}": value
+        for name, (_, own) in stepper.parameters.items()
+        for key, value in stepper.optimizer.state[own].items()
+        if isinstance(value, Tensor)
+    }
+
+
+def step_counts(stepper: Stepper) -> dict[str, int]:
+    """The counters that an optimizer keeps as plain integers (8-bit AdamW)."""
+    return {
+        name: value
+        for name, (_, own) in stepper.parameters.items()
+        for key, value in stepper.optimizer.state[own].items()
+        if key == "step" and isinstance(value, int)
+    }
+
+
+def set_step_counts(stepper: Stepper, counts: dict[str, int]) -> None:
+    for name, count in counts.items():
+        stepper.optimizer.state[stepper.parameters[name][1]]["step"] = count
+
+
+def _make_state(stepper: Stepper) -> None:
+    """One step of zero gradients at rate zero creates the state and changes no weight."""
+    for _, own in stepper.parameters.values():
+        own.grad = torch.zeros_like(own)
+    for group in stepper.optimizer.param_groups:
+        group["lr"] = 0.0
+    stepper.optimizer.step()
+    clear_gradients(stepper)
+
+
+def _adamw(settings: Optimizer, groups: list[dict[str, Any]]) -> Any:
+    return torch.optim.AdamW(
+        groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True
+    )
+
+
+def _adamw_8bit(settings: Optimizer, groups: list[dict[str, Any]]) -> Any:
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise UserError(
+            f"optimizer=adamw_8bit needs bitsandbytes, which does not import here: {error}",
+            "install it (pip install 'atoll[train]'), or choose optimizer=adamw",
+        ) from error
+    return bitsandbytes.optim.AdamW8bit(
+        groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon
+    )
+
+
+MAKERS: dict[str, Callable[[Optimizer, list[dict[str, Any]]], Any]] = {
+    "adamw": _adamw,
+    "adamw_8bit": _adamw_8bit,
+}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _own_shard(parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return nn.Parameter(parameter.to_local().detach())

@@ -1,0 +1,131 @@
+"""The lines of metrics.jsonl: the start, the steps, the evaluations, the result."""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from atoll import run_dir
+from atoll.train import metrics
+from atoll.train.assemble import Trainee
+from atoll.train.evaluate import Perplexity, evaluate
+from atoll.train.world import say, summed, together
+
+Result = TypeVar("Result")
+
+
+class Meter:
+    """Sums between two lines of metrics.jsonl; nothing in it makes the device wait."""
+
+    def __init__(self, trainee: Trainee, tokens: int) -> None:
+        self.trainee = trainee
+        run, device = trainee.run, trainee.world.device
+        self.peak, _ = metrics.peak_tflops(run.facility.node, device, trainee.plan.compute_dtype)
+        self.flops = flops_per_token(trainee)
+        self.total_tokens = tokens
+        self.restart()
+
+    def restart(self) -> None:
+        self.started = time.monotonic()
+        self.loss_sum: Tensor | None = None
+        self.targets = self.tokens = self.steps = 0
+        self.data_seconds = self.checkpoint_seconds = 0.0
+
+    def waited(self, call: Callable[[], Result]) -> Result:
+        started = time.monotonic()
+        result = call()
+        self.data_seconds += time.monotonic() - started
+        return result
+
+    def count(self, loss_sum: Tensor, targets: int, tokens: int) -> None:
+        self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
+        self.targets += targets
+        self.tokens += tokens
+        self.total_tokens += tokens
+        self.steps += 1
+
+    def record(self, step: int, rate: float, norm: Tensor) -> dict[str, Any]:
+        """One line of metrics.jsonl for the steps since the last; every rank calls this."""
+        world = self.trainee.world
+        assert self.loss_sum is not None
+        loss = float(summed(world, self.loss_sum.double())) / self.targets
+        seconds = time.monotonic() - self.started
+        per_device = self.tokens / seconds / world.size
+        record = {
+            "event": "train",
+            "step": step,
+            "tokens": self.total_tokens,
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)),
+            "learning_rate": rate,
+            "gradient_norm": float(norm),
+            "tokens_per_second": self.tokens / seconds,
+            "tokens_per_second_per_device": per_device,
+            "mfu": per_device * self.flops / (self.peak * 1e12),
+            "memory_gib": metrics.memory_gib(world.device),
+            "step_seconds": seconds / self.steps,
+            "data_wait_seconds": self.data_seconds,
+            "checkpoint_seconds": self.checkpoint_seconds,
+        }
+        if world.rank == 0:
+            metrics.append(self.trainee.run_folder, record)
+        self.restart()
+        return record
+
+
+def flops_per_token(trainee: Trainee) -> float:
+    return metrics.flops_per_token(
+        trainee.config, trainee.model, trainee.training.mean_context_tokens
+    )
+
+
+def record_start(trainee: Trainee) -> None:
+    """The first line of metrics.jsonl: what the later numbers are measured against."""
+    world, node = trainee.world, trainee.run.facility.node
+    peak, source = together(
+        world, lambda: metrics.peak_tflops(node, world.device, trainee.plan.compute_dtype)
+    )
+    if world.rank == 0:
+        run_dir.metrics_file(trainee.run_folder).unlink(missing_ok=True)
+        record = {
+            "event": "start",
+            "step": 0,
+            "ranks": world.size,
+            "parameters": sum(p.numel() for p in trainee.model.parameters()),
+            "steps": trainee.total_steps,
+            "training_samples": len(trainee.training),
+            "padding_fraction": trainee.training.padding_fraction,
+            "flops_per_token": flops_per_token(trainee),
+            "peak_tflops_per_device": peak,
+            "peak_source": source,
+            "mfu_formula": metrics.MFU_FORMULA,
+        }
+        metrics.append(trainee.run_folder, record)
+
+
+def record_evaluation(trainee: Trainee, step: int) -> Perplexity:
+    """Perplexity on the held-out text, shown and recorded."""
+    run, world = trainee.run, trainee.world
+    result = evaluate(
+        trainee.wrapped,
+        trainee.validation,
+        world,
+        trainee.plan,
+        run.training.microbatch_samples,
+        run.evaluation.max_samples,
+    )
+    say(world, f"step {step}: held-out perplexity {result.perplexity:.2f} (loss {result.loss:.4f})")
+    if world.rank == 0:
+        record = {"event": "evaluation", "step": step, **dataclasses.asdict(result)}
+        metrics.append(trainee.run_folder, record)
+    return result
+
+
+def record_result(trainee: Trainee, final: Perplexity) -> None:
+    if trainee.world.rank == 0:
+        result = {"steps": trainee.total_steps, **dataclasses.asdict(final)}
+        run_dir.write_whole(run_dir.result_file(trainee.run_folder), json.dumps(result, indent=1))

@@ -1,0 +1,183 @@
+"""The trainer, top to bottom: join, build, resume, evaluate, loop, evaluate, export."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from atoll import run_dir
+from atoll.data.loader import batches_ahead
+from atoll.errors import UserError
+from atoll.launch import Placement
+from atoll.models import export
+from atoll.settings import Run, load_run
+from atoll.sharding.engines import ENGINES
+from atoll.train import checkpoint, metrics
+from atoll.train.assemble import Trainee, assemble
+from atoll.train.optimizer import (
+    clear_gradients,
+    learning_rate,
+    optimizer_state,
+    set_step_counts,
+    step_counts,
+    take_step,
+)
+from atoll.train.record import Meter, record_evaluation, record_result, record_start
+from atoll.train.world import SharedError, World, joined, say, together
+
+
+def main(run_folder: Path, placement: Placement) -> int:
+    """Train the run of `run_folder` as one rank; the exit code of this rank."""
+    run = load_run(run_dir.settings_file(run_folder))
+    with joined(run, placement) as world:
+        try:
+            train(run, run_folder, world)
+        except SharedError:
+            # every rank has the same error: one of them says it
+            if world.rank == 0:
+                raise
+            return 2
+    return 0
+
+
+def train(run: Run, run_folder: Path, world: World) -> None:
+    """The whole run; nothing is repeated that an earlier start of it has finished."""
+    trainee = assemble(run, run_folder, world)
+    progress = resume(trainee)
+    if progress.step == 0:
+        record_start(trainee)
+        record_evaluation(trainee, 0)
+    if progress.step < trainee.total_steps:
+        loop(trainee, progress)
+        final = record_evaluation(trainee, trainee.total_steps)
+        record_result(trainee, final)
+    if progress.step < trainee.total_steps or not run_dir.export(run_folder).is_dir():
+        export_model(trainee)
+
+
+def resume(trainee: Trainee) -> checkpoint.Progress:
+    """The progress of the newest checkpoint, with the model set to it; or of a fresh start."""
+    world = trainee.world
+    path = together(world, lambda: checkpoint.latest(trainee.run_folder))
+    if path is None:
+        together(world, lambda: checkpoint.check_space(trainee.run_folder, state_of(trainee)))
+        return checkpoint.Progress(0, 0, 0, world.size, {})
+    progress = together(world, lambda: checkpoint.load_progress(path))
+    together(world, lambda: check_resumable(trainee, progress))
+    checkpoint.load(path, state_of(trainee), world)
+    set_step_counts(trainee.stepper, progress.step_counts)
+    if world.rank == 0:
+        metrics.truncate_after(trainee.run_folder, progress.step)
+    say(world, f"resumed from {path} (step {progress.step})")
+    return progress
+
+
+def check_resumable(trainee: Trainee, progress: checkpoint.Progress) -> None:
+    if progress.step_counts and progress.world_size != trainee.world.size:
+        raise UserError(
+            f"the 8-bit optimizer state was saved by {progress.world_size} ranks, "
+            f"this start has {trainee.world.size}",
+            f"start with {progress.world_size} ranks: 8-bit blocks do not reshard",
+        )
+    if progress.step > trainee.total_steps:
+        raise UserError(
+            f"the checkpoint stands at step {progress.step}, the run ends at {trainee.total_steps}",
+            "raise training.steps, or give the run another name=",
+        )
+
+
+def state_of(trainee: Trainee) -> dict[str, Tensor]:
+    """Every tensor a checkpoint holds, by name; plain shards get the rank's number."""
+    own = trainee.run.optimizer.name == "adamw_8bit" and trainee.world.size > 1
+    suffix = f"/rank{trainee.world.rank}" if own else ""
+    parameters = {f"model/{name}": p.detach() for name, p in trainee.model.named_parameters()}
+    moments = {
+        f"optimizer/{name}{suffix}": value
+        for name, value in optimizer_state(trainee.stepper).items()
+    }
+    return parameters | moments
+
+
+def loop(trainee: Trainee, start: checkpoint.Progress) -> None:
+    """The training loop."""
+    run, world = trainee.run, trainee.world
+    batch_samples = run.training.global_batch_samples
+    engine = ENGINES[run.sharding.engine]
+    meter = Meter(trainee, start.tokens)
+    saving: checkpoint.Pending | None = None
+    clear_gradients(trainee.stepper)
+    with (
+        metrics.display(trainee.total_steps, start.step, world.rank == 0) as show,
+        batches_ahead(
+            trainee.training, run, start.samples, trainee.total_steps - start.step, world.rank
+        ) as batches,
+    ):
+        for step in range(start.step + 1, trainee.total_steps + 1):
+            share = meter.waited(lambda: next(batches))
+            microbatches = [batch.to(world.device) for batch in share.microbatches]
+            seed_dropout(run.seed, step, world)
+            loss_sum = engine(
+                trainee.wrapped, microbatches, world.size / share.global_targets, trainee.plan
+            )
+            rate = learning_rate(run.optimizer, step, trainee.total_steps, world.size)
+            norm = take_step(trainee.stepper, rate, run.optimizer.clip_norm)
+            meter.count(loss_sum, share.global_targets, share.global_useful)
+            if step % run.training.log_every_steps == 0 or step == trainee.total_steps:
+                record = meter.record(step, rate, norm)
+                show(record)
+            if is_due(step, run.checkpoint.every_steps) or step == trainee.total_steps:
+                meter.checkpoint_seconds += checkpoint.finish(saving)
+                saving = save(trainee, step, step * batch_samples, meter.total_tokens)
+                meter.checkpoint_seconds += saving.blocked_seconds
+                if not run.checkpoint.asynchronous:
+                    meter.checkpoint_seconds += checkpoint.finish(saving)
+            if is_due(step, run.evaluation.every_steps) and step < trainee.total_steps:
+                record_evaluation(trainee, step)
+                meter.restart()
+        checkpoint.finish(saving)
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def seed_dropout(seed: int, step: int, world: World) -> None:
+    """Random numbers of a step depend on nothing before it, so a resumed run draws the same."""
+    torch.manual_seed(int(run_dir.digest([seed, step, world.rank], 15), 16))
+
+
+def save(trainee: Trainee, step: int, samples: int, tokens: int) -> checkpoint.Pending:
+    counts = step_counts(trainee.stepper)
+    progress = checkpoint.Progress(step, samples, tokens, trainee.world.size, counts)
+    return checkpoint.start_save(
+        trainee.run_folder,
+        state_of(trainee),
+        progress,
+        trainee.run.checkpoint.keep,
+        trainee.world,
+    )
+
+
+def export_model(trainee: Trainee) -> None:
+    """Write the Hugging Face folder: weights by all ranks, the rest by one, then one rename."""
+    world, final = trainee.world, run_dir.export(trainee.run_folder)
+    dtype = getattr(torch, trainee.run.export.dtype)
+    parameters = {n.removeprefix("hf."): p for n, p in trainee.model.named_parameters()}
+    sizes = {name: p.numel() * dtype.itemsize for name, p in parameters.items()}
+    limit = int(trainee.run.export.max_file_gib * 2**30)
+    files = export.plan_files(sizes, limit, world.size)
+    first = world.rank == 0
+    partial = export.partial_folder(final)
+    together(world, lambda: export.start(final) if first else None)
+    together(
+        world,
+        lambda: export.write_weights(partial, parameters, dtype, files, world.rank, world.size),
+    )
+
+    def rest() -> None:
+        total = sum(sizes.values())
+        export.write_rest(partial, trainee.config, dtype, files, total, trainee.tokenizer)
+        export.publish(partial, final)
+
+    together(world, lambda: rest() if first else None)
+    say(world, f"exported to {final}")

@@ -1,0 +1,95 @@
+"""Worker processes shared by all tests: four gloo ranks that import torch once.
+
+A test sends a module-level function; it runs on ranks 0..world-1 as `function(world, *args)`
+inside a process group of its own, and its results come back in order of rank.
+"""
+
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+RANKS = 4
+PRELOADED = ["torch", "torch.distributed.checkpoint", "transformers", "atoll.train.train"]
+TIMEOUT_SECONDS = 180.0
+
+
+class RankPool:
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*PRELOADED, "rank_pool"])
+        self.pipes = []
+        self.processes = []
+        for _ in range(RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, world: int = RANKS) -> list[Any]:
+        """The result of every rank; the first rank's exception is raised with its own text."""
+        port = free_port()
+        for rank in range(world):
+            self.pipes[rank].send((function, args, rank, world, port))
+        answers = []
+        for rank in range(world):
+            if not self.pipes[rank].poll(TIMEOUT_SECONDS):
+                self.close()
+                raise TimeoutError(f"rank {rank} of {world} gave no answer: {function.__name__}")
+            answers.append(self.pipes[rank].recv())
+        failures = [f"rank {r}: {text}" for r, (_, text) in enumerate(answers) if text]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [result for result, _ in answers]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _serve(pipe: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, rank, size, port = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((_in_group(function, args, rank, size, port), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
+
+
+def _in_group(function: Any, args: Any, rank: int, size: int, port: int) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from atoll.train.world import World
+
+    device = torch.device("cpu")
+    if size == 1:
+        return function(World(0, 1, device, None), *args)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        return function(World(rank, size, device, dist.new_group(backend="gloo")), *args)
+    finally:
+        dist.destroy_process_group()
