@@ -15,9 +15,11 @@ PIP := $(BIN)/python -Im pip --disable-pip-version-check
 PIP_LOCKED := $(PIP) install --quiet --require-hashes --no-deps --no-build-isolation
 LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.10 \
 	--generate-hashes --no-header --excludes $(LOCKS)/excludes.txt
+BENCHMARKS := host_start launch_to_first_collective packing tokenize_rate trainer_against_hf
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+.NOTPARALLEL: # two benchmarks at once would measure each other
 .PHONY: help setup demo test lint format bench lock clean distclean
 
 help: ## Show this list
@@ -58,10 +60,9 @@ format: $(READY) ## Format the code and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-BENCHMARKS := $(patsubst benchmarks/%.py,bench-%,$(wildcard benchmarks/*.py))
-.PHONY: $(BENCHMARKS)
-bench: $(BENCHMARKS) ## Run every benchmark against its peer (bench-packing: one of them)
-$(BENCHMARKS): bench-%: $(READY)
+bench: $(BENCHMARKS:%=bench-%) ## Run every benchmark against its peer, in turn
+
+bench-%: $(READY) ## Run one of them: benchmarks/%.py
 	$(BIN)/python benchmarks/$*.py $(ARGS)
 
 lock: $(READY) ## Pin again what pyproject.toml asks for (ARGS=--upgrade: at the newest versions)

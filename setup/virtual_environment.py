@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 SYSTEM_CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")  # where Debian's pip looks
+MEND = "Install what is missing: apt install python3-venv ca-certificates"
 
 
 def stop(found: str, mend: str) -> NoReturn:
@@ -21,6 +22,10 @@ def stop(found: str, mend: str) -> NoReturn:
 
 def run(*argv: object, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([str(part) for part in argv], cwd=cwd, capture_output=True, text=True)
+
+
+def last_line(text: str) -> str:
+    return (text.strip() or "no reason given").splitlines()[-1]
 
 
 def python_and_pip_work(folder: Path) -> bool:
@@ -32,7 +37,7 @@ def python_and_pip_work(folder: Path) -> bool:
 
 
 def download_debian_package(name: str, folder: Path) -> None:
-    """Unpack Debian package `name` into `folder`, with the machine's package lists or fresh ones."""
+    """Unpack Debian package `name` into `folder`, by the machine's package lists or fresh ones."""
     if shutil.which("apt-get") is None:
         stop(
             f"{sys.executable} has no ensurepip, so no environment with pip can be made.",
@@ -49,10 +54,10 @@ def download_debian_package(name: str, folder: Path) -> None:
         run("apt-get", *own_lists, "update", cwd=folder)
         answer = run("apt-get", *own_lists, "download", name, cwd=folder)
     if answer.returncode != 0:
-        reason = (answer.stderr.strip() or "no reason given").splitlines()[-1]
         stop(
-            f"{sys.executable} has no ensurepip, and apt-get cannot download {name}: {reason}",
-            "Install it: apt install python3-venv ca-certificates",
+            f"{sys.executable} has no ensurepip, and apt-get cannot download {name}: "
+            f"{last_line(answer.stderr)}",
+            MEND,
         )
     run("dpkg-deb", "--extract", next(folder.glob(f"{name}_*.deb")), folder).check_returncode()
 
@@ -77,8 +82,8 @@ def install_pip_of_debian(environment: Path) -> None:
         answer = run(python, "-I", wheel / "pip", "install", "--no-index", wheel)
         if answer.returncode != 0:
             stop(
-                f"Debian's pip cannot install itself into {environment}: {answer.stderr.strip()}",
-                "Install Python's venv support: apt install python3-venv",
+                f"pip from {wheel.name} cannot install itself: {last_line(answer.stderr)}",
+                MEND,
             )
 
 

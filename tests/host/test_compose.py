@@ -149,7 +149,7 @@ def test_the_local_file_wins_over_the_groups_and_the_command_line_over_it(tree, 
 def test_a_facility_chooses_its_own_image(tree, composed):
     (tree / "image" / "theirs.yaml").write_text("name: theirs\nfile: /images/theirs.sif\n")
     (tree / "facility" / "theirs.yaml").write_text(
-        "defaults:\n  - override /image@_global_.image: theirs\n  - laptop\n  - _self_\n"
+        "defaults:\n  - laptop\n  - override /image@_global_.image: theirs\n  - _self_\n"
         "name: theirs\n"
     )
     assert composed("facility=theirs").run.image.name == "theirs"

@@ -6,7 +6,6 @@ from atoll.__main__ import main
 from atoll.errors import UserError
 from atoll.host.compose import compose_all, split_options
 
-SLURM = "facility=generic_slurm"
 CASES = [
     # (overrides, what was found, how to mend it)
     ([], "no facility is chosen", "facility=generic_slurm | laptop"),
@@ -14,6 +13,7 @@ CASES = [
     (["faciliti=laptop"], "unknown setting: faciliti", "did you mean facility?"),
     (["facility=zzz"], "unknown facility: zzz", "choose facility from: generic_slurm, laptop"),
     (["facility=[laptop]"], "facility is a group", "choose from: generic_slurm, laptop"),
+    (["model=null"], "model is a group, not None", "choose from: bert_base"),
     (["model=llama2_7"], "unknown model: llama2_7", "did you mean model=llama2_7b?"),
     (["sharding=fullshard"], "unknown sharding: fullshard", "did you mean sharding=full_shard?"),
     (["experiment=deno"], "unknown experiment: deno", "did you mean experiment=demo?"),
@@ -31,6 +31,7 @@ CASES = [
     (["lr=1"], "unknown setting: lr", "lists every setting"),
     (["~optimizer.foo"], "unknown setting: optimizer.foo", "optimizer"),
     (["hydra/launcher=joblib"], "unknown setting: hydra/launcher", "the groups are"),
+    (["~experiment=1"], "deletion value", "mend"),
     (["hydra.run.dir=/tmp"], "unknown setting: hydra.run.dir", "the groups are"),
     (["data.packing=concatt"], "data.packing = 'concatt'", "did you mean data.packing=concat?"),
     (["precision.compute=fp8"], "precision.compute = 'fp8'", "precision.compute"),
@@ -41,7 +42,9 @@ CASES = [
     (["name=3"], "name = 3", "name='3'"),
     (["name=a b$(x)"], "cannot read the value of name", "quote it twice: 'name='"),
     (["generation.prompt=def f(x): y"], "cannot read", "\"generation.prompt='def f(x): y'\""),
-    (["nodes"], "not an override: nodes", "KEY=VALUE"),
+    (["facility.step=[--a=b,c]"], "facility.step", "\"facility.step=['--a=b','c']\""),
+    (["nodes"], "not an override: 'nodes'", "KEY=VALUE"),
+    (["name=\n"], "cannot read the value of name: '\\n'", "KEY='VALUE'"),
     (["nodes=1,2"], "several values for nodes: 1,2", "--multirun"),
     (["data=text_files"], "setting missing: data.files", "data.files=VALUE"),
     (["model=from_path"], "setting missing: model.source", "model.source=VALUE"),
@@ -60,12 +63,10 @@ CASES = [
 
 @pytest.mark.parametrize(("overrides", "found", "mend"), CASES, ids=lambda case: str(case))
 def test_a_mistake_is_named_with_its_mend(overrides, found, mend, composed):
-    named = any("facilit" in word.partition("=")[0].partition(".")[0] for word in overrides)
-    facility = ["facility=laptop"] if overrides and not named else []
-    if overrides and overrides[0].startswith("facility."):
-        facility = ["facility=laptop"]
+    about_the_facility = not overrides or overrides[0].split("=")[0].startswith("facilit")
+    base = [] if about_the_facility and "." not in str(overrides) else ["facility=laptop"]
     with pytest.raises(UserError) as caught:
-        composed(*facility, *overrides)
+        composed(*base, *overrides)
     assert found in caught.value.found
     assert mend in caught.value.mend
     assert "\n" not in caught.value.found + caught.value.mend
@@ -98,5 +99,5 @@ def test_options_and_overrides_come_in_any_order():
 
 @pytest.mark.parametrize("line", ["nodes=interval(1,2)", "nodes=glob(*)"])
 def test_a_sweep_must_have_a_number_of_values(line, tree):
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="no values to take in turn: nodes="):
         compose_all(["facility=laptop", line], multirun=True, tree=tree)

@@ -41,7 +41,7 @@ def build(world: World, config: dict[str, Any], sharding: Sharding, recompute: s
         loss_chunk_tokens=24,
         recompute=recompute,
     )
-    hf_config = build_config(settings, tiny.VOCABULARY, tiny.SEQUENCE)
+    hf_config = build_config(settings, tiny.VOCABULARY, tiny.SEQUENCE, {})
     model = build_model(hf_config, training)
     shard = {"none": 1, "node": RANKS_PER_NODE, "all": world.size}[str(sharding.shard)]
     mesh = None

@@ -62,7 +62,7 @@ def file_ends(part: Part) -> Ends:
 def line_ends(part: Part) -> Ends:
     """A line is one document."""
     found, offset, last = [], 0, 10
-    with open(part.path, "rb") as file:
+    with part.path.open("rb") as file:
         while piece := file.read(SCAN_BYTES):
             found.append(np.flatnonzero(np.frombuffer(piece, dtype=np.uint8) == 10) + offset + 1)
             offset, last = offset + len(piece), piece[-1]
@@ -76,7 +76,7 @@ def paragraph_ends(part: Part) -> Ends:
     size = part.path.stat().st_size
     if size == 0:
         return np.zeros(0, dtype=np.int64)
-    with open(part.path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
+    with part.path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
         ends = [match.end() for match in BLANK_LINES_BYTES.finditer(text)]
     if not ends or ends[-1] != size:
         ends.append(size)
@@ -101,7 +101,8 @@ def hub_ends(part: Part) -> Ends:
     """A row is one document; its size is the mean of the data set."""
     rows = len(part.rows)
     mean = part.rows.data.nbytes / max(1, rows)
-    return (np.arange(1, rows + 1, dtype=np.float64) * mean).astype(np.int64)
+    ends: Ends = (np.arange(1, rows + 1, dtype=np.float64) * mean).astype(np.int64)
+    return ends
 
 
 def read_file(part: Part, span: Span) -> list[str]:
@@ -161,7 +162,7 @@ FORMATS = {
 
 
 def _bytes(part: Part, span: Span) -> bytes:
-    with open(part.path, "rb") as file:
+    with part.path.open("rb") as file:
         file.seek(span.start)
         return file.read(span.stop - span.start)
 

@@ -1,19 +1,21 @@
 """Token shards on disk, in the layout that datatrove writes and nanotron reads.
 
-    FOLDER/
-      manifest.json            written last: the folder is whole
-      plan.json                what the shards are made from; written before the first
-      tokenizer/               as Hugging Face saves it
-      train/  validation/
-        00000.ds               little-endian uint16 or uint32 tokens, documents end to end
-        00000.ds.index         uint64: where each document ends, in tokens
-        00000.ds.metadata      tokenizer|bytes per token, tokens, tokens for people
-        00000.json             this shard's record, written when the three are whole
+FOLDER/
+  manifest.json            written last: the folder is whole
+  plan.json                what the shards are made from; written before the first
+  tokenizer/               as Hugging Face saves it
+  train/  validation/
+    00000.ds               little-endian uint16 or uint32 tokens, documents end to end
+    00000.ds.index         uint64: where each document ends, in tokens
+    00000.ds.metadata      tokenizer|bytes per token, tokens, tokens for people
+    00000.json             this shard's record, written when the three are whole
 """
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +45,7 @@ class Shard(Record):
 
     number: int
     documents: int
+    blank_documents: int
     tokens: int
     largest_token: int
     tokens_sha256: str
@@ -66,14 +69,12 @@ class Plan(Record):
 class Manifest(Plan):
     """The plan and every shard that came of it."""
 
-    blank_documents: int
     train: list[Shard]
     validation: list[Shard]
 
     def shards(self, split: Split) -> list[Shard]:
         """The shards of a split that hold documents."""
-        chosen = self.train if split == "train" else self.validation
-        return [shard for shard in chosen if shard.documents]
+        return [shard for shard in self._all(split) if shard.documents]
 
     def tokens(self, split: Split) -> int:
         return sum(shard.tokens for shard in self.shards(split))
@@ -81,9 +82,15 @@ class Manifest(Plan):
     def documents(self, split: Split) -> int:
         return sum(shard.documents for shard in self.shards(split))
 
+    def blank(self, split: Split) -> int:
+        return sum(shard.blank_documents for shard in self._all(split))
+
     @property
     def largest_token(self) -> int:
         return max(shard.largest_token for split in SPLITS for shard in self.shards(split))
+
+    def _all(self, split: Split) -> list[Shard]:
+        return self.train if split == "train" else self.validation
 
 
 def manifest_file(folder: Path) -> Path:
@@ -122,20 +129,22 @@ class ShardWriter:
         self.hasher = hashlib.sha256()
         self.lengths: list[npt.NDArray[np.int64]] = []
         self.bytes = 0
+        self.blank = 0
         self.largest = -1
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = self.partial.open("wb")
 
-    def add(self, tokens: bytes, lengths: npt.NDArray[np.int64]) -> None:
-        """Append documents: their tokens end to end, and the length of each."""
+    def add(self, tokens: bytes, lengths: npt.NDArray[np.int64], blank: int) -> None:
+        """Append documents: their tokens end to end, and the length of each; count blank ones."""
         self.file.write(tokens)
         self.hasher.update(tokens)
         self.lengths.append(lengths)
         self.bytes += len(tokens)
+        self.blank += blank
         if tokens:
             self.largest = max(self.largest, int(np.frombuffer(tokens, dtype=self.dtype).max()))
 
-    def finish(self, tokenizer: str) -> Shard:
+    def finish(self) -> Shard:
         """Give the shard its final names, the record last."""
         ends = np.cumsum(np.concatenate([*self.lengths, np.zeros(0, dtype=np.int64)]))
         count = self.bytes // self.dtype.itemsize
@@ -147,11 +156,12 @@ class ShardWriter:
             self.file.close()
             self.partial.replace(self.path)
             write_whole(self.path.with_name(self.path.name + ".index"), index)
-            human = f"{tokenizer}|{self.dtype.itemsize}\n{count}\n{count / 1e6:.2f} MT"
+            human = f"../tokenizer|{self.dtype.itemsize}\n{count}\n{count / 1e6:.2f} MT"
             write_whole(self.path.with_name(self.path.name + ".metadata"), human)
         shard = Shard(
             number=self.number,
             documents=len(ends),
+            blank_documents=self.blank,
             tokens=count,
             largest_token=self.largest,
             tokens_sha256=self.hasher.hexdigest(),
@@ -257,9 +267,6 @@ def refuse_wrong_content(folder: Path, manifest: Manifest, rank: int, world_size
 @contextmanager
 def naming_a_full_disk(folder: Path, needed_bytes: int) -> Iterator[None]:
     """Turn "no space left" and "quota exceeded" into a `UserError` with the numbers."""
-    import errno
-    import shutil
-
     try:
         yield
     except OSError as error:
@@ -277,6 +284,15 @@ def remove_partial_files(folder: Path) -> None:
     """Delete what an interrupted preparation left behind."""
     for path in folder.rglob(".*.partial"):
         path.unlink(missing_ok=True)
+
+
+def clear(folder: Path) -> None:
+    """Remove what other settings or other text left; the files that vouch for it go first."""
+    manifest_file(folder).unlink(missing_ok=True)
+    plan_file(folder).unlink(missing_ok=True)
+    sync_folder(folder)
+    for name in ("tokenizer", ".tokenizer.partial", *SPLITS):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def sync_all(folder: Path) -> None:

@@ -5,7 +5,6 @@ documents that depend on the input alone, so that any number of workers makes th
 `texts` reads one block, wherever it lies, without reading what stands before it.
 """
 
-import glob
 import hashlib
 import json
 import os
@@ -151,9 +150,7 @@ def texts(text: Input, block: Block) -> list[str]:
     return [document if not document.isspace() else "" for document in found]
 
 
-def _ahead(
-    pool: ThreadPoolExecutor, parts: tuple[Part, ...]
-) -> Iterator[npt.NDArray[np.int64]]:
+def _ahead(pool: ThreadPoolExecutor, parts: tuple[Part, ...]) -> Iterator[npt.NDArray[np.int64]]:
     """Scan parts in order, a few ahead of the one that is asked for."""
     waiting = iter(parts)
     running = [pool.submit(_ends, part) for part in islice(waiting, 16)]
@@ -215,11 +212,11 @@ def _expand(entry: str, setting: str) -> list[tuple[str, Path]]:
         return [(name, path / name) for name in inside]
     if path.is_file():
         return [(path.name, path)]
-    matches = sorted(
-        Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()
-    )
+    root = Path(path.anchor)
+    pattern = str(path.relative_to(root))
+    matches = sorted(match for match in root.glob(pattern) if match.is_file())
     if not matches:
-        kind = "no file matches" if glob.has_magic(entry) else "no such file or folder:"
+        kind = "no file matches" if set("*?[") & set(entry) else "no such file or folder:"
         raise UserError(
             f"{setting}: {kind} {entry} (from {Path.cwd()})",
             "check the spelling; relative paths start where the command was typed",
@@ -263,7 +260,7 @@ def _fingerprint(parts: tuple[Part, ...], about: str) -> str:
 def _sampled(part: Part) -> list[str | int]:
     hasher = hashlib.sha256()
     try:
-        with open(part.path, "rb") as file:
+        with part.path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             step = max(SAMPLE_BYTES, (size - SAMPLE_BYTES) // (SAMPLES_PER_FILE - 1))
             for offset in range(0, size, step):

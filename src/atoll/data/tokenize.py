@@ -10,75 +10,42 @@ import errno
 import fcntl
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from atoll import run_dir
-from atoll.data import shards, sources, vocabulary
-from atoll.data.keyed_hash import fractions, keyed
-from atoll.data.shards import Manifest, Plan, Shard, ShardWriter, Split
-from atoll.data.sources import Block, Input
+from atoll.data import encode, shards, sources, vocabulary
+from atoll.data.encode import Encoded, Job, Reading
+from atoll.data.shards import Manifest, Plan, ShardWriter, Split
+from atoll.data.sources import Block
 from atoll.data.vocabulary import Vocabulary
 from atoll.data.workers import cores, ordered_map
 from atoll.errors import UserError
 from atoll.settings import Run, load_run
 
 Log = Callable[[str], None]
-# Small batches stay in the processor's caches: 64 KiB was fastest of 16 KiB to 4 MiB.
-BATCH_CHARACTERS = 64 << 10
-# Fewer bytes of text in a token than real tokenizers reach only on the longest words.
+# A token is rarely made of more text than this: the least room the tokens can need.
 TEXT_BYTES_PER_TOKEN = 6
-DOCUMENTS_PER_TRAINING_BLOCK = 64
 SECONDS_BETWEEN_LINES = 5.0
 
 
-@dataclass(frozen=True)
-class Reading:
-    """One input, cut into blocks, and the splits its documents go to."""
+class Work(NamedTuple):
+    """A reading and its blocks; shards are numbered within it."""
 
-    text: Input
+    reading: Reading
     blocks: list[Block]
-    splits: tuple[Split, ...]
-    held_out_fraction: float
-    seed: int
 
     @property
     def documents(self) -> int:
         return sum(block.documents for block in self.blocks)
 
     @property
-    def bytes(self) -> int:
-        return sum(span.stop - span.start for block in self.blocks for span in block.spans)
-
-    def held_out(self, first: int, count: int) -> npt.NDArray[np.bool_]:
-        """Which documents are validation: chosen by number, so the same in every process."""
-        numbers = np.arange(first, first + count, dtype=np.uint64)
-        if self.splits == ("train", "validation"):
-            return fractions(keyed(self.seed, numbers)) < self.held_out_fraction
-        return np.full(count, self.splits == ("validation",))
-
-
-class Job(NamedTuple):
-    """One block of one reading."""
-
-    reading: int
-    block: Block
-
-
-class Encoded(NamedTuple):
-    """A block's tokens for each split: documents end to end, and the length of each."""
-
-    tokens: dict[Split, bytes]
-    lengths: dict[Split, npt.NDArray[np.int64]]
-    blank: int
+    def shard_count(self) -> int:
+        return self.blocks[-1].shard + 1
 
 
 def main(argv: list[str]) -> int:
@@ -102,24 +69,32 @@ def prepare(run: Run, log: Log) -> Path:
     an unusable tokenizer, an empty split, or a full disk.
     """
     folder = run_dir.prepared(run)
-    texts = _inputs(run)
+    try:
+        readings = _readings(run)
+    except UserError as error:
+        # Tokens made where there was a network, or from text that has since been put away.
+        if not _is_whole(folder):
+            raise
+        log(f"tokens are ready: {folder}; their text is out of reach: {error.found}")
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, log):
-        if _is_fresh(folder, run, texts):
+        if _is_fresh(folder, _identity(run, readings)):
             log(f"tokens are ready: {folder}")
             return folder
-        readings = [_reading(run, text, splits) for splits, text in texts.items()]
-        _refuse_empty_splits(run, readings)
-        _refuse_small_disk(folder, readings)
-        with shards.naming_a_full_disk(folder, _expected_bytes(readings)):
-            plan = _begin(folder, run, readings, log)
-            blank = _write_shards(folder, run, plan, readings, log)
-            manifest = _manifest(folder, plan, readings, blank)
-            _refuse_empty_manifest(run, manifest)
+        works = [_cut(run, reading) for reading in readings]
+        _refuse_empty_split(run, works)
+        needed = _least_bytes(works)
+        _refuse_small_disk(folder, needed)
+        with shards.naming_a_full_disk(folder, needed):
+            plan = _begin(folder, run, works, log)
+            _write_shards(folder, run, plan, works, log)
+            manifest = _manifest(folder, plan, works)
+            _refuse_blank_split(manifest)
             shards.write_manifest(folder, manifest)
     log(
         f"tokens are ready: {folder}: {manifest.tokens('train'):,} to train on, "
-        f"{manifest.tokens('validation'):,} held out, {manifest.vocabulary_tokens:,} in the vocabulary"
+        f"{manifest.tokens('validation'):,} held out; vocabulary {manifest.vocabulary_tokens:,}"
     )
     return folder
 
@@ -140,67 +115,66 @@ def open_prepared(
     return manifest
 
 
-def _inputs(run: Run) -> dict[tuple[Split, ...], Input]:
+def _readings(run: Run) -> list[Reading]:
     train = sources.train_input(run.data)
     validation = sources.validation_input(run.data)
     if validation is None:
-        return {("train", "validation"): train}
+        fraction = run.data.validation.fraction or 0.0
+        return [Reading(train, ("train", "validation"), fraction, run.seed)]
     sources.refuse_overlap(train, validation)
-    return {("train",): train, ("validation",): validation}
+    return [Reading(train, ("train",), 0.0, 0), Reading(validation, ("validation",), 0.0, 0)]
 
 
-def _reading(run: Run, text: Input, splits: tuple[Split, ...]) -> Reading:
+def _cut(run: Run, reading: Reading) -> Work:
     data = run.data
-    blocks = list(sources.blocks(text, data.documents_per_shard, data.max_documents))
-    return Reading(text, blocks, splits, data.validation.fraction or 0.0, run.seed)
+    found = sources.blocks(reading.text, data.documents_per_shard, data.max_documents)
+    work = Work(reading, list(found))
+    if not work.blocks:
+        raise UserError(
+            f"no documents for {' and '.join(reading.splits)}: the text is empty",
+            "give data.files or data.hub that hold text",
+        )
+    return work
 
 
-def _refuse_empty_splits(run: Run, readings: list[Reading]) -> None:
-    """Find an empty split by counting, before any work is done."""
-    for reading in readings:
-        if reading.documents == 0:
-            raise UserError(
-                f"no documents for {' and '.join(reading.splits)}: the text is empty",
-                "give data.files or data.hub that hold text",
-            )
-        held_out = int(reading.held_out(0, reading.documents).sum())
-        counts = {"train": reading.documents - held_out, "validation": held_out}
-        for split in reading.splits:
-            if counts[split] == 0:
-                raise _empty_split(run, split, reading.documents)
-
-
-def _refuse_empty_manifest(run: Run, manifest: Manifest) -> None:
-    """Find a split whose documents all turned out blank."""
-    documents = sum(manifest.documents(split) for split in shards.SPLITS)
-    for split in shards.SPLITS:
-        if manifest.tokens(split) == 0:
-            raise _empty_split(run, split, documents, manifest.blank_documents)
-
-
-def _empty_split(run: Run, split: Split, documents: int, blank: int = 0) -> UserError:
-    found = f"the {split} split is empty: of {documents} documents with text"
-    if blank:
-        found += f" (and {blank} blank ones)"
-    if run.data.validation.fraction is None:
-        return UserError(f"{found} none is in it", "give text for it that is not blank")
-    return UserError(
-        f"{found} none falls to it with data.validation.fraction = {run.data.validation.fraction}",
-        "make more documents of the text with data.document=paragraph or line, or move "
-        "data.validation.fraction towards one half",
+def _refuse_empty_split(run: Run, works: list[Work]) -> None:
+    """Find by counting, before any work, that no document falls to a split."""
+    fraction = run.data.validation.fraction
+    if fraction is None:
+        return
+    documents = works[0].documents
+    held_out = int(works[0].reading.held_out(0, documents).sum())
+    if 0 < held_out < documents:
+        return
+    raise UserError(
+        f"the {'train' if held_out else 'validation'} split is empty: with "
+        f"data.validation.fraction = {fraction}, {held_out} of {documents} documents are held out",
+        "make more documents of the text with data.document=paragraph or line, or set "
+        "data.validation.fraction nearer to one half",
     )
 
 
-def _expected_bytes(readings: list[Reading]) -> int:
-    """Least bytes on disk; real tokenizers need this to about three times as much."""
-    text = sum(reading.bytes for reading in readings)
-    return 2 * text // TEXT_BYTES_PER_TOKEN + 8 * sum(reading.documents for reading in readings)
+def _refuse_blank_split(manifest: Manifest) -> None:
+    """Find that every document of a split was blank."""
+    for split in shards.SPLITS:
+        if not manifest.tokens(split):
+            raise UserError(
+                f"the {split} split is empty: all of its {manifest.blank(split)} documents are "
+                f"blank",
+                "give text with words in it, or choose another data.text_field",
+            )
 
 
-def _refuse_small_disk(folder: Path, readings: list[Reading]) -> None:
-    free, needed = shutil.disk_usage(folder).free, _expected_bytes(readings)
-    present = sum(path.stat().st_size for path in folder.rglob("*.ds*"))
-    if needed > free + present:
+def _least_bytes(works: list[Work]) -> int:
+    spans = (span for work in works for block in work.blocks for span in block.spans)
+    text_bytes = sum(span.stop - span.start for span in spans)
+    return 2 * text_bytes // TEXT_BYTES_PER_TOKEN + 8 * sum(work.documents for work in works)
+
+
+def _refuse_small_disk(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    present = sum(path.stat().st_size for path in folder.glob("*/*.ds*"))
+    if needed - present > free:
         raise UserError(
             f"too little room for the tokens in {folder}: {free:,} bytes free, "
             f"at least {needed - present:,} needed",
@@ -208,9 +182,22 @@ def _refuse_small_disk(folder: Path, readings: list[Reading]) -> None:
         )
 
 
-def _is_fresh(folder: Path, run: Run, texts: dict[tuple[Split, ...], Input]) -> bool:
-    if not shards.manifest_file(folder).exists() or not _same_plan(folder, run, texts):
-        return False
+def _identity(run: Run, readings: list[Reading]) -> dict[str, Any]:
+    return {
+        "format_version": shards.FORMAT_VERSION,
+        "settings_digest": run_dir.prepared_digest(run),
+        "input_fingerprints": {
+            "+".join(reading.splits): reading.text.fingerprint for reading in readings
+        },
+        "tokenizer_fingerprint": vocabulary.fingerprint(run),
+    }
+
+
+def _is_fresh(folder: Path, identity: dict[str, Any]) -> bool:
+    return _is_planned(folder, identity) and _is_whole(folder)
+
+
+def _is_whole(folder: Path) -> bool:
     try:
         shards.refuse_wrong_sizes(folder, shards.read_manifest(folder))
     except UserError:
@@ -218,119 +205,154 @@ def _is_fresh(folder: Path, run: Run, texts: dict[tuple[Split, ...], Input]) -> 
     return True
 
 
-def _same_plan(folder: Path, run: Run, texts: dict[tuple[Split, ...], Input]) -> bool:
+def _is_planned(folder: Path, identity: dict[str, Any]) -> bool:
     plan = shards.read_plan(folder)
-    return plan is not None and _identity(run, texts) == {
-        "format_version": plan.format_version,
-        "settings_digest": plan.settings_digest,
-        "input_fingerprints": plan.input_fingerprints,
-        "tokenizer_fingerprint": plan.tokenizer_fingerprint,
-    }
+    return plan is not None and plan.model_dump(include=set(identity)) == identity
 
 
-def _identity(run: Run, texts: dict[tuple[Split, ...], Input]) -> dict[str, Any]:
-    return {
-        "format_version": shards.FORMAT_VERSION,
-        "settings_digest": run_dir.prepared_digest(run),
-        "input_fingerprints": {"+".join(key): text.fingerprint for key, text in texts.items()},
-        "tokenizer_fingerprint": vocabulary.fingerprint(run),
-    }
-
-
-def _begin(folder: Path, run: Run, readings: list[Reading], log: Log) -> Plan:
+def _begin(folder: Path, run: Run, works: list[Work], log: Log) -> Plan:
     """Take up an interrupted plan, or clear the folder, make the tokenizer and write a new one."""
-    shards.remove_partial_files(folder)
-    texts = {reading.splits: reading.text for reading in readings}
+    identity = _identity(run, [work.reading for work in works])
     plan = shards.read_plan(folder)
-    if plan is not None and _same_plan(folder, run, texts):
+    if plan is not None and _is_planned(folder, identity):
         return plan
-    _clear(folder)
-    found = _make_tokenizer(folder, run, readings, log)
+    shards.clear(folder)
+    made = _make_tokenizer(folder, run, works[0], log)
     plan = Plan(
-        **_identity(run, texts),
-        tokenizer_sha256=found.sha256,
-        vocabulary_tokens=found.tokens,
-        end_id=found.end_id,
-        pad_id=found.pad_id,
-        dtype=found.dtype,
+        **identity,
+        tokenizer_sha256=made.sha256,
+        vocabulary_tokens=made.tokens,
+        end_id=made.end_id,
+        pad_id=made.pad_id,
+        dtype=made.dtype,
     )
     shards.write_plan(folder, plan)
     return plan
 
 
-def _clear(folder: Path) -> None:
-    """Remove what other settings or other text left; the files that vouch for it go first."""
-    for path in (shards.manifest_file(folder), shards.plan_file(folder)):
-        path.unlink(missing_ok=True)
-    run_dir.sync_folder(folder)
-    for name in ("tokenizer", ".tokenizer.partial", *shards.SPLITS):
-        shutil.rmtree(folder / name, ignore_errors=True)
-
-
-def _make_tokenizer(folder: Path, run: Run, readings: list[Reading], log: Log) -> Vocabulary:
+def _make_tokenizer(folder: Path, run: Run, work: Work, log: Log) -> Vocabulary:
     name = vocabulary.origin(run)
-    what = "training the tokenizer" if name is None else f"loading the tokenizer of {name}"
-    log(f"{what} …")
+    log(f"loading the tokenizer of {name} …" if name else "training the tokenizer …")
     began = time.monotonic()
-    partial_folder = folder / ".tokenizer.partial"
+    documents = min(run.tokenizer.training_documents, work.documents)
+    blocks = [] if name else encode.training_blocks(work.blocks, documents)
+    made_in = folder / ".tokenizer.partial"
     # In a process of its own: neither its threads nor torch stay in this one.
-    start = partial(_tokenizer_maker, run, readings[0], partial_folder)
-    (found,) = ordered_map(start, [None], workers=1, threads=run.data.workers or cores())
-    shards.sync_all(partial_folder)
-    partial_folder.replace(shards.tokenizer_folder(folder))
+    start = partial(encode.tokenizer_maker, run, work.reading, blocks, documents, made_in)
+    with closing(ordered_map(start, [None], 1, threads=run.data.workers or cores())) as results:
+        made = next(results)
+    shards.sync_all(made_in)
+    made_in.replace(shards.tokenizer_folder(folder))
     run_dir.sync_folder(folder)
-    log(f"tokenizer: {found.tokens:,} tokens, {time.monotonic() - began:.1f} s")
-    return found
+    log(f"tokenizer: {made.tokens:,} tokens, {time.monotonic() - began:.1f} s")
+    return made
 
 
-def _tokenizer_maker(
-    run: Run, reading: Reading, folder: Path
-) -> Callable[[None], Vocabulary]:
-    def make(_: None) -> Vocabulary:
-        if vocabulary.origin(run) is None:
-            texts = _training_texts(run, reading)
-            made = vocabulary.trained(texts, run.tokenizer.vocabulary_tokens)
-        else:
-            made = vocabulary.load(run)
-        vocabulary.save(made, folder)
-        return vocabulary.describe(folder)
-
-    return make
-
-
-def _training_texts(run: Run, reading: Reading) -> Iterator[str]:
-    """Documents of the training split, evenly taken from the whole input."""
-    wanted = run.tokenizer.training_documents
-    blocks = reading.blocks
-    each = max(DOCUMENTS_PER_TRAINING_BLOCK, -(-wanted // len(blocks)))
-    every = 1 if wanted >= reading.documents else max(1, len(blocks) * each // wanted)
-    taken = 0
-    for block in blocks[::every]:
-        held_out = reading.held_out(block.first_document, block.documents)
-        found = [
-            text
-            for text, away in zip(sources.texts(reading.text, block), held_out, strict=True)
-            if text and not away
-        ]
-        if wanted < reading.documents:
-            found = found[:: max(1, len(found) // each)][: min(each, wanted - taken)]
-        taken += len(found)
-        yield from (_filled(run.data.template, text) for text in found)
-
-
-def _write_shards(
-    folder: Path, run: Run, plan: Plan, readings: list[Reading], log: Log
-) -> int:
-    """Encode every block of the shards that are not whole yet; give the count of blank documents."""
-    jobs = [Job(number, block) for number, reading in enumerate(readings)
-            for block in _missing_blocks(folder, plan, reading)]  # fmt: skip
+def _write_shards(folder: Path, run: Run, plan: Plan, works: list[Work], log: Log) -> None:
+    """Encode the blocks of every shard that is not whole yet."""
+    jobs = [Job(n, block) for n, work in enumerate(works) for block in _missing(folder, plan, work)]
     if not jobs:
-        return _blank(folder, readings)
+        return
+    start = partial(
+        encode.encoder,
+        shards.tokenizer_folder(folder) / "tokenizer.json",
+        plan.end_id,
+        plan.dtype,
+        run.data.template,
+        [work.reading for work in works],
+    )
     workers = min(run.data.workers or cores(), len(jobs))
-    start = partial(_encoder, folder, run, plan, [reading.text for reading in readings], readings)
-    progress = _Progress(log, sum(job.block.documents for job in jobs))
-    done = zip(jobs, ordered_map(start, jobs, workers), strict=True)
-    for (number, shard), group in groupby(done, key=lambda pair: (pair[0].reading, pair[0].block.shard)):
-        _write_shard(folder, plan, readings[number].splits, shard, group, progress)
-    progress.finish()
-    return 0
+    with closing(ordered_map(start, jobs, workers)) as results:
+        counted = _counted(results, jobs, plan, log)
+        for (n, number), group in groupby(zip(jobs, counted, strict=True), key=_shard_of):
+            splits = works[n].reading.splits
+            _write_shard(folder, plan, splits, number, (encoded for _, encoded in group))
+
+
+def _shard_of(pair: tuple[Job, Any]) -> tuple[int, int]:
+    return pair[0].reading, pair[0].block.shard
+
+
+def _missing(folder: Path, plan: Plan, work: Work) -> list[Block]:
+    whole = {
+        number
+        for number in range(work.shard_count)
+        if all(
+            shards.finished_shard(folder, split, number, plan.dtype)
+            for split in work.reading.splits
+        )
+    }
+    return [block for block in work.blocks if block.shard not in whole]
+
+
+def _write_shard(
+    folder: Path,
+    plan: Plan,
+    splits: tuple[Split, ...],
+    number: int,
+    encoded: Iterable[dict[Split, Encoded]],
+) -> None:
+    with ExitStack() as stack:
+        writers = {
+            split: stack.enter_context(ShardWriter(folder, split, number, plan.dtype))
+            for split in splits
+        }
+        for found in encoded:
+            for split, documents in found.items():
+                writers[split].add(documents.tokens, documents.lengths, documents.blank)
+        for writer in writers.values():
+            writer.finish()
+
+
+def _counted(
+    results: Iterable[dict[Split, Encoded]], jobs: list[Job], plan: Plan, log: Log
+) -> Iterator[dict[Split, Encoded]]:
+    """Pass results on, with a line of progress every few seconds and at the end."""
+    documents_in_all = sum(job.block.documents for job in jobs)
+    bytes_per_token = 2 if plan.dtype == "uint16" else 4
+    began = told = time.monotonic()
+    documents = tokens = 0
+    for job, encoded in zip(jobs, results, strict=True):
+        yield encoded
+        documents += job.block.documents
+        tokens += sum(len(found.tokens) for found in encoded.values()) // bytes_per_token
+        now = time.monotonic()
+        if now - told >= SECONDS_BETWEEN_LINES or documents == documents_in_all:
+            told = now
+            log(
+                f"tokenised {documents:,} of {documents_in_all:,} documents, "
+                f"{tokens / 1e6:.2f} Mtok, {tokens / 1e6 / (now - began):.2f} Mtok/s"
+            )
+
+
+def _manifest(folder: Path, plan: Plan, works: list[Work]) -> Manifest:
+    found: dict[Split, list[shards.Shard]] = {}
+    for work in works:
+        for split in work.reading.splits:
+            numbers = range(work.shard_count)
+            whole = [shards.finished_shard(folder, split, n, plan.dtype) for n in numbers]
+            found[split] = [shard for shard in whole if shard is not None]
+            assert len(found[split]) == work.shard_count, f"a shard of {split} went missing"
+    return Manifest(**plan.model_dump(), train=found["train"], validation=found["validation"])
+
+
+@contextmanager
+def _locked(folder: Path, log: Log) -> Iterator[None]:
+    """Let one process at a time write into a folder, where the file system has locks."""
+    with (folder / ".lock").open("ab") as file:
+        try:
+            _lock(file.fileno(), folder, log)
+            shards.remove_partial_files(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):
+                raise
+            log(f"{folder} is on a file system without locks: prepare data in one place at a time")
+        yield
+
+
+def _lock(descriptor: int, folder: Path, log: Log) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log(f"another process prepares {folder}: waiting for it …")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -3,13 +3,15 @@
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from atoll.errors import UserError
 from atoll.run_dir import sha256_of
 from atoll.settings import Run
 
 END_OF_TEXT = "<|endoftext|>"
+# How tokenizers call the end of a text, where only their tokenizer.json is there to say it.
+ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 # What a tokenizer is read from, in all the forms the hub knows.
 FILES = (
     "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model",
@@ -25,7 +27,7 @@ class Vocabulary(NamedTuple):
     sha256: str
 
     @property
-    def dtype(self) -> str:
+    def dtype(self) -> Literal["uint16", "uint32"]:
         """The smallest of datatrove's two formats that holds every id."""
         return "uint16" if self.tokens <= 1 << 16 else "uint32"
 
@@ -40,10 +42,12 @@ def fingerprint(run: Run) -> str:
     name = origin(run)
     if name is None:
         return f"trained {run.tokenizer.vocabulary_tokens} {run.tokenizer.training_documents}"
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
+    path = Path(name).expanduser()
+    if path.is_file():
+        return sha256_of(path)
+    if not path.is_dir():
         return f"{name} {_revision(run)}"
-    files = sorted({file for pattern in FILES for file in folder.glob(pattern) if file.is_file()})
+    files = sorted({file for pattern in FILES for file in path.glob(pattern) if file.is_file()})
     hasher = hashlib.sha256()
     for file in files:
         hasher.update(f"{file.name} {sha256_of(file)}\n".encode())
@@ -55,16 +59,12 @@ def load(run: Run) -> Any:
 
     Raises `UserError` where it cannot be found, or has no fast form.
     """
-    from transformers import AutoTokenizer
-
     name = origin(run)
     assert name is not None, "a tokenizer without an origin is trained"
     setting = "tokenizer.path" if run.tokenizer.path else "model.source"
-    folder = Path(name).expanduser()
+    path = Path(name).expanduser()
     try:
-        found = AutoTokenizer.from_pretrained(
-            str(folder) if folder.is_dir() else name, revision=_revision(run)
-        )
+        found = _of_file(path) if path.is_file() else _of_folder_or_hub(run, name)
     except Exception as error:  # the library raises many kinds, from many layers below it
         lines = str(error).strip().splitlines() or [""]
         raise UserError(
@@ -95,7 +95,8 @@ def trained(texts: Iterable[str], vocabulary_tokens: int) -> Any:
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
+    fast: Any = PreTrainedTokenizerFast
+    return fast(
         tokenizer_object=bpe, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
 
@@ -124,6 +125,25 @@ def describe(folder: Path) -> Vocabulary:
     pad_id = end_id if saved.pad_token_id is None else saved.pad_token_id
     tokens = max(saved.get_vocab().values()) + 1
     return Vocabulary(tokens, end_id, pad_id, sha256_of(folder / "tokenizer.json"))
+
+
+def _of_folder_or_hub(run: Run, name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = Path(name).expanduser()
+    where = str(folder) if folder.is_dir() else name
+    return AutoTokenizer.from_pretrained(where, revision=_revision(run) or "main")
+
+
+def _of_file(path: Path) -> Any:
+    """A tokenizer.json on its own."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    known = Tokenizer.from_file(str(path)).get_vocab()
+    end = next((token for token in ENDS if token in known), None)
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_file=str(path), **({"eos_token": end, "pad_token": end} if end else {}))
 
 
 def _revision(run: Run) -> str | None:

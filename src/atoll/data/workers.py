@@ -9,7 +9,8 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, TypeVar
@@ -31,7 +32,7 @@ class Worker(NamedTuple):
 
 def ordered_map(
     start: Callable[[], Work[Job, Result]], jobs: Iterable[Job], workers: int, threads: int = 1
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """Yield the result of each job in the order of the jobs.
 
     `start` runs once in each process and gives the function that does the jobs there; it, the
@@ -58,7 +59,7 @@ def cores() -> int:
 
 def _hire(start: Callable[[], Any], threads: int) -> Worker:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["atoll.data.tokenize"])
+    context.set_forkserver_preload(["atoll.data.encode"])
     mine, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, start, threads), daemon=True)
     process.start()
@@ -119,13 +120,14 @@ def _serve(pipe: Any, start: Callable[[], Work[Any, Any]], threads: int) -> None
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C ends the caller, and so the pipe
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
-    try:
-        work = start()
-        while True:
-            pipe.send((None, work(pipe.recv())))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
-    except UserError as error:
-        pipe.send((error, None))
-    except Exception:
-        pipe.send((traceback.format_exc(), None))
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        try:
+            work = start()
+            while True:
+                pipe.send((None, work(pipe.recv())))
+        except UserError as error:
+            pipe.send((error, None))
+        except (EOFError, OSError):
+            raise
+        except Exception:
+            pipe.send((traceback.format_exc(), None))

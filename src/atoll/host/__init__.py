@@ -1,1 +1,1 @@
-"""What runs on the login node or the laptop: compose, check, submit. Never imports torch."""
+"""What runs outside the container: compose, check, submit. Never imports torch."""

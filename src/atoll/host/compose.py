@@ -132,12 +132,7 @@ def combinations(overrides: Sequence[str], tree: Path) -> list[list[str]]:
     """Every combination of the values that Hydra's sweep grammar gives."""
     with _hydra(tree) as loader:
         parsed = [_parsed(line, loader) for line in overrides]
-        choices = [
-            [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
-            if one.is_discrete_sweep()
-            else [str(one.input_line)]
-            for one in parsed
-        ]
+        choices = [_values(override) for override in parsed]
     return [list(line) for line in itertools.product(*choices)]
 
 
@@ -158,7 +153,7 @@ def _hydra(tree: Path) -> Iterator[ConfigLoader]:
     try:
         with initialize_config_dir(str(tree), version_base="1.3"):
             yield GlobalHydra.instance().config_loader()
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise _explained(error, tree) from None
 
 
@@ -168,6 +163,21 @@ def _parsed(line: str, loader: ConfigLoader) -> Override:
         return override
     except HydraException:
         raise unreadable(line) from None
+
+
+def _values(override: Override) -> list[str]:
+    """The override once for each of its values."""
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    discrete = override.is_discrete_sweep()
+    values = list(override.sweep_string_iterator()) if discrete else []
+    if not values:
+        key = override.key_or_group
+        raise UserError(
+            f"no values to take in turn: {override.input_line}",
+            f"list them: {key}=A,B or {key}=range(1,4)",
+        )
+    return [f"{override.get_key_element()}={value}" for value in values]
 
 
 def _checked_line(override: Override, tree: Path) -> str:
@@ -181,13 +191,8 @@ def _checked_line(override: Override, tree: Path) -> str:
             f"for one run each add --multirun; for a list write '{key}=[{several}]'",
         )
     if key in offered:
-        value = override.value()
-        if isinstance(value, str):
-            check_choice(key, value, offered[key])
-        elif value is not None:
-            raise UserError(
-                f"{key} is a group, not {value!r}", f"choose from: {', '.join(offered[key])}"
-            )
+        if not override.is_delete():
+            check_choice(key, override.value(), offered[key])
         return line
     if not is_setting(key):
         raise unknown_setting(key, offered)
@@ -203,7 +208,7 @@ def _sources(tree: Path, defaults: Sequence[Any], parsed: Sequence[Override]) ->
             values.pop("defaults", None)
             layers.append((str(file.relative_to(tree.parent)), _nested(part.package, values)))
     for override in parsed:
-        if is_setting(override.key_or_group) and not override.is_delete():
+        if override.key_or_group not in groups(tree) and not override.is_delete():
             layers.append((COMMAND_LINE, _nested(override.key_or_group, override.value())))
     return origins(layers)
 

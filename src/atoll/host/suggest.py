@@ -18,9 +18,11 @@ def check_option(option: str, known: Iterable[str]) -> None:
         raise UserError(f"unknown option: {option}", mend)
 
 
-def check_choice(group: str, choice: str, choices: Iterable[str]) -> None:
+def check_choice(group: str, choice: object, choices: Iterable[str]) -> None:
     """Refuse a choice a group does not offer."""
     offered = sorted(choices)
+    if not isinstance(choice, str):
+        raise UserError(f"{group} is a group, not {choice!r}", f"choose from: {', '.join(offered)}")
     if choice not in offered:
         near = difflib.get_close_matches(choice, offered, n=1, cutoff=0.5)
         hint = f"did you mean {group}={near[0]}? " if near else ""
@@ -46,8 +48,17 @@ def unreadable(line: str) -> UserError:
     """An override outside Hydra's grammar; most often a value that needs its own quotes."""
     key, equals, value = line.partition("=")
     if not equals:
-        return UserError(f"not an override: {line}", "write KEY=VALUE")
-    escaped = value.strip("'\"").replace("'", "\\'")
-    inner = f"{key}='{escaped}'"
+        return UserError(f"not an override: {line!r}", "write KEY=VALUE")
+    found = f"cannot read the value of {key}: {value!r}"
+    inner = f"{key}={_quoted(value)}"
+    if not inner.isprintable():
+        return UserError(found, "put the value in quotes of its own: KEY='VALUE'")
     quoted = shlex.quote(inner) if re.search(r'["$`!]', inner) else f'"{inner}"'
-    return UserError(f"cannot read the value of {key}: {value!r}", f"quote it twice: {quoted}")
+    return UserError(found, f"quote it twice: {quoted}")
+
+
+def _quoted(value: str) -> str:
+    if value.startswith("[") and value.endswith("]"):
+        return f"[{','.join(_quoted(item.strip()) for item in value[1:-1].split(','))}]"
+    escaped = value.strip("'\"").replace("'", "\\'")
+    return f"'{escaped}'"

@@ -43,8 +43,8 @@ def preload(import_verb: Callable[[], ModuleType]) -> ModuleType:
         for name in PRELOADED_MODULES:
             importlib.import_module(name)
         module = import_verb()
-    _refuse_threads()
-    _refuse_open_devices()
+    refuse_threads()
+    refuse_open_devices()
     return module
 
 
@@ -76,7 +76,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _refuse_threads() -> None:
+def refuse_threads() -> None:
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     if len(names) > 1:
         raise UserError(
@@ -86,7 +86,7 @@ def _refuse_threads() -> None:
         )
 
 
-def _refuse_open_devices() -> None:
+def refuse_open_devices() -> None:
     opened = set()
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):

@@ -119,7 +119,8 @@ def _report(error: BaseException) -> int:
     if isinstance(error, SystemExit) and isinstance(error.code, int | None):
         return error.code or 0
     if isinstance(error, UserError):
-        print(f"atoll: {error.found}\n       {error.mend}", file=sys.stderr)
+        # In one piece: the other ranks write to the same place.
+        sys.stderr.write(f"atoll: {error.found}\n       {error.mend}\n")
         return 2
     traceback.print_exception(error)
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1

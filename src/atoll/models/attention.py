@@ -78,7 +78,7 @@ def _varlen(
     if "window_size" in inspect.signature(varlen_attn).parameters:
         window = (-1, 0) if causal else (-1, -1)
         return varlen_attn(q, k, v, ends, ends, bound, bound, window_size=window)
-    return varlen_attn(q, k, v, ends, ends, bound, bound, is_causal=causal)
+    return varlen_attn(q, k, v, ends, ends, bound, bound, is_causal=causal)  # type: ignore[call-arg]
 
 
 @torch.compiler.disable

@@ -15,12 +15,14 @@ from atoll.models.weights import Reader, random_reader, stored_reader
 from atoll.settings import Model, Training
 
 
-def build_config(model: Model, vocabulary_tokens: int, sequence_tokens: int) -> Any:
+def build_config(
+    model: Model, vocabulary_tokens: int, sequence_tokens: int, special_ids: dict[str, int]
+) -> Any:
     """The checked Hugging Face configuration of a causal language model.
 
     Raises `UserError` if the tokenizer or the sequence do not fit it.
     """
-    config = load_config(model)
+    config = load_config(model, special_ids)
     parts_of(config.model_type)
     if config.model_type == "bert" and not config.is_decoder:
         raise UserError(

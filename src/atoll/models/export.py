@@ -74,7 +74,13 @@ def file_name(number: int, count: int) -> str:
 
 
 def write_rest(
-    folder: Path, config: Any, dtype: torch.dtype, files: Pieces, total_bytes: int, tokenizer: Path
+    folder: Path,
+    config: Any,
+    architecture: str,
+    dtype: torch.dtype,
+    files: Pieces,
+    total_bytes: int,
+    tokenizer: Path,
 ) -> None:
     """The index, the configuration and the tokenizer beside the weights; one rank calls this."""
     if len(files) > 1:
@@ -82,6 +88,7 @@ def write_rest(
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         run_dir.write_whole(folder / "model.safetensors.index.json", json.dumps(index, indent=1))
     config.dtype = dtype
+    config.architectures = [architecture]
     config.save_pretrained(folder)
     for path in sorted(tokenizer.iterdir()):
         if path.suffix in (".json", ".model", ".txt", ".jinja") and path.name != "config.json":

@@ -48,5 +48,4 @@ def sample(export: Path, settings: Generation, seed: int) -> str:
         top_p=settings.top_p,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
     )
-    text: str = tokenizer.decode(tokens_BT[0], skip_special_tokens=True)
-    return text
+    return str(tokenizer.decode(tokens_BT[0], skip_special_tokens=True))

@@ -17,7 +17,7 @@ def chunked_cross_entropy(
     """The summed cross-entropy in fp32; at no time are more than C x V logits held.
 
     Labels of -100 do not count. The gradients are computed chunk by chunk in the forward pass,
-    so nothing is recomputed (the idea of Liger-Kernel's fused linear cross-entropy, Hsu et al. 2024).
+    so nothing is recomputed (as in Liger-Kernel's fused linear cross-entropy, Hsu et al. 2024).
     """
     device = hidden_ND.device.type
     if torch.is_autocast_enabled(device):

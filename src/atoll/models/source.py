@@ -32,14 +32,17 @@ def local_folder(source: str, revision: str | None) -> Path:
         ) from error
 
 
-def load_config(model: Model) -> Any:
-    """The Hugging Face configuration: the source's, with `model.config` laid over it."""
+def load_config(model: Model, special_ids: dict[str, int]) -> Any:
+    """The Hugging Face configuration: the source's, with `model.config` laid over it.
+
+    special_ids: bos, eos and pad of the tokenizer, for a model that starts from nothing.
+    """
     from transformers import AutoConfig
 
     overrides = dict(model.config)
     if model.source is None:
         try:
-            return AutoConfig.for_model(**overrides)
+            return AutoConfig.for_model(**(special_ids | overrides))
         except (ValueError, TypeError) as error:
             raise UserError(
                 f"model.config makes no model: {_first_line(error)}", "correct model.config"

@@ -148,20 +148,15 @@ def _stored_name(name: str, files: dict[str, Path], hf: Any, folder: Path) -> st
 
 
 def _candidates(name: str, hf: Any) -> Iterator[str]:
-    """The names a parameter may bear: its own, a tied one's, with or without the prefix."""
+    """The names a parameter may bear: its own or a tied one's, older spellings, with or
+    without the prefix of the backbone."""
     tied: dict[str, str] = getattr(hf, "all_tied_weights_keys", None) or {}
-    same = [
-        name,
-        *(a for a, b in tied.items() if b == name),
-        *(b for a, b in tied.items() if a == name),
-    ]
+    partners = [b for pair in tied.items() for a, b in (pair, pair[::-1]) if a == name]
     prefix = hf.base_model_prefix + "."
-    for one in same:
-        yield one
-        yield one.removeprefix(prefix)
-        yield prefix + one
-        if "LayerNorm" in one:
-            yield one.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+    for one in (name, *partners):
+        for spelt in (one, one.removeprefix(prefix), prefix + one):
+            yield spelt
+            yield spelt.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
                 "LayerNorm.bias", "LayerNorm.beta"
             )
 

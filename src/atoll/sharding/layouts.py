@@ -70,14 +70,16 @@ AFTER_WEIGHTS: dict[str, Layout] = {"ddp": ddp}
 def apply_layouts(
     known: dict[str, Layout], model: nn.Module, mesh: DeviceMesh | None, spread: Spread
 ) -> nn.Module:
-    """Apply, in the order of the YAML, those of its layouts that are in `known`."""
+    """Apply, in the order of the YAML, those of its layouts that are in `known`.
+
+    Without a mesh there is one rank, and nothing to apply.
+    """
     for name in spread.sharding.layouts:
         if name not in BEFORE_WEIGHTS | AFTER_WEIGHTS:
             raise UserError(
                 f"sharding={spread.sharding.name} names an unknown layout: {name}",
                 f"choose from {', '.join(BEFORE_WEIGHTS | AFTER_WEIGHTS)}",
             )
-        if name in known:
-            assert mesh is not None
+        if name in known and mesh is not None:
             model = known[name](model, mesh, spread)
     return model

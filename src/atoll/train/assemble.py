@@ -2,21 +2,26 @@
 
 import dataclasses
 import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from atoll import run_dir
 from atoll.data.loader import Samples, open_samples
 from atoll.data.tokenize import open_prepared
+from atoll.errors import UserError
 from atoll.models.build import build_config, build_model, weights_for
 from atoll.models.parts import blocks_of
 from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.settings import Run
 from atoll.sharding.engines import StepPlan
 from atoll.sharding.layouts import AFTER_WEIGHTS, BEFORE_WEIGHTS, Spread, apply_layouts
+from atoll.train import metrics
 from atoll.train.mesh import make_mesh
 from atoll.train.optimizer import Stepper, make_stepper
 from atoll.train.precision import compute_dtype
@@ -38,6 +43,7 @@ class Trainee:
     training: Samples
     validation: Samples
     total_steps: int
+    peak_tflops: tuple[float, str]  # of one device, and where the number comes from
 
     @property
     def tokenizer(self) -> Path:
@@ -46,12 +52,19 @@ class Trainee:
 
 def assemble(run: Run, run_folder: Path, world: World) -> Trainee:
     """Data, model and optimizer; a user's mistake ends here, before the first step."""
-    manifest = together(world, lambda: open_prepared(run))
+    manifest = together(
+        world, lambda: open_prepared(run, verify=True, rank=world.rank, world_size=world.size)
+    )
     prepared = run_dir.prepared(run)
     training = together(world, lambda: open_samples(run.data, prepared, "train"))
     validation = together(world, lambda: open_samples(run.data, prepared, "validation"))
+    # no pad id: an embedding's padding row is never learned, and here it is the end's as well
+    special = {"bos_token_id": manifest.end_id, "eos_token_id": manifest.end_id}
     config = together(
-        world, lambda: build_config(run.model, manifest.vocabulary_tokens, run.data.sequence_tokens)
+        world,
+        lambda: build_config(
+            run.model, manifest.vocabulary_tokens, run.data.sequence_tokens, special
+        ),
     )
     dtype, reason = together(world, lambda: compute_dtype(run.precision, world.device))
     say(world, f"arithmetic in {reason}")
@@ -59,13 +72,24 @@ def assemble(run: Run, run_folder: Path, world: World) -> Trainee:
     stepper = together(world, lambda: make_stepper(run.optimizer, model))
     plan = StepPlan(
         compute_dtype=dtype,
-        autocast=dtype != torch.float32 and "fsdp" not in run.sharding.layouts,
+        autocast=dtype != torch.float32 and not isinstance(model, FSDPModule),
         sync_every_microbatch=run.sharding.sync_every_microbatch,
         keep_gathered=not run.sharding.reshard_after_forward,
     )
-    steps = total_steps(run, len(training))
+    peak = together(world, lambda: metrics.peak_tflops(run.facility.node, world.device, dtype))
     return Trainee(
-        run, run_folder, world, config, model, wrapped, plan, stepper, training, validation, steps
+        run=run,
+        run_folder=run_folder,
+        world=world,
+        config=config,
+        model=model,
+        wrapped=wrapped,
+        plan=plan,
+        stepper=stepper,
+        training=training,
+        validation=validation,
+        total_steps=total_steps(run, len(training)),
+        peak_tflops=peak,
     )
 
 
@@ -75,6 +99,7 @@ def build_sharded(
     """Meta, sharded, given memory, filled slice by slice, then wrapped."""
     model = build_model(config, run.training)
     if run.training.compile:
+        together(world, lambda: check_compiler(world))
         for block in blocks_of(model.hf, model.parts):
             block.compile(fullgraph=world.device.type == "cuda")
     mesh = together(world, lambda: make_mesh(run, world.device))
@@ -89,6 +114,16 @@ def build_sharded(
 
     together(world, fill_all)
     return model, apply_layouts(AFTER_WEIGHTS, model, mesh, spread)
+
+
+def check_compiler(world: World) -> None:
+    """torch.compile writes C++ for a processor; without a compiler it fails far from here."""
+    compiler = os.environ.get("CXX", "g++")
+    if world.device.type == "cpu" and shutil.which(compiler) is None:
+        raise UserError(
+            f"training.compile=true needs a C++ compiler on a CPU, and there is no {compiler}",
+            "install one (apt install g++), or set training.compile=false",
+        )
 
 
 def total_steps(run: Run, samples: int) -> int:

@@ -23,7 +23,7 @@ def mesh_sizes(run: Run) -> tuple[int, int]:
 
 
 def make_mesh(run: Run, device: torch.device) -> DeviceMesh | None:
-    """The mesh, or None for a single process without a process group."""
-    if not run.sharding.layouts:
+    """The mesh, or None for a single rank: there is nobody to spread over."""
+    if run.world_size == 1:
         return None
     return init_device_mesh(device.type, mesh_sizes(run), mesh_dim_names=("replicate", "shard"))

@@ -13,7 +13,7 @@ from atoll import run_dir
 from atoll.train import metrics
 from atoll.train.assemble import Trainee
 from atoll.train.evaluate import Perplexity, evaluate
-from atoll.train.world import say, summed, together
+from atoll.train.world import say, summed
 
 Result = TypeVar("Result")
 
@@ -23,8 +23,6 @@ class Meter:
 
     def __init__(self, trainee: Trainee, tokens: int) -> None:
         self.trainee = trainee
-        run, device = trainee.run, trainee.world.device
-        self.peak, _ = metrics.peak_tflops(run.facility.node, device, trainee.plan.compute_dtype)
         self.flops = flops_per_token(trainee)
         self.total_tokens = tokens
         self.restart()
@@ -65,7 +63,7 @@ class Meter:
             "gradient_norm": float(norm),
             "tokens_per_second": self.tokens / seconds,
             "tokens_per_second_per_device": per_device,
-            "mfu": per_device * self.flops / (self.peak * 1e12),
+            "mfu": per_device * self.flops / (self.trainee.peak_tflops[0] * 1e12),
             "memory_gib": metrics.memory_gib(world.device),
             "step_seconds": seconds / self.steps,
             "data_wait_seconds": self.data_seconds,
@@ -78,17 +76,15 @@ class Meter:
 
 
 def flops_per_token(trainee: Trainee) -> float:
-    return metrics.flops_per_token(
-        trainee.config, trainee.model, trainee.training.mean_context_tokens
-    )
+    lengths = trainee.training.plan.piece_length.astype(float)
+    mean_context = float((lengths**2).sum() / lengths.sum())
+    return metrics.flops_per_token(trainee.config, trainee.model, mean_context)
 
 
 def record_start(trainee: Trainee) -> None:
     """The first line of metrics.jsonl: what the later numbers are measured against."""
-    world, node = trainee.world, trainee.run.facility.node
-    peak, source = together(
-        world, lambda: metrics.peak_tflops(node, world.device, trainee.plan.compute_dtype)
-    )
+    world = trainee.world
+    peak, source = trainee.peak_tflops
     if world.rank == 0:
         run_dir.metrics_file(trainee.run_folder).unlink(missing_ok=True)
         record = {
@@ -98,7 +94,7 @@ def record_start(trainee: Trainee) -> None:
             "parameters": sum(p.numel() for p in trainee.model.parameters()),
             "steps": trainee.total_steps,
             "training_samples": len(trainee.training),
-            "padding_fraction": trainee.training.padding_fraction,
+            "padding_fraction": trainee.training.plan.padding_fraction,
             "flops_per_token": flops_per_token(trainee),
             "peak_tflops_per_device": peak,
             "peak_source": source,

@@ -1,5 +1,6 @@
 """The trainer, top to bottom: join, build, resume, evaluate, loop, evaluate, export."""
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -29,14 +30,16 @@ from atoll.train.world import SharedError, World, joined, say, together
 def main(run_folder: Path, placement: Placement) -> int:
     """Train the run of `run_folder` as one rank; the exit code of this rank."""
     run = load_run(run_dir.settings_file(run_folder))
-    with joined(run, placement) as world:
-        try:
+    # said by DCP for every checkpoint of a single process, which is what was asked for
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    try:
+        with joined(run, placement) as world:
             train(run, run_folder, world)
-        except SharedError:
-            # every rank has the same error: one of them says it
-            if world.rank == 0:
-                raise
-            return 2
+    except SharedError:
+        # every rank has the same error: one of them says it
+        if placement.rank == 0:
+            raise
+        return 2
     return 0
 
 
@@ -176,7 +179,10 @@ def export_model(trainee: Trainee) -> None:
 
     def rest() -> None:
         total = sum(sizes.values())
-        export.write_rest(partial, trainee.config, dtype, files, total, trainee.tokenizer)
+        architecture = type(trainee.model.hf).__name__
+        export.write_rest(
+            partial, trainee.config, architecture, dtype, files, total, trainee.tokenizer
+        )
         export.publish(partial, final)
 
     together(world, lambda: rest() if first else None)

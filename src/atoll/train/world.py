@@ -38,7 +38,7 @@ def joined(run: Run, placement: Placement) -> Iterator[World]:
     Raises `UserError` if the ranks that were started are not those the run asks for.
     """
     if placement.world_size != run.world_size:
-        raise UserError(
+        raise SharedError(
             f"{placement.world_size} ranks were started, the run asks for {run.world_size} "
             f"({run.nodes} nodes x {run.ranks_per_node})",
             "start the run through its launch.sh, or set nodes and ranks_per_node",

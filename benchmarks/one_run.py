@@ -1,0 +1,48 @@
+"""The settings of a run that reads files: what the benchmarks of the data need."""
+
+from pathlib import Path
+from typing import Any
+
+from atoll.settings import Run, checked
+
+
+def run_on(
+    folder: Path,
+    files: list[Path],
+    vocabulary_tokens: int,
+    tokenizer: Path | None = None,
+    **data: Any,
+) -> Run:
+    """A run whose prepared folder lies in `folder`, with a given or a trained tokenizer."""
+    names = [str(file) for file in files]
+    return checked(
+        {
+            "name": "benchmark",
+            "ranks_per_node": 1,
+            "folders": {"prepared": folder},
+            "facility": {"name": "x", "scheduler": "none", "node": {"devices": 1, "device": "cpu"}},
+            "image": {"name": "none"},
+            "launcher": {"name": "static"},
+            "sharding": {"name": "single", "layouts": []},
+            "model": {"name": "none", "config": {"model_type": "llama"}},
+            "tokenizer": {
+                "path": tokenizer and str(tokenizer),
+                "vocabulary_tokens": vocabulary_tokens,
+            },
+            "data": {
+                "name": "benchmark",
+                "source": "files",
+                "files": names,
+                "validation": {"fraction": 0.01},
+                **data,
+            },
+            "task": {"name": "causal_lm"},
+            "optimizer": {"name": "adamw", "learning_rate": 1e-3},
+            "precision": {"compute": "fp32"},
+            "training": {"steps": 1, "global_batch_samples": 1, "microbatch_samples": 1},
+            "checkpoint": {},
+            "evaluation": {},
+            "export": {},
+            "generation": {},
+        }
+    )

@@ -1,0 +1,186 @@
+"""Tokenising: the whole of `atoll tokenize` against the bare encoder and against datasets.map.
+
+    python benchmarks/tokenize_rate.py [--megabytes 32] [--turns 3] [--check]
+
+All three turn the same text into tokens with the same byte-level BPE of 32,000 tokens on the same
+cores, in turns, each in a process of its own that has imported what it needs:
+- raw: `encode_batch_fast` on texts already in memory, as many threads as cores, the best of three
+  batch sizes; it keeps nothing. This is the limit.
+- datasets.map: from a data set already loaded, batched, one process a core. It writes Arrow.
+- atoll: `prepare`, from the first byte read to the manifest, with sha256, fsync and rename; only
+  the tokenizer is there before.
+`--check` fails where a target is missed.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from pathlib import Path
+
+from one_run import run_on
+
+from atoll.data.tokenize import open_prepared, prepare
+
+VOCABULARY_TOKENS = 32_000
+RAW_BATCH_CHARACTERS = (64 << 10, 512 << 10, 4 << 20)
+MAP_BATCH_DOCUMENTS = 100
+TARGETS = {"raw": 0.85, "datasets.map": 1.3}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compare rates of tokenising.")
+    parser.add_argument("--megabytes", type=int, default=32, help="text to tokenise")
+    parser.add_argument("--turns", type=int, default=3, help="times each is run")
+    parser.add_argument("--check", action="store_true", help="fail where a target is missed")
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.way:
+        print(json.dumps(WAYS[arguments.way](arguments.folder)))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="tokenize-rate-") as name:
+        folder = Path(name)
+        make_text_and_tokenizer(folder, arguments.megabytes * 1_000_000)
+        rates = measure(folder, arguments.turns)
+    return report(rates, arguments.check)
+
+
+def make_text_and_tokenizer(folder: Path, characters: int) -> None:
+    with (folder / "text.jsonl").open("w") as file:
+        for text in python_sources(characters):
+            file.write(json.dumps({"text": text}) + "\n")
+    run = run_on(folder / "first", [folder / "text.jsonl"], VOCABULARY_TOKENS)
+    (prepare(run, print) / "tokenizer").rename(folder / "tokenizer")
+
+
+def python_sources(characters: int) -> Iterator[str]:
+    """The standard library's sources, tests included, repeated up to a size."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [p for p in sorted(root.rglob("*.py")) if not {"site-packages"} & set(p.parts)]
+    for path in cycle(paths):
+        text = path.read_text("utf-8", errors="replace")
+        if text:
+            yield text
+            characters -= len(text)
+        if characters <= 0:
+            return
+
+
+def measure(folder: Path, turns: int) -> dict[str, list[float]]:
+    """Mtok/s of each way in each turn."""
+    rates: dict[str, list[float]] = {name: [] for name in WAYS}
+    for turn in range(turns):
+        # Forwards, then backwards: a machine that slows down slows all of them.
+        for name in list(WAYS) if turn % 2 == 0 else reversed(list(WAYS)):
+            command = [sys.executable, __file__, "--way", name, "--folder", str(folder)]
+            said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            seconds, tokens = json.loads(said.splitlines()[-1])
+            rates[name].append(tokens / seconds / 1e6)
+            print(f"  turn {turn + 1}: {name:13} {rates[name][-1]:6.3f} Mtok/s", flush=True)
+    return rates
+
+
+def report(rates: dict[str, list[float]], check: bool) -> int:
+    median = {name: statistics.median(found) for name, found in rates.items()}
+    print(f"{cores()} cores, median of {len(rates['raw'])} turns:")
+    for name, rate in median.items():
+        print(f"  {name:13} {rate:6.3f} Mtok/s")
+    missed = False
+    for peer, target in TARGETS.items():
+        ratio = median["atoll"] / median[peer]
+        missed |= ratio < target
+        print(f"atoll / {peer} = {ratio:.3f} (target: at least {target})")
+    return int(check and missed)
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def raw(folder: Path) -> tuple[float, int]:
+    """Seconds and tokens of the bare encoder."""
+    from tokenizers import Tokenizer
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    os.environ["RAYON_NUM_THREADS"] = str(cores())
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    texts = [json.loads(line)["text"] for line in (folder / "text.jsonl").open()]
+    found = []
+    for characters in RAW_BATCH_CHARACTERS:
+        batches = list(batched(texts, characters))
+        began = time.perf_counter()
+        tokens = 0
+        for batch in batches:
+            encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+            tokens += sum(map(len, encodings))
+        found.append((time.perf_counter() - began, tokens))
+    return min(found)
+
+
+def batched(texts: list[str], characters: int) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if sum(map(len, batch)) >= characters:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def datasets_map(folder: Path) -> tuple[float, int]:
+    """Seconds and tokens of datasets.map."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(dir=folder)
+    import datasets
+    from tokenizers import Tokenizer
+
+    datasets.disable_progress_bars()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    rows = datasets.load_dataset("json", data_files=str(folder / "text.jsonl"), split="train")
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        encodings = tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
+        return {"input_ids": [encoding.ids for encoding in encodings]}
+
+    began = time.perf_counter()
+    encoded = rows.map(
+        encode,
+        batched=True,
+        batch_size=MAP_BATCH_DOCUMENTS,
+        num_proc=cores(),
+        remove_columns=["text"],
+    )
+    seconds = time.perf_counter() - began
+    return seconds, sum(len(ids) for ids in encoded.with_format("numpy")["input_ids"])
+
+
+def atoll(folder: Path) -> tuple[float, int]:
+    """Seconds and tokens of the whole preparation, closing tokens left out of the count."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    run = run_on(place, [folder / "text.jsonl"], VOCABULARY_TOKENS, folder / "tokenizer")
+    began = time.perf_counter()
+    prepare(run, lambda _: None)
+    seconds = time.perf_counter() - began
+    manifest = open_prepared(run)
+    splits = ("train", "validation")
+    return seconds, sum(manifest.tokens(s) - manifest.documents(s) for s in splits)
+
+
+WAYS: dict[str, Callable[[Path], tuple[float, int]]] = {
+    "raw": raw,
+    "datasets.map": datasets_map,
+    "atoll": atoll,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

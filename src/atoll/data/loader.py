@@ -1,0 +1,225 @@
+"""Samples of a prepared folder, and the batches of a rank, made ahead of time by one thread.
+
+Legend: B samples of a microbatch, T tokens of a sample, S segments.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from queue import Full, Queue
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from atoll.data import shards
+from atoll.data.batch import Batch
+from atoll.data.order import rank_share, sample_ids
+from atoll.data.pack import Ints, Plan, pack
+from atoll.data.shards import Manifest, Shard, Split
+from atoll.errors import UserError
+from atoll.settings import Data, Run
+
+NO_TARGET = -100
+# A split of more shards than this is read through a window of open files.
+OPEN_SHARDS = 512
+SHARES_AHEAD = 3
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of a global batch, and what the whole batch counts."""
+
+    microbatches: list[Batch]
+    global_targets: int
+    global_useful: int
+
+
+class Samples:
+    """The packed samples of one split."""
+
+    def __init__(self, folder: Path, split: Split, manifest: Manifest, plan: Plan) -> None:
+        self.plan = plan
+        self._pad_id = manifest.pad_id
+        self._targets, self._useful = plan.targets, plan.useful
+        self._shards = manifest.shards(split)
+        self._shard_ends = np.cumsum([shard.tokens for shard in self._shards])
+        dtype = np.dtype(manifest.dtype).newbyteorder("<")
+
+        @lru_cache(maxsize=OPEN_SHARDS)
+        def tokens(number: int) -> npt.NDArray[np.unsignedinteger]:
+            path = shards.tokens_file(folder, split, self._shards[number].number)
+            return np.memmap(path, dtype=dtype, mode="r")
+
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return self.plan.samples
+
+    def targets(self, ids: Ints) -> npt.NDArray[np.int32]:
+        """The number of predicted tokens of each sample."""
+        return self._targets[ids]
+
+    def useful(self, ids: Ints) -> npt.NDArray[np.int32]:
+        """The number of tokens of each sample that are not padding."""
+        return self._useful[ids]
+
+    def batch(self, ids: Ints) -> Batch:
+        """The samples `ids` as one microbatch."""
+        tokens_per_row = self.plan.sequence_tokens
+        pieces, rows = self._pieces(ids)
+        lengths = self.plan.piece_length[pieces].astype(np.int64)
+        useful = self._useful[ids].astype(np.int64)
+        row_begin = np.cumsum(useful) - useful
+        begin = (
+            np.cumsum(lengths) - lengths + (np.arange(len(ids)) * tokens_per_row - row_begin)[rows]
+        )
+        tokens = np.full(len(ids) * tokens_per_row, self._pad_id, dtype=np.int64)
+        self._copy(tokens, begin, self.plan.piece_start[pieces], lengths)
+        row_ends = (np.arange(len(ids)) + 1) * tokens_per_row
+        ends = np.unique(np.concatenate([[0], begin + lengths, row_ends]))
+        return _batch(tokens, ends, useful, len(ids))
+
+    def _pieces(self, ids: Ints) -> tuple[Ints, Ints]:
+        """The pieces of samples, in order, and the row each is in."""
+        first = self.plan.sample_first_piece[ids]
+        counts = self.plan.sample_first_piece[ids + 1] - first
+        rows = np.repeat(np.arange(len(ids)), counts)
+        before = np.cumsum(counts) - counts
+        return np.arange(len(rows)) + (first - before)[rows], rows
+
+    def _copy(self, out: Ints, begin: Ints, start: Ints, lengths: Ints) -> None:
+        """Copy pieces of the token stream to their places; a piece lies in one shard."""
+        numbers = np.searchsorted(self._shard_ends, start, side="right")
+        inside = start - np.concatenate([[0], self._shard_ends])[numbers]
+        rows = np.stack([numbers, begin, inside, lengths], axis=1).tolist()
+        for number, to, at, length in rows:
+            out[to : to + length] = self._tokens(number)[at : at + length]
+
+
+def open_samples(data: Data, folder: Path, split: Split) -> Samples:
+    """Plan the samples of a split.
+
+    Takes about half a second for a million documents, so that no rank waits for another's plan.
+    Raises `UserError` naming an index that is damaged.
+    """
+    manifest = shards.read_manifest(folder)
+    lengths = [_document_tokens(folder, split, shard) for shard in manifest.shards(split)]
+    if not lengths:
+        raise UserError(
+            f"the {split} split in {folder} holds no documents",
+            f"delete {folder}, then run `atoll tokenize RUN_FOLDER`",
+        )
+    packing = data.packing if data.batching == "packing" else "padding"
+    plan = pack(np.concatenate(lengths), data.sequence_tokens, packing)
+    return Samples(folder, split, manifest, plan)
+
+
+@contextmanager
+def batches_ahead(
+    samples: Samples, run: Run, position: int, steps: int, rank: int
+) -> Iterator[Iterator[Share]]:
+    """Give the shares of one rank for `steps` global batches, made ahead by a thread.
+
+    `position` is how many samples of the endless order have been consumed, by all ranks. An
+    error of the thread is raised where its share is asked for.
+    """
+    pin = torch.cuda.is_available()
+    size, microbatch = run.training.global_batch_samples, run.training.microbatch_samples
+
+    def share(step: int) -> Share:
+        ids = sample_ids(run.seed, len(samples), position + step * size, size)
+        own = rank_share(ids, rank, run.world_size, microbatch)
+        batches = [samples.batch(part) for part in own]
+        return Share(
+            [_pinned(batch) for batch in batches] if pin else batches,
+            int(samples.targets(ids).sum()),
+            int(samples.useful(ids).sum()),
+        )
+
+    with _ahead(share, steps) as shares:
+        yield shares
+
+
+@contextmanager
+def _ahead(make: Callable[[int], Share], count: int) -> Iterator[Iterator[Share]]:
+    """Make `count` shares in a thread that is never far ahead and never outlives the block."""
+    made: Queue[Share | BaseException] = Queue(maxsize=SHARES_AHEAD)
+    stop = threading.Event()
+
+    def put(item: Share | BaseException) -> None:
+        while not stop.is_set():
+            try:
+                return made.put(item, timeout=0.1)
+            except Full:
+                continue
+
+    def work() -> None:
+        try:
+            for step in range(count):
+                if stop.is_set():
+                    return
+                put(make(step))
+        except BaseException as error:
+            put(error)
+
+    def shares() -> Iterator[Share]:
+        for _ in range(count):
+            item = made.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    thread = threading.Thread(target=work, name="batches-ahead", daemon=True)
+    thread.start()
+    try:
+        yield shares()
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _document_tokens(folder: Path, split: Split, shard: Shard) -> Ints:
+    path = shards.index_file(folder, split, shard.number)
+    ends = np.fromfile(path, dtype="<u8").astype(np.int64)
+    lengths = np.diff(ends, prepend=0)
+    if len(ends) != shard.documents or ends[-1] != shard.tokens or lengths.min() <= 0:
+        raise UserError(
+            f"{path} is corrupted: its document ends do not add up to {shard.tokens} tokens of "
+            f"{shard.documents} documents",
+            "delete it, then run `atoll tokenize RUN_FOLDER`: only it is made again",
+        )
+    return lengths
+
+
+def _batch(tokens: Ints, ends: Ints, useful: Ints, rows: int) -> Batch:
+    """Labels and positions from the borders of segments; nothing is predicted across one."""
+    lengths = np.diff(ends)
+    positions = np.arange(len(tokens)) - np.repeat(ends[:-1], lengths)
+    labels = np.full_like(tokens, NO_TARGET)
+    labels[:-1] = tokens[1:]
+    labels[ends[1:] - 1] = NO_TARGET
+    columns = np.arange(len(tokens) // rows)
+    labels.reshape(rows, -1)[columns >= useful[:, None]] = NO_TARGET
+    return Batch(
+        tokens_BT=torch.from_numpy(tokens.reshape(rows, -1)),
+        labels_BT=torch.from_numpy(labels.reshape(rows, -1)),
+        positions_BT=torch.from_numpy(positions.reshape(rows, -1)),
+        segment_ends=torch.from_numpy(ends.astype(np.int32)),
+        segment_lengths=tuple(lengths.tolist()),
+        useful_tokens=int(useful.sum()),
+    )
+
+
+def _pinned(batch: Batch) -> Batch:
+    """The batch in page-locked memory, which a device copies from while it computes."""
+    return replace(
+        batch,
+        tokens_BT=batch.tokens_BT.pin_memory(),
+        labels_BT=batch.labels_BT.pin_memory(),
+        positions_BT=batch.positions_BT.pin_memory(),
+        segment_ends=batch.segment_ends.pin_memory(),
+    )

@@ -1,0 +1,143 @@
+"""The tokenizer of a run, from each place it may come from."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_runs import content, make_run, prose, write_lines
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from atoll import run_dir
+from atoll.data import vocabulary
+from atoll.data.tokenize import open_prepared, prepare
+from atoll.errors import UserError
+from atoll.settings import Run
+
+LINES = {"document": "line"}
+
+
+def run_with(tmp_path: Path, path: Path | None, **others: object) -> Run:
+    write_lines(tmp_path / "text.txt", 60)
+    data = LINES | {"files": [str(tmp_path / "text.txt")]}
+    return make_run(tmp_path, data, {"path": path and str(path)}, **others)
+
+
+def words(count: int, **special: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words, `special` ones among them."""
+    known = [*special.values(), *(word for n in range(40) for word in prose(n, 20).split())]
+    known = list(dict.fromkeys([*known, *(f"word{n}" for n in range(count))]))[:count]
+    model = models.WordLevel({word: n for n, word in enumerate(known)}, unk_token=known[0])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def quiet(_: str) -> None:
+    """A log that nobody reads."""
+
+
+def test_training_gives_the_same_tokenizer_with_any_number_of_threads(tmp_path: Path) -> None:
+    found = []
+    for workers in (1, 2):
+        write_lines(tmp_path / "text.txt", 60)
+        data = LINES | {"files": [str(tmp_path / "text.txt")], "workers": workers}
+        run = make_run(tmp_path / str(workers), data)
+        found.append(content(prepare(run, quiet) / "tokenizer"))
+    assert found[0] == found[1]
+
+
+def test_a_trained_tokenizer_gives_back_any_text(tmp_path: Path) -> None:
+    folder = prepare(run_with(tmp_path, None), quiet)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    text = "  the sea\n\tñandú 海 🐢 <tag>"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.eos_token == tokenizer.bos_token == tokenizer.pad_token == "<|endoftext|>"
+
+
+def test_training_documents_are_taken_evenly_from_the_training_split(tmp_path: Path) -> None:
+    letters = [chr(0x4E00 + n) for n in range(200)]
+    (tmp_path / "text.txt").write_text("\n".join(letter * 50 for letter in letters))
+    data = LINES | {"files": [str(tmp_path / "text.txt")], "validation": {"fraction": 0.5}}
+    run = make_run(tmp_path, data, {"training_documents": 10, "vocabulary_tokens": 2000})
+    folder = prepare(run, quiet)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    learned = [n for n, letter in enumerate(letters) if len(tokenizer(letter)["input_ids"]) == 1]
+    assert 5 <= len(learned) <= 10
+    assert max(learned) - min(learned) > 100
+    held_out = np.fromfile(folder / "validation" / "00000.ds", dtype="<u2")
+    held_out_text = tokenizer.decode(held_out)
+    assert not [n for n in learned if letters[n] in held_out_text]
+
+
+def test_a_tokenizer_is_taken_from_a_folder_or_a_file(tmp_path: Path) -> None:
+    words(200, eos_token="</s>", pad_token="<pad>").save_pretrained(tmp_path / "given")
+    run = run_with(tmp_path, tmp_path / "given")
+    prepare(run, quiet)
+    manifest = open_prepared(run)
+    assert (manifest.vocabulary_tokens, manifest.end_id, manifest.pad_id) == (200, 0, 1)
+    run = run_with(tmp_path, tmp_path / "given" / "tokenizer.json")
+    prepare(run, quiet)
+    assert open_prepared(run).end_id == 0
+
+
+def test_the_model_brings_its_own_tokenizer(tmp_path: Path) -> None:
+    words(200, eos_token="</s>").save_pretrained(tmp_path / "model")
+    run = run_with(tmp_path, None, model={"name": "m", "source": str(tmp_path / "model")})
+    folder = prepare(run, quiet)
+    assert open_prepared(run).vocabulary_tokens == 200
+    assert (folder / "tokenizer" / "tokenizer_config.json").exists()
+
+
+def test_another_tokenizer_under_the_same_path_is_noticed(tmp_path: Path) -> None:
+    run = run_with(tmp_path, tmp_path / "given")
+    for count in (200, 300):
+        words(count, eos_token="</s>").save_pretrained(tmp_path / "given")
+        prepare(run, quiet)
+        assert open_prepared(run).vocabulary_tokens == count
+
+
+def test_large_vocabularies_take_four_bytes_a_token(tmp_path: Path) -> None:
+    words(70_000, eos_token="</s>").save_pretrained(tmp_path / "given")
+    run = run_with(tmp_path, tmp_path / "given")
+    folder = prepare(run, quiet)
+    manifest = open_prepared(run)
+    assert manifest.dtype == "uint32"
+    assert (folder / "train" / "00000.ds").stat().st_size == 4 * manifest.tokens("train")
+    assert (folder / "train" / "00000.ds.metadata").read_text().split("\n")[0].endswith("|4")
+
+
+def test_an_encoder_ends_documents_with_its_separator(tmp_path: Path) -> None:
+    words(200, sep_token="[SEP]", pad_token="[PAD]").save_pretrained(tmp_path / "given")
+    run = run_with(tmp_path, tmp_path / "given")
+    prepare(run, quiet)
+    assert open_prepared(run).end_id == 0
+
+
+def test_a_tokenizer_that_knows_no_end_is_refused(tmp_path: Path) -> None:
+    words(200).save_pretrained(tmp_path / "given")
+    run = run_with(tmp_path, tmp_path / "given")
+    with pytest.raises(UserError, match="neither an end-of-text nor a separator"):
+        prepare(run, quiet)
+    assert not (run_dir.prepared(run) / "tokenizer").exists()
+
+
+def test_a_folder_without_a_tokenizer_is_named_with_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"tokenizer\.path=.*empty"):
+        prepare(run_with(tmp_path, tmp_path / "empty"), quiet)
+    model = {"name": "m", "source": str(tmp_path / "empty")}
+    with pytest.raises(UserError, match=r"model\.source=.*empty") as caught:
+        prepare(run_with(tmp_path, None, model=model), quiet)
+    assert "tokenizer.path" in caught.value.mend
+
+
+def test_a_tokenizer_without_a_fast_form_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    (folder / "vocab.json").write_text(json.dumps({"<unk>": 0, "a</w>": 1}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "CTRLTokenizer"}')
+    with pytest.raises(UserError, match=r"CTRLTokenizer.* has no fast form"):
+        vocabulary.load(run_with(tmp_path, folder))

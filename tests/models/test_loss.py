@@ -1,0 +1,84 @@
+"""The chunked cross-entropy against torch's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from atoll.models.loss import chunked_cross_entropy
+
+TOKENS, WIDTH, VOCABULARY = 37, 6, 50
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, generator=generator, dtype=dtype)
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=dtype)
+    bias = torch.randn(VOCABULARY, generator=generator, dtype=dtype)
+    return [x.requires_grad_() for x in (hidden, weight, bias)]
+
+
+def labels() -> torch.Tensor:
+    chosen = torch.randint(0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(1))
+    chosen[::5] = -100
+    return chosen
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_equals_torch(chunk: int, with_bias: bool) -> None:
+    ours, theirs = inputs(torch.float32), inputs(torch.float32)
+    bias = ours[2] if with_bias else None
+    loss = chunked_cross_entropy(ours[0], ours[1], bias, labels(), chunk)
+    logits = F.linear(theirs[0], theirs[1], theirs[2] if with_bias else None)
+    expected = F.cross_entropy(logits, labels(), reduction="sum")
+    torch.testing.assert_close(loss, expected)
+    (loss * 0.25).backward()
+    (expected * 0.25).backward()
+    for a, b in zip(ours[: 2 + with_bias], theirs, strict=False):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_bf16_is_close_and_keeps_dtypes() -> None:
+    hidden, weight, _ = inputs(torch.float32)
+    half = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
+    loss = chunked_cross_entropy(half[0], half[1], None, labels(), 8)
+    loss.backward()
+    expected = F.cross_entropy(hidden @ weight.T, labels(), reduction="sum")
+    expected.backward()
+    assert loss.dtype == torch.float32
+    assert half[1].grad is not None and half[1].grad.dtype == torch.bfloat16
+    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0.5)
+    torch.testing.assert_close(half[1].grad.float(), weight.grad, rtol=5e-2, atol=0.1)
+
+
+def test_autocast_lowers_the_product() -> None:
+    hidden, weight, _ = inputs(torch.float32)
+    seen: list[torch.dtype] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if "mm" in str(func):
+                seen.append(args[-1].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with torch.autocast("cpu", dtype=torch.bfloat16), Watch():
+        chunked_cross_entropy(hidden, weight, None, labels(), 8)
+    assert seen and set(seen) == {torch.bfloat16}
+
+
+def test_never_holds_more_logits_than_a_chunk() -> None:
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.ndim == 2 and out.shape[1] == VOCABULARY:
+                largest = max(largest, out.shape[0])
+            return out
+
+    hidden, weight, _ = inputs(torch.float32)
+    with Watch():
+        chunked_cross_entropy(hidden, weight, None, labels(), 8).backward()
+    assert largest == 8

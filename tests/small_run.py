@@ -1,0 +1,101 @@
+"""A whole run small enough for a test: made-up text, a tiny model, prepared tokens."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import tiny
+import yaml
+
+from atoll import run_dir
+from atoll.data.tokenize import prepare
+from atoll.settings import Run, checked, dumped
+from atoll.train.train import train
+from atoll.train.world import World
+
+WORDS = ("the", "a", "ring", "of", "islands", "one", "lagoon", "reef", "coral", "wind", "tide")
+
+
+def write_text(folder: Path, documents: int = 240) -> Path:
+    """Documents of different lengths, one a line, the same each time."""
+    source = random.Random(5)
+    lines = (
+        " ".join(source.choice(WORDS) for _ in range(source.randint(3, 40)))
+        for _ in range(documents)
+    )
+    path = folder / "text.txt"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def settings(folder: Path, ranks: int, **changes: Any) -> Run:
+    """A run of six steps; `changes` are dotted names with __ for the dots."""
+    values: dict[str, Any] = {
+        "name": "small",
+        "ranks_per_node": ranks,
+        "folders": {"runs": str(folder / "runs"), "prepared": str(folder / "prepared")},
+        "facility": {"name": "here", "scheduler": "none", "node": {"devices": 8, "device": "cpu"}},
+        "image": {"name": "none"},
+        "launcher": {"name": "static_node"},
+        "sharding": sharding("full_shard"),
+        "model": {"name": "llama", "config": tiny.CONFIGS["llama"] | {"vocab_size": 300}},
+        "tokenizer": {"vocabulary_tokens": 290},
+        "data": {
+            "name": "lines",
+            "source": "files",
+            "files": [str(folder / "text.txt")],
+            "document": "line",
+            "validation": {"fraction": 0.1},
+            "sequence_tokens": 32,
+            "workers": 1,
+        },
+        "task": {"name": "causal_lm"},
+        "optimizer": {"name": "adamw", "learning_rate": 1e-2, "warmup_steps": 2},
+        "precision": {"compute": "fp32"},
+        "training": {
+            "steps": 6,
+            "global_batch_samples": 8,
+            "microbatch_samples": 1,
+            "log_every_steps": 1,
+        },
+        "checkpoint": {"every_steps": 3},
+        "evaluation": {},
+        "export": {},
+        "generation": {"prompt": "the reef", "max_new_tokens": 5},
+    }
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        group = values
+        for part in path:
+            group = group[part]
+        group[last] = value
+    return checked(values)
+
+
+def sharding(name: str) -> dict[str, Any]:
+    folder = Path(__file__).parents[1] / "hydra_conf" / "sharding"
+    content: dict[str, Any] = yaml.safe_load((folder / f"{name}.yaml").read_text())
+    return content
+
+
+def ready(run: Run) -> Path:
+    """Write the run folder and prepare its tokens; the folder."""
+    folder = run_dir.folder(run)
+    run_dir.write_whole(run_dir.settings_file(folder), yaml.safe_dump(dumped(run)))
+    prepare(run, lambda line: None)
+    return folder
+
+
+def train_here(world: World, run: Run) -> None:
+    """The verb that ranks of the pool run."""
+    train(run, run_dir.folder(run), world)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Step -> loss, from metrics.jsonl."""
+    return {r["step"]: r["loss"] for r in records(folder, "train")}
+
+
+def records(folder: Path, event: str) -> list[dict[str, Any]]:
+    lines = run_dir.metrics_file(folder).read_text().splitlines()
+    return [r for r in (yaml.safe_load(line) for line in lines) if r["event"] == event]

@@ -1,0 +1,152 @@
+"""Settings are typed, frozen, known by name, and read back as they were written."""
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from atoll.errors import UserError
+from atoll.settings import (
+    checked,
+    dumped,
+    is_setting,
+    load_run,
+    nearest_setting,
+    setting_names,
+)
+
+
+def values() -> dict:
+    """The least that a run must say."""
+    return {
+        "name": "x",
+        "ranks_per_node": 2,
+        "folders": {},
+        "facility": {"name": "here", "scheduler": "none", "node": {"devices": 2, "device": "cpu"}},
+        "image": {"name": "none"},
+        "launcher": {"name": "static"},
+        "sharding": {"name": "ddp", "layouts": ["ddp"]},
+        "model": {"name": "m", "config": {"model_type": "llama"}},
+        "tokenizer": {},
+        "data": {"name": "d", "source": "files", "files": ["a"], "validation": {"fraction": 0.1}},
+        "task": {"name": "causal_lm"},
+        "optimizer": {"name": "adamw", "learning_rate": 1e-3},
+        "precision": {"compute": "auto"},
+        "training": {"steps": 1, "global_batch_samples": 4, "microbatch_samples": 1},
+        "checkpoint": {},
+        "evaluation": {},
+        "export": {},
+        "generation": {},
+    }
+
+
+def changed(dotted: str, value: object) -> dict:
+    """The least run with one setting changed."""
+    tree = inner = values()
+    *groups, last = dotted.split(".")
+    for group in groups:
+        inner = inner.setdefault(group, {})
+    inner[last] = value
+    return tree
+
+
+def test_the_least_run_is_a_run():
+    run = checked(values())
+    assert run.world_size == 2
+    assert run.data.packing == "best_fit"
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    run = checked(values())
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(dumped(run)))
+    assert load_run(file) == run
+
+
+def test_a_folder_without_a_run_says_so(tmp_path):
+    with pytest.raises(UserError, match=r"run.yaml is missing"):
+        load_run(tmp_path / "run.yaml")
+
+
+def test_a_run_cannot_be_changed():
+    with pytest.raises(ValidationError):
+        checked(values()).seed = 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found", "mend"),
+    [
+        ("optimizer.learning_rte", 1, "unknown setting: optimizer.learning_rte", "learning_rate?"),
+        ("optimizer.learning_rate", 0, "optimizer.learning_rate = 0", "another value"),
+        ("optimizer.betas", [0.9, 2], "optimizer.betas.1 = 2", "another value"),
+        ("data.batching", "padded", "data.batching = 'padded'", "data.batching=padding?"),
+        ("data.template", "x", "{text}", "settings"),
+        ("data.validation", {}, "choose one of data.validation.fraction", "settings"),
+        ("data.validation", {"fraction": 0.1, "split": "a"}, "choose one of", "settings"),
+        ("data.validation.fraction", 1.0, "data.validation.fraction", "another value"),
+        ("data.sequence_tokens", 1, "data.sequence_tokens = 1", "another value"),
+        ("model", {"name": "m"}, "model.source", "settings"),
+        ("training.epochs", 1, "training.steps and training.epochs", "settings"),
+        ("training.steps", None, "training.steps and training.epochs", "settings"),
+        ("training.global_batch_samples", 5, "(5)", "settings"),
+        ("sharding.layouts", [], "2 ranks", "settings"),
+        ("sharding.shard", 3, "world size (2) must be divisible by sharding.shard (3)", "settings"),
+        ("name", "../x", "name = '../x'", "another value"),
+        ("name", "", "name = ''", "another value"),
+        ("name", 7, "name = 7", "name='7'"),
+        ("facility.port", 80, "facility.port = 80", "another value"),
+        ("facility.scheduler", "lsf", "facility.scheduler = 'lsf'", "none, slurm"),
+        ("facility.environment", {"A B": "c"}, "facility.environment.A B", "another value"),
+        ("facility.environment", {"WANDB_API_KEY": "c"}, "looks like a secret", "export WANDB"),
+        ("generation.top_p", 0, "generation.top_p = 0", "another value"),
+        ("nodes", 1.5, "nodes = 1.5", "another value"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_mend(name, value, found, mend):
+    with pytest.raises(UserError) as caught:
+        checked(changed(name, value))
+    assert found in caught.value.found
+    assert mend in caught.value.mend
+    assert "\n" not in caught.value.found + caught.value.mend
+
+
+def test_a_missing_setting_is_named():
+    incomplete = values()
+    del incomplete["training"]["microbatch_samples"]
+    with pytest.raises(UserError, match=r"setting missing: training.microbatch_samples"):
+        checked(incomplete)
+
+
+@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "MONKEY"])
+def test_an_innocent_variable_is_no_secret(name):
+    run = checked(changed("facility.environment", {name: 1}))
+    assert run.facility.environment == {name: "1"}
+
+
+def test_one_file_or_several():
+    assert checked(changed("data.files", "a.txt")).data.files == ["a.txt"]
+    assert checked(changed("data.files", ["a", "b"])).data.files == ["a", "b"]
+
+
+def test_every_name_is_known_and_no_other():
+    names = list(setting_names())
+    assert len(names) == len(set(names)) > 80
+    assert all(is_setting(name) for name in names)
+    assert is_setting("model.config.anything.at.all")
+    assert is_setting("facility.submit.gpus-per-node")
+    for unknown in ("", "nodes.x", "data.", "optimizer.betas.0", "facility.node.gpus", "Nodes"):
+        assert not is_setting(unknown)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("learning_rate", "optimizer.learning_rate"),
+        ("optimizer.learning_rte", "optimizer.learning_rate"),
+        ("packing", "data.packing"),
+        ("seeed", "seed"),
+        ("node", "nodes"),
+        ("zzz", None),
+    ],
+)
+def test_the_nearest_setting(name, nearest):
+    assert nearest_setting(name) == nearest

@@ -1,0 +1,216 @@
+"""Checkpoints: whole or absent, verified, and independent of what happens after `start_save`."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from atoll import run_dir
+from atoll.errors import UserError
+from atoll.train import checkpoint
+from atoll.train.world import World
+
+ALONE = World(0, 1, torch.device("cpu"), None)
+
+
+def progress(step: int, ranks: int = 1) -> checkpoint.Progress:
+    return checkpoint.Progress(step, step * 8, step * 1000, ranks, {})
+
+
+def state(world: World, value: float) -> dict[str, torch.Tensor]:
+    """A sharded matrix, a replicated vector and a scalar, all filled from `value`."""
+    matrix = torch.arange(24.0).reshape(6, 4) + value
+    if world.size > 1:
+        matrix = distribute_tensor(matrix, init_device_mesh("cpu", (world.size,)), [Shard(0)])
+    return {
+        "model/matrix": matrix,
+        "model/vector": torch.full((3,), value),
+        "step": torch.tensor(value),
+    }
+
+
+def save(folder: Path, world: World, step: int, keep: int = 2) -> None:
+    pending = checkpoint.start_save(
+        folder, state(world, float(step)), progress(step, world.size), keep, world
+    )
+    checkpoint.finish(pending)
+
+
+def load(folder: Path, world: World) -> tuple[int, list[float]]:
+    path = checkpoint.latest(folder)
+    assert path is not None
+    tensors = state(world, -1.0)
+    checkpoint.load(path, tensors, world)
+    matrix = tensors["model/matrix"]
+    whole = matrix.full_tensor() if world.size > 1 else matrix
+    assert torch.equal(whole, torch.arange(24.0).reshape(6, 4) + float(tensors["step"]))
+    return checkpoint.load_progress(path).step, tensors["model/vector"].tolist()
+
+
+def save_on_ranks(world: World, folder: Path, step: int) -> None:
+    save(folder, world, step)
+
+
+def load_on_ranks(world: World, folder: Path) -> tuple[int, list[float]]:
+    return load(folder, world)
+
+
+def change_after_start(world: World, folder: Path) -> None:
+    tensors = state(world, 5.0)
+    pending = checkpoint.start_save(folder, tensors, progress(5, world.size), 2, world)
+    for tensor in tensors.values():
+        tensor.zero_()
+    checkpoint.finish(pending)
+
+
+@pytest.mark.parametrize("loading", [1, 2, 4])
+def test_saved_on_three_ranks_loads_on_any(ranks: RankPool, tmp_path: Path, loading: int) -> None:
+    ranks.run(save_on_ranks, tmp_path, 3, world=3)
+    assert ranks.run(load_on_ranks, tmp_path, world=loading) == [(3, [3.0] * 3)] * loading
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_state_is_copied_before_the_loop_goes_on(
+    ranks: RankPool, tmp_path: Path, size: int
+) -> None:
+    ranks.run(change_after_start, tmp_path, world=size)
+    assert ranks.run(load_on_ranks, tmp_path, world=size)[0] == (5, [5.0] * 3)
+
+
+def test_keeps_the_last(tmp_path: Path) -> None:
+    for step in (1, 2, 10, 11):
+        save(tmp_path, ALONE, step, keep=2)
+    assert sorted(os.listdir(run_dir.checkpoints(tmp_path))) == ["step-00000010", "step-00000011"]
+
+
+def test_order_is_by_step_not_by_time(tmp_path: Path) -> None:
+    save(tmp_path, ALONE, 2)
+    save(tmp_path, ALONE, 10)
+    os.utime(run_dir.checkpoint(tmp_path, 2), (2**31, 2**31))
+    latest = checkpoint.latest(tmp_path)
+    assert latest is not None and latest.name == "step-00000010"
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "metadata"])
+def test_damage_is_named(ranks: RankPool, tmp_path: Path, damage: str) -> None:
+    ranks.run(save_on_ranks, tmp_path, 3, world=2)
+    folder = run_dir.checkpoint(tmp_path, 3)
+    victim = folder / (".metadata" if damage == "metadata" else "__1_0.distcp")
+    content = bytearray(victim.read_bytes())
+    if damage == "remove":
+        victim.unlink()
+    else:
+        content[len(content) // 2] ^= 1
+        victim.write_bytes(content[: len(content) // 2] if damage == "cut" else content)
+    answers = ranks.run(explained_load, tmp_path, world=2)
+    assert answers[0] == answers[1]
+    assert victim.name in answers[0] and "corrupted" in answers[0] and "rm -r" in answers[0]
+
+
+def explained_load(world: World, folder: Path) -> str:
+    with pytest.raises(UserError) as error:
+        load(folder, world)
+    return str(error.value)
+
+
+def test_a_run_that_cannot_be_saved_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UserError, match=r"GiB free, one checkpoint takes"):
+        checkpoint.check_space(tmp_path, state(ALONE, 1.0))
+
+
+def full_disk_on_rank_one(world: World, folder: Path) -> str:
+    """Rank 1 may write no file over 100 bytes: the kernel then fails its writes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if world.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(UserError) as error:
+            save(folder, world, 7)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return str(error.value)
+
+
+def test_a_full_disk_ends_on_every_rank_and_leaves_the_old(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_on_ranks, tmp_path, 3, world=2)
+    answers = ranks.run(full_disk_on_rank_one, tmp_path, world=2)
+    assert all("step 7 cannot be written" in a and "free some space" in a for a in answers)
+    assert ranks.run(load_on_ranks, tmp_path, world=2)[0] == (3, [3.0] * 3)
+    visible = [n for n in os.listdir(run_dir.checkpoints(tmp_path)) if not n.startswith(".")]
+    assert visible == ["step-00000003"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import test_checkpoint as t
+calls = 0
+def killing(original):
+    def call(*args, **kwargs):
+        global calls
+        calls += 1
+        if calls == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+    return call
+folder = Path(sys.argv[1])
+t.save(folder, t.ALONE, 1)
+for name in ("fsync", "rename", "replace"):
+    setattr(os, name, killing(getattr(os, name)))
+t.save(folder, t.ALONE, 2)
+print(calls)
+"""
+
+
+def run_killed(folder: Path, at: int) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    return subprocess.run(
+        [sys.executable, "-c", KILLED, str(folder), str(at)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_kill_at_any_step_of_writing_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    counted = run_killed(tmp_path / "none", -1)
+    steps = int(counted.stdout)
+    assert steps >= 5, counted.stderr
+    for at in range(1, steps + 1, 2):
+        folder = tmp_path / str(at)
+        assert run_killed(folder, at).returncode == -signal.SIGKILL
+        step, vector = load(folder, ALONE)
+        assert step in (1, 2) and vector == [float(step)] * 3
+        save(folder, ALONE, 3)
+        left = os.listdir(run_dir.checkpoints(folder))
+        assert not [name for name in left if name.startswith(".")], "leftovers are collected"
+
+
+def test_a_manifest_that_is_no_json_is_named(tmp_path: Path) -> None:
+    save(tmp_path, ALONE, 1)
+    (run_dir.checkpoint(tmp_path, 1) / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match="is not JSON"):
+        load(tmp_path, ALONE)
+
+
+def test_the_manifest_lists_every_file(tmp_path: Path) -> None:
+    save(tmp_path, ALONE, 1)
+    folder = run_dir.checkpoint(tmp_path, 1)
+    listed = json.loads((folder / "manifest.json").read_text())["files"]
+    assert sorted([*listed, "manifest.json"]) == sorted(os.listdir(folder))

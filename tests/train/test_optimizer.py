@@ -1,0 +1,112 @@
+"""The learning rate's course, what is decayed, clipping, and the 8-bit optimizer on shards."""
+
+import math
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from atoll.settings import Optimizer
+from atoll.train.optimizer import (
+    learning_rate,
+    make_stepper,
+    optimizer_state,
+    set_step_counts,
+    step_counts,
+    take_step,
+)
+from atoll.train.world import World
+
+COSINE = Optimizer(name="adamw", learning_rate=1.0, warmup_steps=10, final_fraction=0.1)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [(1, 0.1), (5, 0.5), (10, 1.0), (55, 0.55), (100, 0.1), (200, 0.1)],
+)
+def test_warm_up_then_cosine(step: int, expected: float) -> None:
+    assert learning_rate(COSINE, step, 100, 4) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("scale", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
+def test_scales_with_ranks(scale: str, factor: float) -> None:
+    settings = Optimizer(name="adamw", learning_rate=0.5, decay="constant", scale_with_ranks=scale)
+    assert learning_rate(settings, 7, 100, 4) == pytest.approx(0.5 * factor)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64))
+
+
+def test_only_matrices_are_decayed() -> None:
+    net = model()
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    stepper = make_stepper(Optimizer(name="adamw", learning_rate=0.1, weight_decay=0.5), net)
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    take_step(stepper, 0.1, None)
+    for name, parameter in net.named_parameters():
+        factor = 0.95 if parameter.ndim == 2 else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * factor)
+
+
+def test_clipping_bounds_the_update_and_reports_the_norm_before() -> None:
+    net = nn.Linear(2, 1, bias=False)
+    stepper = make_stepper(Optimizer(name="adamw", learning_rate=0.1), net)
+    net.weight.grad = torch.tensor([[3.0, 4.0]])
+    assert float(take_step(stepper, 0.1, 1.0)) == pytest.approx(5.0)
+    moment = optimizer_state(stepper)["weight/exp_avg"]
+    assert moment.tolist() == [pytest.approx([0.06, 0.08])]
+    assert net.weight.grad is None
+
+
+def test_making_the_state_changes_no_weight() -> None:
+    net = model()
+    before = [p.detach().clone() for p in net.parameters()]
+    state = optimizer_state(make_stepper(Optimizer(name="adamw", learning_rate=0.1), net))
+    assert state and all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+
+
+def eight_bit(world: World, sharded: bool) -> tuple[list[float], int]:
+    net = model()
+    if sharded:
+        fully_shard(net, mesh=init_device_mesh("cpu", (world.size,)))
+    stepper = make_stepper(Optimizer(name="adamw_8bit", learning_rate=1e-2), net)
+    inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(8):
+        loss = (net(inputs) - inputs).square().mean()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        take_step(stepper, 1e-2, 1.0)
+    counts = step_counts(stepper)
+    assert set(counts.values()) == {8}
+    set_step_counts(stepper, dict.fromkeys(counts, 9))
+    assert set(step_counts(stepper).values()) == {9}
+    held = sum(t.numel() * t.element_size() for t in optimizer_state(stepper).values())
+    assert all(isinstance(p, DTensor) == sharded for p in net.parameters())
+    return losses, held
+
+
+def test_eight_bit_adamw_learns_on_shards_as_on_one_process(ranks: RankPool) -> None:
+    alone, alone_bytes = ranks.run(eight_bit, False, world=1)[0]
+    sharded = ranks.run(eight_bit, True, world=2)
+    assert alone[-1] < alone[0] / 2
+    assert sharded[0][0] == pytest.approx(alone, rel=0.05)
+    assert sharded[0][1] < 0.6 * alone_bytes
+    assert all(math.isfinite(x) for x in alone)
+
+
+def test_eight_bit_state_is_smaller_than_fp32() -> None:
+    net = nn.Linear(256, 256, bias=False)
+    sizes = {}
+    for name in ("adamw", "adamw_8bit"):
+        stepper = make_stepper(Optimizer(name=name, learning_rate=0.1), net)
+        state = optimizer_state(stepper).values()
+        sizes[name] = sum(t.numel() * t.element_size() for t in state)
+    assert sizes["adamw_8bit"] < 0.3 * sizes["adamw"]

@@ -1,0 +1,351 @@
+"""Whole runs: the same numbers on any number of ranks, resumed, exported; mistakes in two lines."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_run
+import tiny
+import torch
+from rank_pool import RankPool
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from atoll import run_dir
+from atoll.data.loader import open_samples
+from atoll.errors import UserError
+from atoll.models import generate
+from atoll.settings import Run
+from atoll.train import checkpoint
+from atoll.train.world import World
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    small_run.write_text(tmp_path)
+    return tmp_path
+
+
+def trained(ranks: RankPool, run: Run) -> Path:
+    run_folder = small_run.ready(run)
+    ranks.run(small_run.train_here, run, world=run.world_size)
+    return run_folder
+
+
+def plain_loss(run: Run, run_folder: Path) -> float:
+    """The held-out loss under transformers alone: each piece of a document by itself."""
+    model = AutoModelForCausalLM.from_pretrained(run_dir.export(run_folder), dtype=torch.float32)
+    samples = open_samples(run.data, run_dir.prepared(run), "validation")
+    total, count = 0.0, 0
+    for sample in range(len(samples)):
+        batch = samples.batch(torch.tensor([sample]).numpy())
+        pieces = batch.tokens_BT.flatten().split(batch.segment_lengths)
+        labels = batch.labels_BT.flatten().split(batch.segment_lengths)
+        for tokens, label in zip(pieces, labels, strict=True):
+            targets = int((label != -100).sum())
+            if targets:
+                with torch.no_grad():
+                    loss = model.eval()(input_ids=tokens[None], labels=tokens[None]).loss
+                total, count = total + float(loss) * targets, count + targets
+    return total / count
+
+
+@pytest.mark.parametrize("architecture", tiny.CONFIGS)
+def test_export_has_the_loss_of_the_trainer(
+    ranks: RankPool, folder: Path, architecture: str
+) -> None:
+    config = tiny.CONFIGS[architecture] | {"vocab_size": 300}
+    run = small_run.settings(folder, 2, model__config=config)
+    run_folder = trained(ranks, run)
+    before, after = small_run.records(run_folder, "evaluation")
+    assert after["loss"] < before["loss"] - 0.1
+    assert after["perplexity"] == pytest.approx(math.exp(after["loss"]))
+    assert plain_loss(run, run_folder) == pytest.approx(after["loss"], abs=1e-3)
+
+
+def test_export_is_a_hugging_face_folder(ranks: RankPool, folder: Path) -> None:
+    run = small_run.settings(folder, 2, model__config=tiny.CONFIGS["gpt2"] | {"vocab_size": 300})
+    run_folder = trained(ranks, run)
+    export = run_dir.export(run_folder)
+    names = {path.name for path in export.iterdir()}
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= names
+    assert len([n for n in names if n.endswith(".safetensors")]) >= 2, "each rank wrote its files"
+    mask = os.umask(0)
+    os.umask(mask)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in export.iterdir()}
+    assert modes == {0o666 & ~mask}
+    config = json.loads((export / "config.json").read_text())
+    assert config["architectures"] == ["GPT2LMHeadModel"] and config["dtype"] == "bfloat16"
+    assert "atoll" not in (export / "config.json").read_text()
+    model = AutoModelForCausalLM.from_pretrained(export)
+    assert model.lm_head.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
+    assert model.dtype == torch.bfloat16
+    assert AutoTokenizer.from_pretrained(export)("the reef").input_ids
+
+
+def test_generate_samples_from_the_export(
+    ranks: RankPool, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_folder = trained(
+        ranks, small_run.settings(folder, 1, sharding=small_run.sharding("single"))
+    )
+    assert generate.main([str(run_folder)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("the reef") and len(text) > len("the reef\n")
+    assert run_dir.sample_file(run_folder).read_text() == text
+    assert generate.main([str(run_folder)]) == 0
+    assert capsys.readouterr().out == text, "the seed decides"
+
+
+def test_generate_before_the_export_is_a_mistake(folder: Path) -> None:
+    run_folder = small_run.ready(small_run.settings(folder, 1))
+    with pytest.raises(UserError, match="no exported model"):
+        generate.main([str(run_folder)])
+
+
+SHAPES = [
+    ("ddp", 2, 2, {}),
+    ("full_shard", 4, 1, {}),
+    ("hybrid_shard", 4, 2, {}),
+    ("full_shard", 2, 4, {"training__recompute": "full"}),
+]
+
+
+def test_the_same_losses_on_any_number_of_ranks(ranks: RankPool, folder: Path) -> None:
+    alone = small_run.settings(
+        folder,
+        1,
+        name="alone",
+        sharding=small_run.sharding("single"),
+        training__microbatch_samples=8,
+    )
+    reference = small_run.losses(trained(ranks, alone))
+    assert len(reference) == 6 and reference[6] < reference[1]
+    for number, (strategy, size, microbatch, more) in enumerate(SHAPES):
+        run = small_run.settings(
+            folder,
+            size,
+            name=f"shape{number}",
+            sharding=small_run.sharding(strategy),
+            training__microbatch_samples=microbatch,
+            **more,
+        )
+        got = small_run.losses(trained(ranks, run))
+        assert got == pytest.approx(reference, abs=1e-4), (strategy, size)
+
+
+def stop_after(world: World, run: Run, step: int) -> None:
+    """Train, and fall over once the checkpoint of `step` is visible."""
+    original = checkpoint.start_save
+
+    def start(run_folder: Path, state: Any, progress: Any, keep: int, world: World) -> Any:
+        if progress.step > step:
+            raise RuntimeError("stopped")
+        return original(run_folder, state, progress, keep, world)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="stopped"):
+        patch.setattr(checkpoint, "start_save", start)
+        small_run.train_here(world, run)
+
+
+@pytest.mark.parametrize("changes", [{}, {"optimizer__name": "adamw_8bit"}, {"dropout": 0.1}])
+def test_a_resumed_run_is_bit_exact(ranks: RankPool, folder: Path, changes: dict[str, Any]) -> None:
+    changes = dict(changes)
+    if dropout := changes.pop("dropout", None):
+        dropped = {"resid_pdrop": dropout, "attn_pdrop": dropout, "vocab_size": 300}
+        changes["model__config"] = tiny.CONFIGS["gpt2"] | dropped
+    whole = trained(ranks, small_run.settings(folder, 2, name="whole", **changes))
+    run = small_run.settings(folder, 2, name="stopped", **changes)
+    stopped = small_run.ready(run)
+    ranks.run(stop_after, run, 3, world=2)
+    assert checkpoint.latest(stopped) == run_dir.checkpoint(stopped, 3)
+    ranks.run(small_run.train_here, run, world=2)
+    assert small_run.losses(stopped) == small_run.losses(whole)
+    assert run_dir.result_file(stopped).read_text() == run_dir.result_file(whole).read_text()
+    totals = [small_run.records(f, "train")[-1]["tokens"] for f in (stopped, whole)]
+    assert totals[0] == totals[1]
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_resumes_on_another_number_of_ranks(ranks: RankPool, folder: Path, size: int) -> None:
+    whole = trained(ranks, small_run.settings(folder, 2, name="whole"))
+    run = small_run.settings(folder, 2, name="moved")
+    moved = small_run.ready(run)
+    ranks.run(stop_after, run, 3, world=2)
+    again = small_run.settings(folder, size, name="moved")
+    ranks.run(small_run.train_here, again, world=size)
+    assert small_run.losses(moved) == pytest.approx(small_run.losses(whole), abs=1e-4)
+
+
+def test_eight_bit_state_does_not_move_to_other_ranks(ranks: RankPool, folder: Path) -> None:
+    run = small_run.settings(folder, 2, optimizer__name="adamw_8bit")
+    small_run.ready(run)
+    ranks.run(stop_after, run, 3, world=2)
+    again = small_run.settings(folder, 4, optimizer__name="adamw_8bit")
+    answers = ranks.run(mistake, again, world=4)
+    assert all("saved by 2 ranks, this start has 4" in answer for answer in answers)
+
+
+def mistake(world: World, run: Run) -> str:
+    with pytest.raises(UserError) as error:
+        small_run.train_here(world, run)
+    return str(error.value)
+
+
+def test_a_finished_run_started_again_changes_nothing(ranks: RankPool, folder: Path) -> None:
+    run = small_run.settings(folder, 2)
+    run_folder = trained(ranks, run)
+    before = {p: p.read_bytes() for p in run_folder.rglob("*") if p.is_file()}
+    ranks.run(small_run.train_here, run, world=2)
+    assert {p: p.read_bytes() for p in run_folder.rglob("*") if p.is_file()} == before
+
+
+def test_a_run_goes_on_when_steps_are_added(ranks: RankPool, folder: Path) -> None:
+    trained(ranks, small_run.settings(folder, 2))
+    run_folder = trained(ranks, small_run.settings(folder, 2, training__steps=8))
+    assert sorted(small_run.losses(run_folder)) == list(range(1, 9))
+    assert json.loads(run_dir.result_file(run_folder).read_text())["steps"] == 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data__batching": "padding"},
+        {"data__packing": "concat"},
+        {"training__steps": None, "training__epochs": 0.5},
+        {"deterministic": True},
+        {"precision__compute": "bf16"},
+        {"evaluation__every_steps": 2, "evaluation__max_samples": 3},
+        {"export__dtype": "float16", "export__max_file_gib": 1e-5},
+        {"checkpoint__asynchronous": False},
+    ],
+    ids=str,
+)
+def test_choices_of_a_run(ranks: RankPool, folder: Path, changes: dict[str, Any]) -> None:
+    run_folder = trained(ranks, small_run.settings(folder, 2, **changes))
+    first, *_, last = small_run.records(run_folder, "evaluation")
+    assert last["loss"] < first["loss"]
+    AutoModelForCausalLM.from_pretrained(run_dir.export(run_folder))
+
+
+def test_compiled_blocks_give_the_same_losses(ranks: RankPool, folder: Path) -> None:
+    """Where there is no C++ compiler, a run that asks for one is refused."""
+    single = {"sharding": small_run.sharding("single"), "training__steps": 2}
+    plain = trained(ranks, small_run.settings(folder, 1, name="plain", **single))
+    run = small_run.settings(folder, 1, name="compiled", training__compile=True, **single)
+    compiled = small_run.ready(run)
+    if shutil.which("g++") is None:
+        assert "needs a C++ compiler" in ranks.run(mistake, run, world=1)[0]
+        return
+    ranks.run(small_run.train_here, run, world=1)
+    assert small_run.losses(compiled) == pytest.approx(small_run.losses(plain), abs=1e-4)
+
+
+FIELDS = {
+    "step", "tokens", "loss", "perplexity", "learning_rate", "gradient_norm", "tokens_per_second",
+    "tokens_per_second_per_device", "mfu", "memory_gib", "data_wait_seconds", "checkpoint_seconds",
+}  # fmt: skip
+
+
+def test_metrics_have_their_fields(ranks: RankPool, folder: Path) -> None:
+    run_folder = trained(ranks, small_run.settings(folder, 2))
+    (start,) = small_run.records(run_folder, "start")
+    for record in small_run.records(run_folder, "train"):
+        assert record.keys() >= FIELDS
+        flops = record["tokens_per_second_per_device"] * start["flops_per_token"]
+        assert record["mfu"] == pytest.approx(flops / (start["peak_tflops_per_device"] * 1e12))
+
+
+def launch(run_folder: Path, ranks: int, *verb: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "atoll",
+        "launch",
+        "--fork",
+        str(ranks),
+        str(run_folder),
+        *verb,
+    ]
+    paths = os.pathsep.join([str(TESTS), str(TESTS / "train"), *sys.path])
+    environment = os.environ | {"PYTHONPATH": paths}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def killed_in_save(run_folder: Path, placement: Any) -> int:
+    """A verb: train, and die with SIGKILL in the middle of the second checkpoint."""
+    from atoll.train import train
+
+    original, saves = run_dir.sha256_of, []
+
+    def sha256_of(path: Path) -> str:
+        saves.append(path.parent.name)
+        if len(set(saves)) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(path)
+
+    run_dir.sha256_of = sha256_of
+    return train.main(run_folder, placement)
+
+
+def test_killed_in_the_middle_of_saving_resumes_to_the_same_losses(
+    ranks: RankPool, folder: Path
+) -> None:
+    changes = {"checkpoint__every_steps": 2}
+    whole = trained(ranks, small_run.settings(folder, 2, name="whole", **changes))
+    killed = small_run.ready(small_run.settings(folder, 2, name="killed", **changes))
+    first = launch(killed, 2, "test_train:killed_in_save")
+    assert first.returncode != 0
+    assert checkpoint.latest(killed) == run_dir.checkpoint(killed, 2), first.stderr
+    second = launch(killed, 2)
+    assert second.returncode == 0, second.stderr
+    assert "resumed from" in second.stdout
+    assert small_run.losses(killed) == small_run.losses(whole)
+
+
+def assert_two_lines(finished: subprocess.CompletedProcess[str], found: str) -> None:
+    assert finished.returncode != 0
+    assert "Traceback" not in finished.stderr
+    lines = [
+        line for line in finished.stderr.splitlines() if line.startswith(("atoll:", "       "))
+    ]
+    assert len(lines) == 2, finished.stderr
+    assert found in lines[0], finished.stderr
+
+
+def test_mistakes_end_in_two_lines_whatever_the_ranks(folder: Path) -> None:
+    run = small_run.settings(folder, 2, model__config=tiny.CONFIGS["llama"])
+    run_folder = small_run.ready(run)
+    assert_two_lines(launch(run_folder, 2), "290 tokens, the model's vocabulary only 128")
+    assert_two_lines(launch(run_folder, 3), "3 ranks were started, the run asks for 2")
+
+
+def test_a_corrupted_token_shard_is_named(folder: Path) -> None:
+    run = small_run.settings(folder, 2)
+    run_folder = small_run.ready(run)
+    shard = next(run_dir.prepared(run).rglob("train/*.ds"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-2])
+    assert_two_lines(launch(run_folder, 2), shard.name)
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert_two_lines(launch(run_folder, 2), shard.name)
+
+
+def test_a_corrupted_checkpoint_is_named(ranks: RankPool, folder: Path) -> None:
+    run_folder = trained(ranks, small_run.settings(folder, 2))
+    again = small_run.ready(small_run.settings(folder, 2, training__steps=8))
+    assert again == run_folder
+    victim = run_dir.checkpoint(run_folder, 6) / "__0_0.distcp"
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    assert_two_lines(launch(run_folder, 2), "__0_0.distcp does not have the sha256")
