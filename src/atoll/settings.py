@@ -225,7 +225,7 @@ class Training(Settings):
     log_every_steps: Count = 10
     compile: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
-    loss_chunk_tokens: Count = 2048
+    loss_chunk_tokens: Count = 512
     timeout_minutes: Positive = 30.0
 
     @model_validator(mode="after")

@@ -253,6 +253,7 @@ def test_compiled_blocks_give_the_same_losses(ranks: RankPool, folder: Path) -> 
 FIELDS = {
     "step", "tokens", "loss", "perplexity", "learning_rate", "gradient_norm", "tokens_per_second",
     "tokens_per_second_per_device", "mfu", "memory_gib", "data_wait_seconds", "checkpoint_seconds",
+    "communication_bytes", "communication_seconds",
 }  # fmt: skip
 
 

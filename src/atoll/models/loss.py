@@ -6,6 +6,7 @@ Legend: N tokens, D hidden width, V vocabulary, C tokens of a chunk.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100
@@ -42,24 +43,27 @@ class _Chunked(torch.autograd.Function):
         learns = any(ctx.needs_input_grad)
         grad_hidden = torch.empty_like(hidden_ND) if learns else None
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if learns else None
-        grad_bias = (
-            torch.zeros_like(bias_V, dtype=torch.float32) if learns and bias_V is not None else None
-        )
+        grad_bias = None
+        if learns and bias_V is not None:
+            grad_bias = torch.zeros_like(bias_V, dtype=torch.float32)[:, None]
         loss = hidden_ND.new_zeros((), dtype=torch.float32)
         for start in range(0, hidden_ND.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logits_CV = torch.nn.functional.linear(hidden_ND[rows], weight_VD, bias_V).float()
-            chunk_loss, logsumexp_C = _chunk_loss(logits_CV, labels_N[rows])
-            loss += chunk_loss
-            if grad_hidden is not None and grad_weight is not None:
-                grad_CV = _logit_gradient(logits_CV, logsumexp_C, labels_N[rows]).to(
-                    weight_VD.dtype
-                )
-                torch.mm(grad_CV, weight_VD, out=grad_hidden[rows])
-                _accumulate(grad_weight, grad_CV, hidden_ND[rows])
-                if grad_bias is not None:
-                    grad_bias += grad_CV.sum(0, dtype=torch.float32)
-        ctx.grads = (grad_hidden, grad_weight, grad_bias)
+            counted_C1 = (labels_N[rows] != IGNORED)[:, None]
+            targets_C1 = labels_N[rows].clamp_min(0)[:, None]
+            logits_CV = F.linear(hidden_ND[rows], weight_VD, bias_V)
+            logp_CV = torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
+            loss -= (logp_CV.gather(1, targets_C1) * counted_C1).sum()
+            if grad_hidden is None or grad_weight is None:
+                continue
+            grad_CV = _minus_one_at(logp_CV.exp_(), targets_C1).to(weight_VD.dtype)
+            # ignored rows are zeroed in the narrow factors, which spares a pass over C x V
+            torch.mm(grad_CV, weight_VD, out=grad_hidden[rows])
+            grad_hidden[rows] *= counted_C1
+            _add_product(grad_weight, grad_CV.T, hidden_ND[rows] * counted_C1)
+            if grad_bias is not None:
+                _add_product(grad_bias, grad_CV.T, counted_C1.to(grad_CV.dtype))
+        ctx.grads = (grad_hidden, grad_weight, None if grad_bias is None else grad_bias[:, 0])
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         return loss
 
@@ -74,23 +78,13 @@ class _Chunked(torch.autograd.Function):
         return (*grads, None, None)
 
 
-def _chunk_loss(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    logsumexp_C = torch.logsumexp(logits_CV, dim=-1)
-    picked_C = logits_CV.gather(1, labels_C.clamp_min(0)[:, None])[:, 0]
-    return ((logsumexp_C - picked_C) * (labels_C != IGNORED)).sum(), logsumexp_C
+def _minus_one_at(probabilities_CV: Tensor, targets_C1: Tensor) -> Tensor:
+    ones_C1 = probabilities_CV.new_full(targets_C1.shape, -1.0)
+    return probabilities_CV.scatter_add_(1, targets_C1, ones_C1)
 
 
-def _logit_gradient(logits_CV: Tensor, logsumexp_C: Tensor, labels_C: Tensor) -> Tensor:
-    counted_C1 = (labels_C != IGNORED)[:, None]
-    grad_CV = logits_CV.sub_(logsumexp_C[:, None]).exp_()
-    grad_CV.scatter_add_(
-        1, labels_C.clamp_min(0)[:, None], grad_CV.new_full((grad_CV.shape[0], 1), -1.0)
-    )
-    return grad_CV.mul_(counted_C1)
-
-
-def _accumulate(grad_weight: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
-    if grad_CV.dtype == grad_weight.dtype:
-        torch.addmm(grad_weight, grad_CV.T, hidden_CD, out=grad_weight)
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, out=total)
     else:
-        grad_weight += grad_CV.T @ hidden_CD
+        total += a @ b

@@ -3,6 +3,7 @@
 To add a layout, write a function here, add it to LAYOUTS, and name it in hydra_conf/sharding/.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -51,15 +52,16 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, spread: Spread) -> nn.Module:
 def ddp(model: nn.Module, mesh: DeviceMesh, spread: Spread) -> nn.Module:
     """Replicate the model and average gradients in buckets during the backward pass."""
     indices = [spread.device.index] if spread.device.type == "cuda" else None
-    return DistributedDataParallel(
-        model,
-        device_ids=indices,
-        device_mesh=None,
-        process_group=mesh["replicate"].get_group(),
-        gradient_as_bucket_view=True,
-        broadcast_buffers=False,
-        static_graph=False,
-    )
+    with warnings.catch_warnings():
+        # torch 2.13 announces another name for broadcast_buffers that 2.10 does not know
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(
+            model,
+            device_ids=indices,
+            process_group=mesh["replicate"].get_group(),
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+        )
 
 
 # Applied while the model is on the meta device, or once it has weights.

@@ -22,9 +22,10 @@ from atoll.settings import Run
 from atoll.sharding.engines import StepPlan
 from atoll.sharding.layouts import AFTER_WEIGHTS, BEFORE_WEIGHTS, Spread, apply_layouts
 from atoll.train import metrics
-from atoll.train.mesh import make_mesh
+from atoll.train.mesh import make_mesh, mesh_sizes
 from atoll.train.optimizer import Stepper, make_stepper
 from atoll.train.precision import compute_dtype
+from atoll.train.traffic import bytes_sent
 from atoll.train.world import World, say, together
 
 
@@ -44,6 +45,7 @@ class Trainee:
     validation: Samples
     total_steps: int
     peak_tflops: tuple[float, str]  # of one device, and where the number comes from
+    communication_bytes: int  # expected, sent by one rank in a step
 
     @property
     def tokenizer(self) -> Path:
@@ -76,6 +78,8 @@ def assemble(run: Run, run_folder: Path, world: World) -> Trainee:
         sync_every_microbatch=run.sharding.sync_every_microbatch,
         keep_gathered=not run.sharding.reshard_after_forward,
     )
+    per_pass = world.size * run.training.microbatch_samples
+    microbatches = run.training.global_batch_samples // per_pass
     peak = together(world, lambda: metrics.peak_tflops(run.facility.node, world.device, dtype))
     return Trainee(
         run=run,
@@ -90,6 +94,7 @@ def assemble(run: Run, run_folder: Path, world: World) -> Trainee:
         validation=validation,
         total_steps=total_steps(run, len(training)),
         peak_tflops=peak,
+        communication_bytes=bytes_sent(model, mesh_sizes(run), microbatches, plan),
     )
 
 

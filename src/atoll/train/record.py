@@ -25,6 +25,7 @@ class Meter:
         self.trainee = trainee
         self.flops = flops_per_token(trainee)
         self.total_tokens = tokens
+        self.communication_seconds: float | None = 0.0 if trainee.world.size == 1 else None
         self.restart()
 
     def restart(self) -> None:
@@ -48,7 +49,7 @@ class Meter:
 
     def record(self, step: int, rate: float, norm: Tensor) -> dict[str, Any]:
         """One line of metrics.jsonl for the steps since the last; every rank calls this."""
-        world = self.trainee.world
+        trainee, world = self.trainee, self.trainee.world
         assert self.loss_sum is not None
         loss = float(summed(world, self.loss_sum.double())) / self.targets
         seconds = time.monotonic() - self.started
@@ -63,14 +64,16 @@ class Meter:
             "gradient_norm": float(norm),
             "tokens_per_second": self.tokens / seconds,
             "tokens_per_second_per_device": per_device,
-            "mfu": per_device * self.flops / (self.trainee.peak_tflops[0] * 1e12),
+            "mfu": per_device * self.flops / (trainee.peak_tflops[0] * 1e12),
             "memory_gib": metrics.memory_gib(world.device),
             "step_seconds": seconds / self.steps,
+            "communication_bytes": trainee.communication_bytes,
+            "communication_seconds": self.communication_seconds,
             "data_wait_seconds": self.data_seconds,
             "checkpoint_seconds": self.checkpoint_seconds,
         }
         if world.rank == 0:
-            metrics.append(self.trainee.run_folder, record)
+            metrics.append(trainee.run_folder, record)
         self.restart()
         return record
 

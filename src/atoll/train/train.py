@@ -24,6 +24,7 @@ from atoll.train.optimizer import (
     take_step,
 )
 from atoll.train.record import Meter, record_evaluation, record_result, record_start
+from atoll.train.traffic import timed_collectives
 from atoll.train.world import SharedError, World, joined, say, together
 
 
@@ -119,11 +120,14 @@ def loop(trainee: Trainee, start: checkpoint.Progress) -> None:
             share = meter.waited(lambda: next(batches))
             microbatches = [batch.to(world.device) for batch in share.microbatches]
             seed_dropout(run.seed, step, world)
-            loss_sum = engine(
-                trainee.wrapped, microbatches, world.size / share.global_targets, trainee.plan
-            )
             rate = learning_rate(run.optimizer, step, trainee.total_steps, world.size)
-            norm = take_step(trainee.stepper, rate, run.optimizer.clip_norm)
+            # one step is profiled: not the first, which warms up, and not again
+            with timed_collectives(world.size > 1 and step == start.step + 2) as seconds:
+                loss_sum = engine(
+                    trainee.wrapped, microbatches, world.size / share.global_targets, trainee.plan
+                )
+                norm = take_step(trainee.stepper, rate, run.optimizer.clip_norm)
+            meter.communication_seconds = seconds[0] if seconds else meter.communication_seconds
             meter.count(loss_sum, share.global_targets, share.global_useful)
             if step % run.training.log_every_steps == 0 or step == trainee.total_steps:
                 record = meter.record(step, rate, norm)

@@ -1,0 +1,245 @@
+"""Tokens per second of our trainer against the Hugging Face Trainer, in turns, in one run.
+
+    python benchmarks/trainer_against_hf.py [--rounds 3] [--steps 12] [--precision auto] [--check]
+
+Both train the same Llama from the same weights' shapes on two gloo ranks with DDP, the same
+number of samples a step, gradient clipping and fused AdamW; every turn is a fresh pair of
+processes. The first three steps of a turn are not counted.
+
+`full`: the standard library's sources, chopped into full samples for both. The peer has its best
+settings: SDPA, packed samples, no attention mask, no logging, no saving.
+`documents`: the standard library's docstrings, one a document. The peer pads each batch to its
+longest sample, as it does by default; we pack. Only tokens that are not padding count.
+"""
+
+import argparse
+import ast
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SKIPPED_STEPS = 3
+TARGETS = {"full": 1.0, "documents": 1.5}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
+    parser.add_argument("--check", action="store_true", help="fail where a target is missed")
+    arguments = parser.parse_args()
+    missed = False
+    with tempfile.TemporaryDirectory() as folder:
+        for case, target in TARGETS.items():
+            runs = {
+                side: ready(Path(folder), case, side, arguments) for side in ("ours", "hf_trainer")
+            }
+            rates: dict[str, list[float]] = {side: [] for side in runs}
+            for number in range(arguments.rounds):
+                # ABBA, so that a slow drift of the machine weighs on both alike
+                for side in list(runs)[:: 1 if number % 2 == 0 else -1]:
+                    rates[side].append(turn(runs[side], side))
+            ours, peer = (statistics.median(rates[side]) for side in runs)
+            missed |= ours / peer < target
+            print(
+                f"{case:10} ours {ours:8,.0f}  hf_trainer {peer:8,.0f} useful tokens/s  "
+                f"ratio {ours / peer:.2f} (target {target})  "
+                + "  ".join(f"{s}: {[round(r) for r in rates[s]]}" for s in rates),
+                flush=True,
+            )
+    return int(arguments.check and missed)
+
+
+def ready(folder: Path, case: str, side: str, arguments: argparse.Namespace) -> Path:
+    """A run folder with its tokens prepared."""
+    from atoll import run_dir
+    from atoll.data.tokenize import prepare
+    from atoll.host.compose import compose
+    from atoll.settings import dumped
+
+    data = ["data=python_stdlib", "data.packing=concat"]
+    if case == "documents":
+        data = [
+            "data=text_files",
+            f"data.files={docstrings(folder)}",
+            "data.validation.fraction=0.02",
+        ]
+        data += ["data.batching=padding"] if side == "hf_trainer" else []
+    run = compose(
+        [
+            "facility=laptop",
+            "launcher=static",
+            "sharding=ddp",
+            f"precision={arguments.precision}",
+            f"name={case}-{side}",
+            f"folders.runs={folder}/runs",
+            f"folders.prepared={folder}/prepared",
+            f"training.steps={arguments.steps + SKIPPED_STEPS}",
+            "training.global_batch_samples=16",
+            "training.microbatch_samples=8",
+            "training.log_every_steps=1",
+            "checkpoint.every_steps=0",
+            "evaluation.max_samples=2",
+            "data.sequence_tokens=512",
+            *data,
+        ]
+    ).run
+    run_folder = run_dir.folder(run)
+    run_dir.write_whole(run_dir.settings_file(run_folder), yaml.safe_dump(dumped(run)))
+    prepare(run, lambda line: None)
+    return run_folder
+
+
+def docstrings(folder: Path) -> Path:
+    """The docstrings of the standard library's modules, classes and functions, as JSON lines."""
+    path = folder / "docstrings.jsonl"
+    if path.exists():
+        return path
+    lines = []
+    for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        for node in ast.walk(ast.parse(source.read_bytes())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                lines += [json.dumps({"text": text}) for text in [ast.get_docstring(node)] if text]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def turn(run_folder: Path, side: str) -> float:
+    """Useful tokens per second of one whole training by one side."""
+    for leftover in ("checkpoints", "export"):
+        subprocess.run(["rm", "-rf", str(run_folder / leftover)], check=True)
+    here = Path(__file__).resolve()
+    path = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    verb = f"{here.stem}:{side}"
+    command = [sys.executable, "-m", "atoll", "launch", "--local-ranks", "2", str(run_folder), verb]
+    finished = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    if finished.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{finished.stdout}\n{finished.stderr}")
+    return float((run_folder / "rate.txt").read_text())
+
+
+def ours(run_folder: Path, placement: Any) -> int:
+    """A verb: our trainer as it is; the rate comes from its metrics."""
+    from atoll import run_dir
+    from atoll.train.train import main as train
+
+    code = train(run_folder, placement)
+    if placement.rank == 0:
+        lines = run_dir.metrics_file(run_folder).read_text().splitlines()
+        steps = [r for r in map(json.loads, lines) if r["event"] == "train"]
+        seconds = sum(r["step_seconds"] for r in steps[SKIPPED_STEPS:])
+        tokens = steps[-1]["tokens"] - steps[SKIPPED_STEPS - 1]["tokens"]
+        (run_folder / "rate.txt").write_text(str(tokens / seconds))
+    return code
+
+
+def hf_trainer(run_folder: Path, placement: Any) -> int:
+    """A verb: the Hugging Face Trainer on the same samples."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+    from atoll.data.loader import open_samples
+    from atoll.run_dir import prepared
+    from atoll.settings import load_run
+    from atoll.train.precision import compute_dtype
+
+    run = load_run(run_folder / "run.yaml")
+    dtype, _ = compute_dtype(run.precision, torch.device("cpu"))
+    samples = open_samples(run.data, prepared(run), "train")
+    wanted = run.training.steps * run.training.global_batch_samples  # type: ignore[operator]
+    rows, useful = peer_rows(run, samples, wanted)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**run.model.config), attn_implementation="sdpa"
+    )
+    settings = TrainingArguments(
+        output_dir=str(run_folder / "peer"),
+        max_steps=run.training.steps,
+        per_device_train_batch_size=run.training.microbatch_samples,
+        learning_rate=run.optimizer.learning_rate,
+        lr_scheduler_type="cosine",
+        max_grad_norm=1.0,
+        optim="adamw_torch_fused",
+        bf16=dtype == torch.bfloat16,
+        use_cpu=True,
+        ddp_backend="gloo",
+        ddp_find_unused_parameters=False,
+        average_tokens_across_devices=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    steps_clock = clock()
+    trainer = Trainer(
+        model=model,
+        args=settings,
+        train_dataset=rows,
+        data_collator=None if run.data.batching == "packing" else padded,
+        callbacks=[steps_clock],
+    )
+    trainer.train()
+    if placement.rank == 0:
+        per_step = useful / wanted * run.training.global_batch_samples
+        steps = len(steps_clock.ends) - SKIPPED_STEPS
+        seconds = steps_clock.ends[-1] - steps_clock.ends[SKIPPED_STEPS - 1]
+        (run_folder / "rate.txt").write_text(str(per_step * steps / seconds))
+    return 0
+
+
+def peer_rows(run: Any, samples: Any, wanted: int) -> tuple[list[dict[str, Any]], int]:
+    """Samples as the peer wants them, and how many of their tokens are not padding."""
+    import numpy as np
+
+    from atoll.data.order import sample_ids
+
+    ids = sample_ids(run.seed, len(samples), 0, wanted)
+    rows = []
+    for one in ids:
+        batch = samples.batch(np.array([one]))
+        tokens = batch.tokens_BT[0, : batch.useful_tokens]
+        rows.append({"input_ids": tokens, "labels": tokens})
+    return rows, sum(len(row["input_ids"]) for row in rows)
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """As DataCollatorForLanguageModeling does it: to the longest of the batch, with a mask."""
+    import torch
+
+    tokens = torch.nn.utils.rnn.pad_sequence([r["input_ids"] for r in rows], batch_first=True)
+    lengths = torch.tensor([len(r["input_ids"]) for r in rows])
+    mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "labels": tokens.masked_fill(mask == 0, -100),
+    }
+
+
+def clock() -> Any:
+    """A callback of the peer that notes when each step ended."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.ends.append(time.perf_counter())
+
+    return Clock()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
