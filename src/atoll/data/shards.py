@@ -237,6 +237,17 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
 
 
+def refuse_wrong_tokenizer(folder: Path, plan: Plan) -> None:
+    """Raise `UserError` unless the tokenizer is the one the tokens were, or will be, made with."""
+    path = tokenizer_folder(folder) / "tokenizer.json"
+    found = sha256_of(path)[:12] if path.is_file() else "missing"
+    if found != plan.tokenizer_sha256[:12]:
+        raise UserError(
+            f"{path} is {found}, the tokens are of {plan.tokenizer_sha256[:12]}",
+            f"delete {folder}, then run `atoll tokenize RUN_FOLDER`",
+        )
+
+
 def refuse_wrong_sizes(folder: Path, manifest: Manifest) -> None:
     """Raise `UserError` naming the first shard that is missing or cut short."""
     for split in SPLITS:

@@ -109,6 +109,7 @@ def open_prepared(
     """
     folder = run_dir.prepared(run)
     manifest = shards.read_manifest(folder)
+    shards.refuse_wrong_tokenizer(folder, manifest)
     shards.refuse_wrong_sizes(folder, manifest)
     if verify:
         shards.refuse_wrong_content(folder, manifest, rank, world_size)
@@ -199,7 +200,9 @@ def _is_fresh(folder: Path, identity: dict[str, Any]) -> bool:
 
 def _is_whole(folder: Path) -> bool:
     try:
-        shards.refuse_wrong_sizes(folder, shards.read_manifest(folder))
+        manifest = shards.read_manifest(folder)
+        shards.refuse_wrong_tokenizer(folder, manifest)
+        shards.refuse_wrong_sizes(folder, manifest)
     except UserError:
         return False
     return True
@@ -207,7 +210,13 @@ def _is_whole(folder: Path) -> bool:
 
 def _is_planned(folder: Path, identity: dict[str, Any]) -> bool:
     plan = shards.read_plan(folder)
-    return plan is not None and plan.model_dump(include=set(identity)) == identity
+    if plan is None or plan.model_dump(include=set(identity)) != identity:
+        return False
+    try:
+        shards.refuse_wrong_tokenizer(folder, plan)
+    except UserError:
+        return False
+    return True
 
 
 def _begin(folder: Path, run: Run, works: list[Work], log: Log) -> Plan:
