@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,11 +13,11 @@ from atoll.data.workers import ordered_map
 from atoll.errors import UserError
 
 
-def squarer(wait_for_even: float) -> Callable[[int], tuple[int, int]]:
-    def square(number: int) -> tuple[int, int]:
+def squarer(wait_for_even: float) -> Callable[[int], tuple[int, int, int]]:
+    def square(number: int) -> tuple[int, int, int]:
         if number % 2 == 0:
             time.sleep(wait_for_even)
-        return number * number, os.getpid()
+        return number * number, os.getpid(), threading.get_ident()
 
     return square
 
@@ -46,10 +47,11 @@ def suicidal() -> Callable[[int], int]:
 
 
 def test_results_come_in_the_order_of_the_jobs_from_all_workers() -> None:
-    found = list(ordered_map(partial(squarer, 0.01), range(40), workers=3))
-    assert [square for square, _ in found] == [number * number for number in range(40)]
-    assert len({process for _, process in found}) == 3
-    assert os.getpid() not in {process for _, process in found}
+    found = list(ordered_map(partial(squarer, 0.01), range(40), workers=6))
+    assert [square for square, _, _ in found] == [number * number for number in range(40)]
+    assert len({process for _, process, _ in found}) == 2
+    assert len({(process, thread) for _, process, thread in found}) == 6
+    assert os.getpid() not in {process for _, process, _ in found}
 
 
 def test_jobs_are_taken_as_they_are_needed() -> None:

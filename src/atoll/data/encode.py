@@ -16,8 +16,6 @@ from atoll.data.sources import Block, Input
 from atoll.data.vocabulary import Vocabulary
 from atoll.settings import Run
 
-# Small batches stay in the processor's caches.
-BATCH_CHARACTERS = 64 << 10
 DOCUMENTS_PER_TRAINING_BLOCK = 64
 
 
@@ -125,26 +123,13 @@ def _encoded(tokenizer: Any, end_id: int, dtype: str, template: str, texts: list
     pieces: list[bytes] = []
     lengths: list[int] = []
     end = np.array([end_id], dtype=dtype).tobytes()
-    for batch in _batches([_filled(template, text) for text in texts if text]):
-        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-            ids = np.array(encoding.ids, dtype=dtype)
-            pieces += (ids.tobytes(), end)
-            lengths.append(len(ids) + 1)
+    filled = [_filled(template, text) for text in texts if text]
+    for encoding in tokenizer.encode_batch_fast(filled, add_special_tokens=False):
+        ids = np.array(encoding.ids, dtype=dtype)
+        pieces += (ids.tobytes(), end)
+        lengths.append(len(ids) + 1)
     blank = len(texts) - len(lengths)
     return Encoded(b"".join(pieces), np.array(lengths, dtype=np.int64), blank)
-
-
-def _batches(texts: list[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _filled(template: str, text: str) -> str:

@@ -24,12 +24,12 @@ def bytes_sent(
     twice that. mesh_sizes: (replicate, shard).
     """
     replicate, shard = mesh_sizes
-    whole = sum(p.numel() for p in model.parameters())
+    whole = _numel(model)
+    blocks = sum(_numel(block) for block in blocks_of(model.hf, model.parts))
     exchanges = microbatches if plan.sync_every_microbatch else 1
     averaged = 2 * _ring(replicate) * FP32_BYTES * whole * exchanges
     if not isinstance(model, FSDPModule):
         return round(averaged)
-    blocks = sum(p.numel() for b in blocks_of(model.hf, model.parts) for p in b.parameters())
     passes = 1 if plan.keep_gathered else microbatches
     again = 1 if plan.keep_gathered else 2
     gathered = (blocks * again + (whole - blocks)) * passes * plan.compute_dtype.itemsize
@@ -55,6 +55,10 @@ def timed_collectives(active: bool) -> Iterator[list[float]]:
         if event.name.startswith(COLLECTIVES)
     ]
     seconds.append(_covered(spans) / 1e6)
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _ring(ranks: int) -> float:
