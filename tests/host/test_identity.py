@@ -16,7 +16,7 @@ SAME = [
     "facility.submit.partition=gpu",
     "facility.environment.NCCL_DEBUG=INFO",
     "data.workers=3",
-    "training.loss_chunk_tokens=2048",
+    "training.loss_chunk_tokens=512",
 ]
 OTHER = [
     "nodes=4",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +16,7 @@ FP32_BYTES = 4
 COLLECTIVES = ("gloo:", "nccl:", "ncclDevKernel", "rcclDevKernel")
 
 
-def bytes_sent(
-    model: nn.Module, mesh_sizes: tuple[int, int], microbatches: int, plan: StepPlan
-) -> int:
+def bytes_sent(model: Any, mesh_sizes: tuple[int, int], microbatches: int, plan: StepPlan) -> int:
     """Expected bytes one rank sends in a step, over rings (Thakur et al. 2005).
 
     A gather or a reduce-scatter of n bytes over r ranks sends n (r-1)/r from each, an all-reduce
