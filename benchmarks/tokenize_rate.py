@@ -1,10 +1,10 @@
 """Tokenising: the whole of `atoll tokenize` against the bare encoder and against datasets.map.
 
-    python benchmarks/tokenize_rate.py [--megabytes 32] [--turns 5] [--check]
+    python benchmarks/tokenize_rate.py [--megabytes 64] [--turns 5] [--check]
 
 All three turn the same text into tokens with the same byte-level BPE of 32,000 tokens on the same
 cores, in turns, each in a process of its own that has imported what it needs:
-- raw: `encode_batch_fast` on texts already in memory, as many threads as cores, the best of three
+- raw: `encode_batch_fast` on texts already in memory, as many threads as cores, the best of two
   batch sizes; it keeps nothing. This is the limit.
 - datasets.map: from a data set already loaded, batched, one process a core. It writes Arrow.
 - atoll: `prepare`, from the first byte read to the manifest, with sha256, fsync and rename; only
@@ -31,14 +31,14 @@ from atoll import run_dir
 from atoll.data.tokenize import open_prepared, prepare
 
 VOCABULARY_TOKENS = 32_000
-RAW_BATCH_CHARACTERS = (64 << 10, 512 << 10, 4 << 20)
+RAW_BATCH_CHARACTERS = (512 << 10, 4 << 20)
 MAP_BATCH_DOCUMENTS = 100
 TARGETS = {"raw": 0.85, "datasets.map": 1.3}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare rates of tokenising.")
-    parser.add_argument("--megabytes", type=int, default=32, help="text to tokenise")
+    parser.add_argument("--megabytes", type=int, default=64, help="text to tokenise")
     parser.add_argument("--turns", type=int, default=5, help="times each is run")
     parser.add_argument("--check", action="store_true", help="fail where a target is missed")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)

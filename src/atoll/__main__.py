@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
         module = importlib.import_module(VERBS[argv[0]][0])
         code = module.main(argv[1:])
     except UserError as error:
-        print(f"atoll: {error.found}\n       {error.mend}", file=sys.stderr)
+        sys.stderr.write(error.shown())
         return 2
     return int(code or 0)
 

@@ -14,3 +14,7 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return f"{self.found}\n{self.mend}"
+
+    def shown(self) -> str:
+        """The two lines for stderr, to be written in one piece: ranks share one pipe."""
+        return f"atoll: {self.found}\n       {self.mend}\n"

@@ -14,10 +14,6 @@ from atoll.launch import Placement
 FOREVER = 600
 
 
-def succeed(run_folder: Path, placement: Placement) -> None:
-    print(f"rank {placement.rank} was here")
-
-
 def fail_on_rank_1(run_folder: Path, placement: Placement) -> int:
     """Rank 1 ends with exit code 7 once the others are asleep."""
     if placement.rank != 1:
@@ -37,7 +33,8 @@ def raise_error(run_folder: Path, placement: Placement) -> None:
 
 def finish_late(run_folder: Path, placement: Placement) -> None:
     """Return while a thread is still at work, as an asynchronous save may be."""
-    print(f"printed by rank {placement.rank}")
+    # In one piece, line end included: two ranks write to one pipe.
+    sys.stdout.write(f"printed by rank {placement.rank}\n")
     threading.Thread(target=write_later, args=(run_folder / f"late-{placement.rank}",)).start()
 
 

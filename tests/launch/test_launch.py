@@ -18,8 +18,8 @@ import atoll
 from atoll.errors import UserError
 from atoll.launch import main, preload
 
-SCHEDULERS = re.compile(
-    r"SLURM_|PMI|PALS_|PBS_|OMPI_|MASTER_|OMP_NUM|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$"
+SET_BY_OTHERS = re.compile(
+    r"SLURM_|PMI|PALS_|PBS_|OMPI_|MASTER_|OMP_NUM|PYTHONUNBUFFERED|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$"
 )
 CORES = len(os.sched_getaffinity(0))
 # Each of the two ways in which one task starts the ranks of its node.
@@ -27,8 +27,8 @@ LOCAL = pytest.mark.parametrize("option", ["--local-ranks", "--fork"])
 
 
 def environment(**stated: str) -> dict[str, str]:
-    """This process's environment without any scheduler's variables, and with those stated."""
-    kept = {name: value for name, value in os.environ.items() if not SCHEDULERS.match(name)}
+    """This process's environment without what a scheduler or a shell set, and what is stated."""
+    kept = {name: value for name, value in os.environ.items() if not SET_BY_OTHERS.match(name)}
     source = Path(atoll.__file__).parents[1]
     kept["PYTHONPATH"] = os.pathsep.join([str(source), str(Path(__file__).parent)])
     return {**kept, **stated}

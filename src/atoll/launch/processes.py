@@ -120,7 +120,7 @@ def _report(error: BaseException) -> int:
         return error.code or 0
     if isinstance(error, UserError):
         # In one piece: the other ranks write to the same place.
-        sys.stderr.write(f"atoll: {error.found}\n       {error.mend}\n")
+        sys.stderr.write(error.shown())
         return 2
     traceback.print_exception(error)
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
