@@ -9,6 +9,9 @@ from typing import Any
 
 from atoll.settings import Run
 
+# A rank's exit code when its time was over and its state is saved: above 128 + any signal, so that
+# it wins over the codes of tasks that the scheduler ends because the first of them has ended.
+RESTART_CODE = 200
 CHECKPOINT_NAME = re.compile(r"^step-(\d{8})$")
 
 
@@ -22,6 +25,21 @@ def settings_file(run_folder: Path) -> Path:
 
 def launch_script(run_folder: Path) -> Path:
     return run_folder / "launch.sh"
+
+
+def job_start(run_folder: Path) -> Path:
+    """A file as old as the job that is running, where the ranks watch the clock themselves."""
+    return run_folder / "job-start"
+
+
+def jobs_file(run_folder: Path) -> Path:
+    """The jobs that were queued for a run, one JSON line each."""
+    return run_folder / "jobs.jsonl"
+
+
+def restarts_file(run_folder: Path) -> Path:
+    """How often a run was stopped by a time limit since a person submitted it."""
+    return run_folder / "restarts.jsonl"
 
 
 def metrics_file(run_folder: Path) -> Path:

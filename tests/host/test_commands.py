@@ -10,11 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atoll.host import submit
-from atoll.host.apptainer import container_prefix
+from atoll.host.apptainer import binds, container_prefix
 from atoll.host.job_script import launch_script
 from atoll.host.launchers import LAUNCHERS, TASKS_PER_NODE, launch_step
 from atoll.host.slurm import sbatch_argv
-from atoll.settings import Image
 
 ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
@@ -34,15 +33,26 @@ printf '%-12s %s\\n' run /runs/x metrics /runs/x/metrics.jsonl checkpoints /runs
 export /runs/x/export sample /runs/x/sample.txt
 """
 
-GENERIC_SLURM = f"""\
+SBATCH = f"""\
 sbatch --parsable --job-name=x --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --time=90 \
---account=mine --output=/runs/x/slurm-%j.out --dependency=singleton --partition=gpu \
---gpus-per-node=4 {ROOT}/sbatch/train.sbatch /runs/x
+--account=mine --output=/runs/x/slurm-%j.out --signal=USR2@180 --requeue \
+--dependency=singleton --partition=gpu --gpus-per-node=4 {ROOT}/sbatch/train.sbatch /runs/x"""
+
+GENERIC_SLURM = f"""\
+{SBATCH}
 
 # /runs/x/launch.sh
 #!/bin/bash
 # What this run does. Written when it was submitted; started again, it goes on where it stopped.
 set -euo pipefail
+again() {{
+    printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\\n' \\
+        "$SLURM_JOB_ID"
+    scontrol requeue "$SLURM_JOB_ID" && return
+    for name in "${{!SLURM_@}}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
+    {SBATCH}
+}}
+trap '[[ $? != 200 ]] || again' EXIT
 export NCCL_SOCKET_IFNAME=hsn0,hsn1
 {PYTHON} -m atoll tokenize /runs/x
 srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 \
@@ -99,6 +109,10 @@ def test_static_starts_a_task_for_each_rank_and_static_node_one_for_each_node(co
     step = launch_step(composed(*SLURM, *NODES, "launcher=static_node").run, RUN)
     assert step[:5] == [*srun, "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=32"]
     assert step[6:] == [*atoll, "--fork", "4", "/runs/x"]
+    step = launch_step(composed(*SLURM, *NODES, "launcher=torchrun").run, RUN)
+    assert step[6:] == [*atoll, "--torchrun", "4", "/runs/x"]
+    step = launch_step(composed(*SLURM, *NODES, "launcher=mpiexec").run, RUN)
+    assert step == ["mpiexec", "-n", "8", "--ppn", "4", *atoll, "/runs/x"]
     laptop = ("facility=laptop", "name=x", "folders.runs=/runs")
     assert launch_step(composed(*laptop, "launcher=static").run, RUN) == [
         *atoll,
@@ -138,15 +152,45 @@ def test_a_facility_s_own_flags_are_taken_as_they_are_and_win(composed):
 
 
 def test_a_container_stands_before_the_command_and_brings_its_own_python(composed):
-    image = Image(name="x", file=Path("/images/x.sif"), run_flags=["--nv"])
-    assert container_prefix(image, ["/scratch", "/a:/b"]) == [
-        *("apptainer", "-q", "exec", "--nv"),
-        *("--bind", "/scratch", "--bind", "/a:/b", "/images/x.sif"),
+    binds = "facility.binds=[/scratch,/a:/b]"
+    folders = "folders.prepared=/prepared"
+    image = ("image.file=/images/x.sif", "image.run_flags=['--nv']")
+    run = composed(*SLURM, *image, binds, folders).run
+    prefix = [
+        *("apptainer", "-q", "exec", "--nv", "--bind", "/scratch", "--bind", "/a:/b"),
+        *("--bind", "/prepared", "--bind", "/runs", "/images/x.sif"),
     ]
-    assert container_prefix(Image(name="none"), ["/scratch"]) == []
-    run = composed(*SLURM, "image.file=/images/x.sif").run
-    step = shlex.join(launch_step(run, RUN))
-    assert step.endswith("apptainer -q exec /images/x.sif python3 -m atoll launch /runs/x")
+    assert container_prefix(run) == prefix
+    assert container_prefix(composed(*SLURM, binds).run) == []
+    assert launch_step(run, RUN)[-len(prefix) - 5 :] == [
+        *prefix,
+        *("python3", "-m", "atoll", "launch", "/runs/x"),
+    ]
+    other = composed(*SLURM, *image, "facility.container=singularity").run
+    assert container_prefix(other)[0] == "singularity"
+
+
+def test_links_on_the_way_to_a_folder_are_followed_by_its_bind(composed, tmp_path):
+    (tmp_path / "disk7").mkdir()
+    (tmp_path / "scratch").symlink_to("disk7")
+    scratch = tmp_path / "scratch"
+    folders = (f"folders.runs={scratch}/runs", f"folders.prepared={scratch}/runs/prepared")
+    run = composed("facility=generic_slurm", "image.file=/x.sif", *folders).run
+    assert binds(run) == [f"{tmp_path}/disk7/runs:{scratch}/runs"]
+
+
+def test_the_files_that_a_run_names_are_bound_too(composed, tmp_path):
+    text = tmp_path / "texts" / "a.txt"
+    text.parent.mkdir()
+    text.write_text("a")
+    run = composed(
+        *SLURM,
+        "image.file=/x.sif",
+        "folders.prepared=/runs/prepared",
+        "data=text_files",
+        f"data.files=[{text},{tmp_path}/more/**/*.jsonl]",
+    ).run
+    assert binds(run) == [*sorted([f"{tmp_path}/texts", f"{tmp_path}/more", "/runs"])]
 
 
 def carrying(run, value):

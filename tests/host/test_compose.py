@@ -19,13 +19,15 @@ ASKED_FOR = {
     "model=from_path": ["model.source=a/b"],
     "sharding=single": ["ranks_per_node=1"],
 }
+# a part that no laptop has
+BESIDE = {"launcher=mpiexec": ["facility=generic_slurm"]}
 HEAVY = {"torch", "numpy", "transformers", "datasets", "tokenizers", "rich", "spython"}
 
 
 @pytest.mark.parametrize("path", PARTS, ids=lambda path: f"{path.parent.name}={path.stem}")
 def test_every_part_composes_into_a_typed_run(path, composed):
     chosen = f"{path.parent.name}={path.stem}"
-    run = composed("facility=laptop", chosen, *ASKED_FOR.get(chosen, [])).run
+    run = composed(*BESIDE.get(chosen, ["facility=laptop"]), chosen, *ASKED_FOR.get(chosen, [])).run
     assert checked(dumped(run)) == run
 
 

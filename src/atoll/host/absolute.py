@@ -11,15 +11,21 @@ def with_absolute_paths(run: Run, start: Path) -> Run:
     validation = run.data.validation
     held_out = [absolute(file, start) for file in validation.files]
     files = [absolute(file, start) for file in run.data.files]
-    file = run.image.file
+    file, key = run.image.file, run.image.verify_key
     changed = {
         "folders": run.folders.model_copy(
             update={
                 "runs": Path(absolute(run.folders.runs, start)),
                 "prepared": Path(absolute(run.folders.prepared, start)),
+                "images": Path(absolute(run.folders.images, start)),
             }
         ),
-        "image": run.image.model_copy(update={"file": file and Path(absolute(file, start))}),
+        "image": run.image.model_copy(
+            update={
+                "file": file and Path(absolute(file, start)),
+                "verify_key": key and Path(absolute(key, start)),
+            }
+        ),
         "model": run.model.model_copy(update={"source": path_or_name(run.model.source, start)}),
         "tokenizer": run.tokenizer.model_copy(
             update={"path": path_or_name(run.tokenizer.path, start)}
@@ -32,6 +38,17 @@ def with_absolute_paths(run: Run, start: Path) -> Run:
         ),
     }
     return run.model_copy(update=changed)
+
+
+def with_image_file(run: Run) -> Run:
+    """The run with the image that was built last from its args file, unless it names a file."""
+    image = run.image
+    if image.file is not None or image.args_file is None:
+        return run
+    newest = run.folders.images / f"{Path(image.args_file).stem}.sif"
+    # the name of the very file: a job must not find another image there than it was queued with
+    update = {"file": newest.resolve() if newest.exists() else newest}
+    return run.model_copy(update={"image": image.model_copy(update=update)})
 
 
 def absolute(path: str | Path, start: Path) -> str:

@@ -28,7 +28,7 @@ from omegaconf.errors import (
 )
 
 from atoll.errors import UserError
-from atoll.host.absolute import with_absolute_paths
+from atoll.host.absolute import with_absolute_paths, with_image_file
 from atoll.host.identity import derived_name
 from atoll.host.provenance import DERIVED, annotated, leaves, origins
 from atoll.host.suggest import check_choice, check_option, unknown_setting, unreadable
@@ -121,7 +121,8 @@ def compose(overrides: Sequence[str], tree: Path | None = None) -> Composition:
         if not is_setting(name):
             raise unknown_setting(name, groups(tree), f" in {sources.get(name, tree)}")
     named = values.get("name") is not None
-    run = with_absolute_paths(checked(values | ({} if named else {"name": "unnamed"})), Path.cwd())
+    typed = checked(values | ({} if named else {"name": "unnamed"}))
+    run = with_image_file(with_absolute_paths(typed, Path.cwd()))
     if not named:
         run = run.model_copy(update={"name": derived_name(run)})
         sources["name"] = DERIVED

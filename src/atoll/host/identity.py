@@ -34,7 +34,14 @@ def derived_name(run: Run) -> str:
     values = run.model_dump(
         mode="json",
         exclude_defaults=True,
-        exclude={"name": True, "folders": True, "facility": True, "data": {"workers"}},
+        exclude={
+            "name": True,
+            "folders": True,
+            "facility": True,
+            "restart": True,
+            "image": {"file", "verify_key", "bind_source"},
+            "data": {"workers"},
+        },
     )
     values["facility"] = run.facility.name
     parts = (run.model.name, run.data.name, run.sharding.name)

@@ -1,19 +1,23 @@
 """`atoll submit`: compose, check, write the run folder, hand it to the scheduler or run it here."""
 
 import fcntl
+import json
 import os
 import shlex
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from atoll import run_dir
 from atoll.errors import UserError
-from atoll.host import limits, slurm
+from atoll.host import limits, pbs, slurm
 from atoll.host.compose import MULTIRUN, Composition, compose_all, config_tree, split_options
 from atoll.host.identity import check_same_run
+from atoll.host.image_check import check_image
 from atoll.host.job_script import launch_script
+from atoll.host.queue import queued, without_outer_job
 from atoll.settings import Run
 
 USAGE = """usage: sbatch/train.sbatch [--dry-run] [--multirun] [--here] KEY=VALUE …
@@ -22,6 +26,8 @@ Composes a run, checks it, writes its folder, and queues it; without a scheduler
 --dry-run    print the commands, write and run nothing
 --multirun   several values, as in nodes=1,2,4: one job for each combination
 --here       run in this allocation (salloc, or inside a job) instead of queueing a job"""
+# scheduler -> the command that queues a run
+SUBMISSIONS = {"slurm": slurm.sbatch_argv, "pbs": pbs.qsub_argv}
 OPTIONS = {"--dry-run", "--here", "--help", "-h", *MULTIRUN}
 
 
@@ -50,31 +56,33 @@ def main(argv: list[str]) -> int:
 def dry_run(run: Run, here: bool = False) -> str:
     """The exact commands, as shell text."""
     folder = run_dir.folder(run)
-    queue = "" if _runs_here(run, here) else shlex.join(_sbatch(run)) + "\n\n"
-    return f"{queue}# {run_dir.launch_script(folder)}\n{launch_script(run, folder)}"
+    queue = "" if _runs_here(run, here) else shlex.join(_submission(run)) + "\n\n"
+    return f"{queue}# {run_dir.launch_script(folder)}\n{_script(run, here)}"
 
 
 def with_allocated_nodes(overrides: list[str], environment: Mapping[str, str]) -> list[str]:
     """The overrides with the number of nodes this job has, unless they say one themselves."""
-    allocated = environment.get("SLURM_JOB_NUM_NODES")
+    allocated = limits.allocated_nodes(environment)
     said = any(word.lstrip("+").startswith("nodes=") for word in overrides)
     return overrides if allocated is None or said else [*overrides, f"nodes={allocated}"]
 
 
 def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
     """Refuse what the facility, the allocation or the run's own past does not allow."""
+    limits.check_supported(run)
     limits.check_nodes(run)
+    check_image(run)
     if here:
-        limits.check_allocation(run, environment.get("SLURM_JOB_NUM_NODES"))
+        limits.check_allocation(run, limits.allocated_nodes(environment))
     elif run.facility.scheduler != "none":
         limits.check_queue(run)
     check_same_run(run, run_dir.folder(run))
 
 
-def write_run_folder(composition: Composition) -> Path:
+def write_run_folder(composition: Composition, here: bool = False) -> Path:
     """Write `launch.sh`, then `run.yaml`, and return the run's folder."""
     folder = run_dir.folder(composition.run)
-    script = launch_script(composition.run, folder)
+    script = _script(composition.run, here)
     try:
         run_dir.write_whole(run_dir.launch_script(folder), script)
         run_dir.write_whole(run_dir.settings_file(folder), composition.as_yaml())
@@ -92,7 +100,7 @@ def _start(composition: Composition, here: bool, last: bool, environment: Mappin
         print(f"job {_queue(composition, environment)}: {run_dir.folder(run)}", flush=True)
         return 0
     lock = _locked(run) if run.facility.scheduler == "none" else None
-    folder = write_run_folder(composition)
+    folder = write_run_folder(composition, here)
     print(f"run {run.name} in {folder}", flush=True)
     command = ["bash", str(run_dir.launch_script(folder))]
     if last:
@@ -107,17 +115,36 @@ def _queue(composition: Composition, environment: Mapping[str, str]) -> str:
     run = composition.run
     known = run_dir.folder(run).exists()
     folder = write_run_folder(composition)
+    run_dir.restarts_file(folder).unlink(missing_ok=True)  # a person starts the count anew
     try:
-        return slurm.queued(_sbatch(run), slurm.without_outer_job(environment))
+        job = queued(_submission(run), without_outer_job(environment))
     except UserError:
         if not known:  # a refused run leaves no trace that its corrected form would trip over
             shutil.rmtree(folder)
         raise
+    _remember(run, job)
+    return job
 
 
-def _sbatch(run: Run) -> list[str]:
-    batch_file = config_tree().parent / "sbatch" / "train.sbatch"
-    return slurm.sbatch_argv(run, batch_file, run_dir.folder(run))
+def _remember(run: Run, job: str) -> None:
+    """Note the job for `atoll status`."""
+    entry = {"job": job, "scheduler": run.facility.scheduler, "time": time.time()}
+    with open(run_dir.jobs_file(run_dir.folder(run)), "a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def _submission(run: Run) -> list[str]:
+    argv = SUBMISSIONS[run.facility.scheduler]
+    return argv(run, _batch_file(), run_dir.folder(run))
+
+
+def _script(run: Run, here: bool) -> str:
+    """`launch.sh`; a job that a person queued by hand is theirs to queue again."""
+    return launch_script(run, run_dir.folder(run), None if here else _batch_file())
+
+
+def _batch_file() -> Path:
+    return config_tree().parent / "sbatch" / "train.sbatch"
 
 
 def _runs_here(run: Run, here: bool) -> bool:

@@ -6,11 +6,12 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from atoll.errors import UserError
 from atoll.launch.placement import Placement
@@ -36,6 +37,8 @@ def main(argv: list[str]) -> int:
     with _with_port(placement) as placement:
         if arguments.local_ranks is not None:
             return _start_local_ranks(placement, arguments)
+        if arguments.torchrun is not None:
+            return _become_torchrun(placement, arguments)
         if arguments.fork is not None:
             return _fork_local_ranks(placement, arguments)
         return _call_in_place(placement, arguments)
@@ -66,6 +69,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     ranks.add_argument(
         "--fork", type=int, metavar="N", help="import once, then fork N ranks (one task per node)"
     )
+    ranks.add_argument(
+        "--torchrun", type=int, metavar="N", help="become torchrun for N ranks (one task per node)"
+    )
+    parser.add_argument(
+        "--task-folder",
+        action="append",
+        default=[],
+        metavar="VARIABLE=FOLDER",
+        help="make a folder of this rank's own there, and name it in the variable",
+    )
     return parser.parse_args(argv)
 
 
@@ -76,7 +89,7 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if not re.fullmatch(r"[\w.]+:\w+", arguments.verb):
         raise UserError(f"verb {arguments.verb!r}", f"write module:function, as {DEFAULT_VERB}")
-    for option in ("local_ranks", "fork"):
+    for option in ("local_ranks", "fork", "torchrun"):
         count = getattr(arguments, option)
         if count is not None and count < 1:
             raise UserError(f"--{option.replace('_', '-')} {count}", "start at least 1 rank")
@@ -99,7 +112,7 @@ def _with_port(placement: Placement) -> Iterator[Placement]:
 
 
 def _call_in_place(placement: Placement, arguments: argparse.Namespace) -> int:
-    _enter(placement)
+    _enter(placement, arguments.task_folder)
     with paused_garbage_collection():
         verb = _function(_import(arguments.verb), arguments.verb)
     return int(verb(arguments.run_folder, placement) or 0)
@@ -114,7 +127,9 @@ def _start_local_ranks(placement: Placement, arguments: argparse.Namespace) -> i
             f"{placement.world_size} already ({placement.source})",
             "leave --local-ranks out, or start one task only",
         )
-    argv = [sys.executable, "-m", "atoll", "launch", str(arguments.run_folder), arguments.verb]
+    folders = [f"--task-folder={folder}" for folder in arguments.task_folder]
+    words = [*folders, str(arguments.run_folder), arguments.verb]
+    argv = [sys.executable, "-m", "atoll", "launch", *words]
 
     def work(local_rank: int) -> Callable[[], int]:
         environment = placement.local(local_rank, count, "local").environment()
@@ -125,34 +140,72 @@ def _start_local_ranks(placement: Placement, arguments: argparse.Namespace) -> i
 
 def _fork_local_ranks(placement: Placement, arguments: argparse.Namespace) -> int:
     count = arguments.fork
-    if placement.world_size != placement.node_count:
-        raise UserError(
-            f"--fork {count} with {placement.world_size} tasks on {placement.node_count} nodes "
-            f"({placement.source})",
-            "start one task per node: each forks the ranks of its node",
-        )
+    _check_one_task_per_node(placement, f"--fork {count}")
     verb = _function(preload(lambda: _import(arguments.verb)), arguments.verb)
 
     def work(local_rank: int) -> Callable[[], int]:
         forked = placement.local(local_rank, count, "fork")
-        return lambda: _call_forked(verb, arguments.run_folder, forked)
+        return lambda: _call_forked(verb, arguments, forked)
 
     return run_processes([work(local_rank) for local_rank in range(count)])
 
 
-def _call_forked(verb: Verb, run_folder: Path, placement: Placement) -> int:
+def _call_forked(verb: Verb, arguments: argparse.Namespace, placement: Placement) -> int:
     threads_are_ours = "OMP_NUM_THREADS" not in os.environ
-    _enter(placement)
+    _enter(placement, arguments.task_folder)
     if threads_are_ours:
         # torch read its thread count when it was imported, before this rank had one.
         torch = importlib.import_module("torch")
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    return int(verb(run_folder, placement) or 0)
+    return int(verb(arguments.run_folder, placement) or 0)
 
 
-def _enter(placement: Placement) -> None:
+def _become_torchrun(placement: Placement, arguments: argparse.Namespace) -> NoReturn:
+    """Hand this node's ranks to the agent of torch, which calls `atoll launch` for each."""
+    _check_one_task_per_node(placement, f"--torchrun {arguments.torchrun}")
+    port = placement.master_port
+    argv = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        f"--nnodes={placement.node_count}",
+        f"--nproc-per-node={arguments.torchrun}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={placement.master_address}:{port}",
+        f"--rdzv-id={port}",
+        *("-m", "atoll", "launch"),
+        *(f"--task-folder={folder}" for folder in arguments.task_folder),
+        *(str(arguments.run_folder), arguments.verb),
+    ]
+    os.execv(sys.executable, argv)
+
+
+def _check_one_task_per_node(placement: Placement, option: str) -> None:
+    if placement.world_size != placement.node_count:
+        raise UserError(
+            f"{option} with {placement.world_size} tasks on {placement.node_count} nodes "
+            f"({placement.source})",
+            "start one task per node: each starts the ranks of its node",
+        )
+
+
+def _make_task_folders(placement: Placement, task_folders: Sequence[str]) -> None:
+    """Caches that many ranks must not share get a folder for each, and each makes its own."""
+    for word in task_folders:
+        variable, _, folder = word.partition("=")
+        own = Path(folder) / f"{os.getuid()}-{placement.master_port}-rank{placement.rank}"
+        try:
+            own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"cannot make {own} for {variable}: {error.strerror}",
+                f"mend facility.task_folders.{variable}: a folder of the node's own disk",
+            ) from None
+        os.environ[variable] = str(own)
+
+
+def _enter(placement: Placement, task_folders: Sequence[str]) -> None:
     """Put the placement where torch looks for it; nothing else writes the ranks' environment."""
     os.environ.update(placement.environment())
+    _make_task_folders(placement, task_folders)
     threads = threads_per_rank(
         placement, len(os.sched_getaffinity(0)), os.environ.get("SLURM_CPUS_PER_TASK")
     )

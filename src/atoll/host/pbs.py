@@ -1,0 +1,57 @@
+"""Talk to PBS: the qsub command of a run, and how it goes on in another job after its time."""
+
+import shlex
+from pathlib import Path
+
+from atoll import run_dir
+from atoll.settings import Run
+from atoll.settings.machine import SubmitFlag
+
+# PBS takes no job back on its own request: the run goes on in a job that waits for this one.
+AGAIN = """\
+again() {{
+    local job=${{PBS_JOBID:-${{SLURM_JOB_ID:-}}}}
+    printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\\n' "$job"
+    {chain}
+}}
+trap '[[ $? != {code} ]] || again' EXIT
+"""
+
+
+def qsub_argv(run: Run, batch_file: Path, run_folder: Path) -> list[str]:
+    """The command that queues a run; `facility.submit` adds to our flags and wins over them."""
+    flags: dict[str, SubmitFlag] = {
+        "N": run.name[:64],
+        "A": run.facility.account,
+        "j": "oe",
+        "o": f"{run_folder}/pbs.out",
+        **run.facility.submit,
+        "l": [*_resources(run)],
+    }
+    words = [
+        word
+        for name, value in flags.items()
+        for one in (value if isinstance(value, list) else [value])
+        if one is not None and one is not False
+        for word in ([f"-{name}"] if one is True else [f"-{name}", str(one)])
+    ]
+    return ["qsub", *words, "--", str(batch_file), str(run_folder)]
+
+
+def again(run: Run, run_folder: Path, batch_file: Path | None) -> str:
+    """Shell text for `launch.sh`: what a job does whose ranks ended with the restart code."""
+    chain = "false"
+    if batch_file:
+        qsub, *words = qsub_argv(run, batch_file, run_folder)
+        chain = f'{qsub} -W depend=afterany:"$job" {shlex.join(words)}'
+    return AGAIN.format(chain=chain, code=run_dir.RESTART_CODE)
+
+
+def _resources(run: Run) -> list[str]:
+    """The `-l` words of the facility, and the wall time unless one of them states it."""
+    given = run.facility.submit.get("l")
+    words = [str(word) for word in (given if isinstance(given, list) else [given]) if word]
+    minutes = run.facility.walltime_minutes
+    if minutes is None or any("walltime=" in word for word in words):
+        return words
+    return [*words, f"walltime={minutes // 60:02}:{minutes % 60:02}:00"]

@@ -1,0 +1,55 @@
+"""Every setting of a run, typed, with its unit in its name.
+
+The values live in `hydra_conf/`; here is what they may be. A run is read back from its
+`run.yaml` by `load_run`, without Hydra, on every rank.
+"""
+
+from atoll.settings.check import (
+    checked,
+    dumped,
+    is_setting,
+    load_run,
+    nearest_setting,
+    setting_names,
+)
+from atoll.settings.learning import (
+    Data,
+    Generation,
+    Model,
+    Optimizer,
+    Precision,
+    Task,
+    Tokenizer,
+    Training,
+    Validation,
+)
+from atoll.settings.machine import Facility, Folders, Image, Launcher, Limits, Node, Queue
+from atoll.settings.run import Federation, Run, Sharding
+
+__all__ = [
+    "Data",
+    "Facility",
+    "Federation",
+    "Folders",
+    "Generation",
+    "Image",
+    "Launcher",
+    "Limits",
+    "Model",
+    "Node",
+    "Optimizer",
+    "Precision",
+    "Queue",
+    "Run",
+    "Sharding",
+    "Task",
+    "Tokenizer",
+    "Training",
+    "Validation",
+    "checked",
+    "dumped",
+    "is_setting",
+    "load_run",
+    "nearest_setting",
+    "setting_names",
+]

@@ -1,0 +1,110 @@
+"""Plain values to a checked run, in two lines where they are wrong; and the names of settings."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from atoll.errors import UserError
+from atoll.settings.run import Run
+
+
+def checked(values: Mapping[str, Any]) -> Run:
+    """Turn plain values into a `Run`.
+
+    Raises `UserError` naming the first setting that is unknown, missing or out of range.
+    """
+    try:
+        return Run.model_validate(values)
+    except ValidationError as error:
+        raise _explained(error) from None
+
+
+def dumped(run: Run) -> dict[str, Any]:
+    """The run as plain JSON values, ready for YAML."""
+    return run.model_dump(mode="json")
+
+
+def load_run(path: Path) -> Run:
+    """Read a `run.yaml` written by `atoll compose` or `atoll submit`."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"no run at {path.parent}: run.yaml is missing",
+            "give the folder of a run; sbatch/train.sbatch makes one",
+        ) from None
+    return checked(values)
+
+
+def setting_names(model: type[BaseModel] = Run, prefix: str = "") -> Iterator[str]:
+    """Every dotted name a run knows, for "did you mean" and for documentation."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for inner in _models_in(field.annotation):
+            yield from setting_names(inner, f"{prefix}{name}.")
+
+
+def is_setting(name: str) -> bool:
+    """Whether a run knows this dotted name; free-form groups know every name below them."""
+    annotation: Any = Run
+    for part in name.split("."):
+        if get_origin(annotation) is dict:
+            return True
+        fields = [m.model_fields[part] for m in _models_in(annotation) if part in m.model_fields]
+        if not fields:
+            return False
+        annotation = fields[0].annotation
+    return True
+
+
+def nearest_setting(name: str) -> str | None:
+    """The known setting whose dotted name, or last word, is most like `name`."""
+    known = list(setting_names())
+    last_words: dict[str, str] = {}
+    for full in known:
+        last_words.setdefault(full.rsplit(".", 1)[-1], full)
+    whole = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    if whole:
+        return whole[0]
+    last = difflib.get_close_matches(name.rsplit(".", 1)[-1], last_words, n=1, cutoff=0.7)
+    return last_words[last[0]] if last else None
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if get_origin(annotation) in (Union, UnionType):
+        return [m for part in get_args(annotation) for m in _models_in(part)]
+    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return [annotation] if is_model else []
+
+
+def _explained(error: ValidationError) -> UserError:
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"])
+    kind = first["type"]
+    if kind == "extra_forbidden":
+        near = nearest_setting(name)
+        hint = f"did you mean {near}?" if near else "`atoll compose` lists every setting"
+        return UserError(f"unknown setting: {name}", hint)
+    if kind == "missing":
+        return UserError(f"setting missing: {name}", f"set it: {name}=VALUE")
+    if kind == "value_error":
+        found, *mend = first["ctx"]["error"].args
+        return UserError(found, *(mend or ["change one of the named settings so that they agree"]))
+    found = f"{name} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return UserError(found, _mend(name, first))
+
+
+def _mend(name: str, first: Any) -> str:
+    if first["type"] == "string_type" and isinstance(first["input"], int | float):
+        return f"quote it, so that it stays text: \"{name}='{first['input']}'\""
+    choices = first.get("ctx", {}).get("expected")
+    if not isinstance(choices, str):
+        return f"give {name} another value"
+    words = [word.strip("' ") for word in choices.replace(" or ", ", ").split(",")]
+    near = difflib.get_close_matches(str(first["input"]), words, n=1)
+    return f"did you mean {name}={near[0]}?" if near else f"choose {name} from: {', '.join(words)}"

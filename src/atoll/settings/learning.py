@@ -1,0 +1,150 @@
+"""What is learned, from which text, and how: the settings that no machine has a say in."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from atoll.settings.fields import Count, CountOrZero, FileNames, Fraction, Positive, Settings, Word
+
+
+class Model(Settings):
+    """A Hugging Face model: a folder, a hub name, or a configuration to initialise at random."""
+
+    name: Word
+    source: str | None = None
+    revision: str | None = None
+    config: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _has_an_origin(self) -> "Model":
+        if self.source is None and "model_type" not in self.config:
+            raise ValueError("give model.source (folder or hub name) or model.config.model_type")
+        return self
+
+
+class Tokenizer(Settings):
+    """A tokenizer by path or hub name; unset: the model's own, else one trained on the data."""
+
+    path: str | None = None
+    vocabulary_tokens: Annotated[int, Field(ge=258)] = 8192
+    training_documents: Count = 20_000
+
+
+class Validation(Settings):
+    """The held-out text: a fraction of the documents, other files, or a split of the hub."""
+
+    fraction: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
+    files: FileNames = []
+    split: str | None = None
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "Validation":
+        ways = [self.fraction is not None, bool(self.files), self.split is not None]
+        if sum(ways) != 1:
+            raise ValueError("choose one of data.validation.fraction, .files, .split")
+        return self
+
+
+class Data(Settings):
+    """Where the text comes from, how it becomes documents, and how documents become batches."""
+
+    name: Word
+    source: Literal["python_stdlib", "files", "hub"]
+    files: FileNames = []
+    hub: str | None = None
+    hub_config: str | None = None
+    hub_split: str = "train"
+    text_field: str = "text"
+    document: Literal["file", "paragraph", "line"] = "file"
+    template: str = "{text}"
+    max_documents: Count | None = None
+    validation: Validation
+    batching: Literal["packing", "padding"] = "packing"
+    packing: Literal["best_fit", "concat"] = "best_fit"
+    sequence_tokens: Annotated[int, Field(ge=2)] = 512
+    documents_per_shard: Count = 5_000
+    workers: Count | None = None
+
+    @model_validator(mode="after")
+    def _template_holds_text(self) -> "Data":
+        if "{text}" not in self.template:
+            raise ValueError(f"data.template holds no {{text}}: {self.template!r}")
+        return self
+
+
+class Task(Settings):
+    """What is learned."""
+
+    name: Literal["causal_lm"]
+
+
+class Optimizer(Settings):
+    """The optimizer, its schedule and its clipping."""
+
+    name: Literal["adamw", "adamw_8bit"]
+    learning_rate: Positive
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    epsilon: Positive = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    clip_norm: Positive | None = 1.0
+    warmup_steps: CountOrZero = 0
+    decay: Literal["cosine", "constant"] = "cosine"
+    final_fraction: Fraction = 0.1
+    scale_with_ranks: Literal["none", "sqrt", "linear"] = "none"
+
+
+class Precision(Settings):
+    """The number format of the arithmetic; weights and optimizer stay fp32."""
+
+    compute: Literal["auto", "bf16", "fp32"]
+
+
+class Training(Settings):
+    """The length of the run and the shape of a step."""
+
+    steps: Count | None = None
+    epochs: Positive | None = None
+    global_batch_samples: Count
+    microbatch_samples: Count
+    log_every_steps: Count = 10
+    compile: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+    loss_chunk_tokens: Count = 512
+    timeout_minutes: Positive = 30.0
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "Training":
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("choose one of training.steps and training.epochs, the other null")
+        return self
+
+
+class Checkpoint(Settings):
+    """When the state is saved, and how many states are kept."""
+
+    every_steps: CountOrZero = 0
+    keep: Count = 2
+    asynchronous: bool = True
+
+
+class Evaluation(Settings):
+    """Perplexity on held-out text: before, after, and every so many steps (0: not between)."""
+
+    every_steps: CountOrZero = 0
+    max_samples: Count | None = None
+
+
+class Export(Settings):
+    """The Hugging Face model written at the end."""
+
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    max_file_gib: Positive = 4.0
+
+
+class Generation(Settings):
+    """The sentence sampled from the export."""
+
+    prompt: str = "def "
+    max_new_tokens: Count = 48
+    temperature: Positive = 0.8
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95

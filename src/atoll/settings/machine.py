@@ -1,0 +1,139 @@
+"""Where a run takes place: the facility, its nodes and limits, the image, the launcher."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from atoll.settings.fields import (
+    Count,
+    CountOrZero,
+    Positive,
+    Settings,
+    VariableName,
+    VariableText,
+    Word,
+)
+
+SECRET_NAME = re.compile(
+    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIALS?)(_|$)", re.IGNORECASE
+)
+SubmitFlag = str | int | bool | list[str | int] | None
+Port = Annotated[int, Field(ge=1024, le=65535)]
+
+
+class Node(Settings):
+    """The hardware of one node; an unknown value stays unset."""
+
+    devices: Count
+    device: Literal["cpu", "cuda", "rocm", "xpu"]
+    architecture: Literal["x86_64", "aarch64"] = "x86_64"
+    device_memory_gib: Positive | None = None
+    cores: Count | None = None
+    memory_gib: Positive | None = None
+    peak_tflops: Positive | None = Field(
+        None, description="dense bf16 peak of one device; unset: measured where there is no device"
+    )
+
+
+class Queue(Settings):
+    """What one partition, QoS or queue allows in one job."""
+
+    min_nodes: Count = 1
+    max_nodes: Count | None = None
+    max_walltime_minutes: Count | None = None
+
+
+class Limits(Queue):
+    """What a facility allows in one job, and what each of its queues allows, by name."""
+
+    needs_account: bool = False
+    walltime_minutes_up_to_nodes: dict[Count, Count] = Field(
+        default={}, description="the longest job by its size: up to so many nodes, so many minutes"
+    )
+    queues: dict[str, Queue] = {}
+
+
+class Facility(Settings):
+    """One supercomputer or machine: facts only, no code."""
+
+    name: Word
+    scheduler: Literal["none", "slurm", "pbs"]
+    unsupported: str | None = Field(None, description="why runs are refused here")
+    account: str | None = None
+    walltime_minutes: Count | None = None
+    submit: dict[str, SubmitFlag] = {}
+    node: Node
+    step: list[str] = Field([], description="flags of the step, as they are")
+    task_binding: list[str] = Field([], description="those that hold for one task per device only")
+    modules: list[str] = Field([], description="modules that a job loads first")
+    container: Literal["apptainer", "singularity"] = "apptainer"
+    environment: dict[VariableName, VariableText] = {}
+    task_folders: dict[VariableName, str] = Field(
+        {}, description="variable -> the folder in which each task makes one of its own"
+    )
+    binds: list[str] = []
+    limits: Limits = Limits()
+    requeue: bool = Field(True, description="may a job put itself back in the queue")
+    driver: str | None = None
+    address_suffix: str = ""
+    port: Port | None = None
+    checked_on: str | None = None
+    source: str | None = None
+
+    @field_validator("environment")
+    @classmethod
+    def _holds_no_secret(cls, environment: dict[str, str]) -> dict[str, str]:
+        for name in environment:
+            if SECRET_NAME.search(name):
+                raise ValueError(
+                    f"facility.environment.{name} looks like a secret, and run folders keep none",
+                    f"export {name} in the shell that submits: jobs inherit it",
+                )
+        return environment
+
+
+class Image(Settings):
+    """The container that runs the ranks; `none`: they run from the clone's environment.
+
+    `args_file` says what it is built from, `file` where it is; without a file it is the newest
+    one that `atoll image` built from that args file, in `folders.images`.
+    """
+
+    name: Word
+    args_file: str | None = None
+    file: Path | None = None
+    run_flags: list[str] = []
+    device: Literal["cpu", "cuda", "rocm"] = "cpu"
+    bind_source: bool = Field(False, description="run the clone's code instead of the image's")
+    verify_key: Path | None = Field(None, description="a public key the image must be signed with")
+
+    @model_validator(mode="after")
+    def _signed_where_there_is_one(self) -> "Image":
+        if self.verify_key and self.args_file is None and self.file is None:
+            raise ValueError("image.verify_key without an image", "choose an image, as image=cpu")
+        return self
+
+
+class Launcher(Settings):
+    """How ranks come to life: a task per device, or one per node that starts its ranks."""
+
+    name: Literal["static", "static_node", "torchrun", "mpiexec"]
+
+
+class Restart(Settings):
+    """What happens when the wall time is over: a checkpoint, then the same run in another job."""
+
+    max_restarts: CountOrZero = 20
+    notice_seconds: Count = Field(
+        default=180, description="time to finish a step and write a checkpoint"
+    )
+
+
+class Folders(Settings):
+    """Where runs, prepared data and images live; relative ones start where one types."""
+
+    runs: Path = Path("runs")
+    prepared: Path = Path("prepared")
+    images: Path = Path("images")
