@@ -20,7 +20,7 @@ BENCHMARKS := host_start launch_to_first_collective packing tokenize_rate traine
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two benchmarks at once would measure each other
-.PHONY: help setup demo test lint format bench lock clean distclean
+.PHONY: help setup demo test testbed testbed-down lint format bench lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,12 @@ demo: $(READY) ## Train, evaluate, export and sample a small model on this machi
 
 test: $(READY) ## Run every test (ARGS="-k launch" for some)
 	$(BIN)/python -m pytest $(ARGS)
+
+testbed: ## As root: a real Slurm of 4 virtual nodes and a real Apptainer on this machine
+	$(PYTHON) tests/testbed/testbed.py up
+
+testbed-down: ## Stop it; what it installed stays
+	$(PYTHON) tests/testbed/testbed.py down
 
 lint: $(READY) ## Check formatting, code, types and shell
 	$(BIN)/ruff format --check .
