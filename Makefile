@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 ARGS ?=
+IMAGE ?= cpu
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +21,7 @@ BENCHMARKS := host_start launch_to_first_collective packing tokenize_rate traine
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two benchmarks at once would measure each other
-.PHONY: help setup demo test testbed testbed-down lint format bench lock clean distclean
+.PHONY: help setup demo test test-image testbed testbed-down lint format bench lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +51,12 @@ demo: $(READY) ## Train, evaluate, export and sample a small model on this machi
 test: $(READY) ## Run every test (ARGS="-k launch" for some)
 	$(BIN)/python -m pytest $(ARGS)
 
+image-%: $(READY) ## Build images/%.sif: cpu, cuda, cuda_compat, rocm or lumi
+	$(BIN)/python -m atoll image build $* $(ARGS)
+
+test-image: $(READY) ## Run pytest inside an image (IMAGE=cpu)
+	$(BIN)/python -m atoll image test $(IMAGE) $(ARGS)
+
 testbed: ## As root: a real Slurm of 4 virtual nodes and a real Apptainer on this machine
 	$(PYTHON) tests/testbed/testbed.py up
 
@@ -76,6 +83,7 @@ lock: $(READY) ## Pin again what pyproject.toml asks for (ARGS=--upgrade: at the
 		--generate-hashes --no-header --output-file $(LOCKS)/build.txt $(ARGS)
 	$(LOCK) --extra dev --output-file $(LOCKS)/dev.txt $(ARGS)
 	$(LOCK) --extra train --constraint $(LOCKS)/dev.txt --output-file $(LOCKS)/train.txt
+	$(LOCK) --extra test --constraint $(LOCKS)/dev.txt --output-file $(LOCKS)/image.txt
 	$(LOCK) --constraint $(LOCKS)/dev.txt --output-file $(LOCKS)/host.txt
 
 clean: ## Remove caches and build leftovers

@@ -21,6 +21,7 @@ from install import install_apptainer, install_packages, open_fuse, run, stop
 
 STATE = Path("/var/lib/atoll-testbed")
 SETTINGS = Path("/etc/slurm")
+ROOT_IDS = "300000:65536"  # that root may build images with
 USER = "atoll"  # who submits: an ordinary user
 NODES = ["n1", "n2", "n3", "n4"]
 DEVICES_PER_NODE, CORES_PER_NODE = 2, 4
@@ -100,6 +101,7 @@ def up() -> None:
     install_apptainer()
     open_fuse()
     make_user()
+    let_root_use_containers()
     name_nodes()
     write_settings()
     start_munge()
@@ -143,6 +145,15 @@ def make_user() -> None:
         pwd.getpwnam(USER)
     except KeyError:
         run("useradd", "--create-home", "--shell", "/bin/bash", USER)
+
+
+def let_root_use_containers() -> None:
+    """In a sandbox root lacks some powers, and Apptainer would insist on handing all of them on."""
+    run("apptainer", "config", "global", "--set", "root default capabilities", "no")
+    for table in (Path("/etc/subuid"), Path("/etc/subgid")):
+        if not any(line.startswith("root:") for line in table.read_text().splitlines()):
+            with table.open("a") as file:
+                file.write(f"root:{ROOT_IDS}\n")
 
 
 def name_nodes() -> None:
