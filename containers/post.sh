@@ -12,9 +12,9 @@ environment_file=${APPTAINER_ENVIRONMENT:-${SINGULARITY_ENVIRONMENT:?}}
 export PYTHONNOUSERSITE=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_CACHE_DIR=1
 
 # These are the vendor's, built for its devices: never replaced, not even by the same version.
-PROTECTED='torch triton pytorch-triton pytorch-triton-rocm numpy'
+protected=(torch triton pytorch-triton pytorch-triton-rocm numpy)
 state() {
-    python3 - $PROTECTED <<'PYTHON'
+    python3 - "${protected[@]}" <<'PYTHON'
 import importlib.metadata, importlib.util, sys
 for name in sys.argv[1:]:
     try:
@@ -47,9 +47,9 @@ python3 -m pip freeze > $atoll/sbom/vendor.txt
 kept=" $(cut -d ' ' -f 1 <<< "$before" | tr '\n' ' ')"
 awk -v kept="$kept" '/^[A-Za-z0-9]/ { split($1, part, "=="); drop = index(kept, " " part[1] " ") }
     !drop' "$locks/image.txt" > /tmp/lock.txt
-PIP_CONSTRAINT= python3 -m pip install -qq --require-hashes --no-deps --no-build-isolation \
+PIP_CONSTRAINT='' python3 -m pip install -qq --require-hashes --no-deps --no-build-isolation \
     -r /tmp/lock.txt
-PIP_CONSTRAINT= python3 -m pip install -qq --no-deps --no-build-isolation --editable $atoll
+PIP_CONSTRAINT='' python3 -m pip install -qq --no-deps --no-build-isolation --editable $atoll
 
 replaced=$(comm -23 <(printf '%s\n' "$before" | sort) <(state | sort))
 [[ -z $replaced ]] || stop "the lock replaced the base's $replaced" "take that out of image.txt"
@@ -62,6 +62,7 @@ printf 'export PYTHONPATH=%q\n' "$site" >> "$environment_file"
 if [[ $compat == yes ]]; then
     libraries=$(find /usr/local/cuda*/compat -name 'libcuda.so.1' -printf '%h\n' | head -n 1)
     [[ -n $libraries ]] || stop "the base has no cuda-compat" "choose one that has it"
+    # shellcheck disable=SC2016 # expanded in the container
     printf 'export LD_LIBRARY_PATH=%q:"$LD_LIBRARY_PATH"\n' "$libraries" >> "$environment_file"
 fi
 

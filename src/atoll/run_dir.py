@@ -33,8 +33,8 @@ def job_start(run_folder: Path) -> Path:
 
 
 def jobs_file(run_folder: Path) -> Path:
-    """The jobs that were queued for a run, one JSON line each."""
-    return run_folder / "jobs.jsonl"
+    """The jobs that were queued for a run: a scheduler and an id in each line."""
+    return run_folder / "jobs.txt"
 
 
 def restarts_file(run_folder: Path) -> Path:

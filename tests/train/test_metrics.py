@@ -36,7 +36,7 @@ def test_flops_count_the_head_once_and_no_embedding(tied: bool) -> None:
 
 
 def test_a_stated_peak_is_used_and_a_processor_is_measured() -> None:
-    stated = Node(devices=1, device="x", peak_tflops=312.0)
+    stated = Node(devices=1, device="cuda", peak_tflops=312.0)
     assert metrics.peak_tflops(stated, CPU, torch.float32) == (312.0, "facility.node.peak_tflops")
     measured, source = metrics.peak_tflops(Node(devices=1, device="cpu"), CPU, torch.float32)
     assert measured > 0 and "measured" in source

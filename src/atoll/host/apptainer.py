@@ -5,6 +5,8 @@ from pathlib import Path
 
 from atoll.settings import Run
 
+PACKAGE, PACKAGE_INSIDE = Path(__file__).parents[1], "/opt/atoll/src/atoll"
+
 
 def container_prefix(run: Run) -> list[str]:
     """What stands before a command so that it runs in the image; nothing without an image."""
@@ -23,7 +25,8 @@ def binds(run: Run) -> list[str]:
         inside_another = any(path.startswith(f"{other}/") for other in folders)
         if not inside_another:
             folders[path] = bound(path)
-    return [*run.facility.binds, *folders.values()]
+    source = [f"{PACKAGE}:{PACKAGE_INSIDE}"] if run.image.bind_source else []
+    return [*run.facility.binds, *source, *folders.values()]
 
 
 def bound(path: str) -> str:

@@ -87,6 +87,7 @@ def test(arguments: argparse.Namespace) -> int:
     image = _image(arguments)
     words = [
         *(container_runtime(os.environ), "exec", "--containall", "--no-home"),
+        *("--env", "HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis"),
         *("--pwd", "/opt/atoll", str(image)),
         *("python3", "-m", "pytest", "-p", "no:cacheprovider", *arguments.rest),
     ]

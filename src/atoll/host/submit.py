@@ -1,12 +1,10 @@
 """`atoll submit`: compose, check, write the run folder, hand it to the scheduler or run it here."""
 
 import fcntl
-import json
 import os
 import shlex
 import shutil
 import subprocess
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,7 +26,7 @@ Composes a run, checks it, writes its folder, and queues it; without a scheduler
 --here       run in this allocation (salloc, or inside a job) instead of queueing a job"""
 # scheduler -> the command that queues a run
 SUBMISSIONS = {"slurm": slurm.sbatch_argv, "pbs": pbs.qsub_argv}
-OPTIONS = {"--dry-run", "--here", "--help", "-h", *MULTIRUN}
+OPTIONS = {"--dry-run", "--here", "--hand-over", "--help", "-h", *MULTIRUN}
 
 
 def main(argv: list[str]) -> int:
@@ -46,6 +44,9 @@ def main(argv: list[str]) -> int:
     if "--dry-run" in options:
         print("\n".join(dry_run(composition.run, here) for composition in compositions), end="")
         return 0
+    if "--hand-over" in options:
+        print("\n".join(hand_over(composition, here) for composition in compositions))
+        return 0
     for position, composition in enumerate(compositions, 1):
         last = position == len(compositions)
         if code := _start(composition, here, last, environment):
@@ -58,6 +59,21 @@ def dry_run(run: Run, here: bool = False) -> str:
     folder = run_dir.folder(run)
     queue = "" if _runs_here(run, here) else shlex.join(_submission(run)) + "\n\n"
     return f"{queue}# {run_dir.launch_script(folder)}\n{_script(run, here)}"
+
+
+def hand_over(composition: Composition, here: bool) -> str:
+    """Write the run's folder; the command for the shell that called us from inside an image."""
+    run = composition.run
+    if run.image.file is None:
+        raise UserError(
+            f"no environment for image={run.image.name}: this clone has an image and no .venv",
+            "choose an image, as image=cpu, or make setup",
+        )
+    folder = write_run_folder(composition, here)
+    if _runs_here(run, here):
+        return shlex.join(["bash", str(run_dir.launch_script(folder))])
+    run_dir.restarts_file(folder).unlink(missing_ok=True)
+    return shlex.join(["queue", str(folder), run.facility.scheduler, *_submission(run)])
 
 
 def with_allocated_nodes(overrides: list[str], environment: Mapping[str, str]) -> list[str]:
@@ -84,6 +100,7 @@ def write_run_folder(composition: Composition, here: bool = False) -> Path:
     folder = run_dir.folder(composition.run)
     script = _script(composition.run, here)
     try:
+        composition.run.folders.prepared.mkdir(parents=True, exist_ok=True)  # a bind needs it
         run_dir.write_whole(run_dir.launch_script(folder), script)
         run_dir.write_whole(run_dir.settings_file(folder), composition.as_yaml())
     except OSError as error:
@@ -128,9 +145,8 @@ def _queue(composition: Composition, environment: Mapping[str, str]) -> str:
 
 def _remember(run: Run, job: str) -> None:
     """Note the job for `atoll status`."""
-    entry = {"job": job, "scheduler": run.facility.scheduler, "time": time.time()}
     with open(run_dir.jobs_file(run_dir.folder(run)), "a") as file:
-        file.write(json.dumps(entry) + "\n")
+        file.write(f"{run.facility.scheduler} {job}\n")
 
 
 def _submission(run: Run) -> list[str]:
