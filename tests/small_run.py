@@ -88,7 +88,7 @@ def ready(run: Run) -> Path:
 
 def train_here(world: World, run: Run) -> None:
     """The verb that ranks of the pool run."""
-    train(run, run_dir.folder(run), world)
+    train(run, run_dir.folder(run), world, lambda: 0)
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -68,9 +68,7 @@ def build_new(
     print(f"built {image} ({image.stat().st_size / 2**20:.0f} MiB)")
 
 
-def build_argv(
-    runtime: str, recipe: Recipe, binds: list[str], map_users: bool
-) -> list[str]:
+def build_argv(runtime: str, recipe: Recipe, binds: list[str], map_users: bool) -> list[str]:
     """The command that builds `image.sif` in the folder it is called in."""
     return [
         *(runtime, "build", "--build-arg-file", "build.args"),

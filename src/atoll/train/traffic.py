@@ -1,5 +1,6 @@
 """What ranks send each other in a step: bytes from shapes and mesh, seconds from a sample."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,7 @@ def timed_collectives(active: bool) -> Iterator[list[float]]:
     if not active:
         yield seconds
         return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would announce itself on every rank
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)

@@ -1,6 +1,8 @@
 """The trainer, top to bottom: join, build, resume, evaluate, loop, evaluate, export."""
 
 import warnings
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +17,13 @@ from atoll.settings import Run, load_run
 from atoll.sharding.engines import ENGINES
 from atoll.train import checkpoint, metrics
 from atoll.train.assemble import Trainee, assemble
+from atoll.train.interrupt import (
+    TIME_IS_OVER,
+    Asked,
+    agreement,
+    heeding_signals,
+    note_restart,
+)
 from atoll.train.optimizer import (
     clear_gradients,
     learning_rate,
@@ -25,7 +34,15 @@ from atoll.train.optimizer import (
 )
 from atoll.train.record import Meter, record_evaluation, record_result, record_start
 from atoll.train.traffic import timed_collectives
-from atoll.train.world import SharedError, World, joined, say, together
+from atoll.train.world import SharedError, World, gathered, joined, say, together
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Where the loop ended, and the exit code it was asked to end with (0: it was not)."""
+
+    step: int
+    code: int
 
 
 def main(run_folder: Path, placement: Placement) -> int:
@@ -34,29 +51,53 @@ def main(run_folder: Path, placement: Placement) -> int:
     # said by DCP for every checkpoint of a single process, which is what was asked for
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
-        with joined(run, placement) as world:
-            train(run, run_folder, world)
+        with heeding_signals(run, run_folder) as asked, joined(run, placement) as world:
+            return train(run, run_folder, world, asked)
     except SharedError:
         # every rank has the same error: one of them says it
         if placement.rank == 0:
             raise
         return 2
-    return 0
 
 
-def train(run: Run, run_folder: Path, world: World) -> None:
-    """The whole run; nothing is repeated that an earlier start of it has finished."""
+def train(run: Run, run_folder: Path, world: World, asked: Asked) -> int:
+    """The whole run; nothing is repeated that an earlier start of it has finished.
+
+    Returns 0, or the exit code of a run that was asked to stop and saved its state.
+    """
     trainee = assemble(run, run_folder, world)
     progress = resume(trainee)
     if progress.step == 0:
         record_start(trainee)
         record_evaluation(trainee, 0)
     if progress.step < trainee.total_steps:
-        loop(trainee, progress)
+        stopped = loop(trainee, progress, asked)
+        if stopped.code:
+            return stop(trainee, stopped, stopped.step - progress.step)
+    if not gathered(world, is_finished(trainee, progress))[0]:
         final = record_evaluation(trainee, trainee.total_steps)
         record_result(trainee, final)
-    if progress.step < trainee.total_steps or not run_dir.export(run_folder).is_dir():
         export_model(trainee)
+    elif not gathered(world, run_dir.export(run_folder).is_dir())[0]:
+        export_model(trainee)
+    return 0
+
+
+def is_finished(trainee: Trainee, start: checkpoint.Progress) -> bool:
+    """Whether an earlier start took the last step, and wrote down the result."""
+    all_steps = start.step == trainee.total_steps
+    return all_steps and run_dir.result_file(trainee.run_folder).is_file()
+
+
+def stop(trainee: Trainee, stopped: Stopped, steps_done: int) -> int:
+    """End a run whose state is saved; the exit code says whether it goes on by itself."""
+    run, world, step = trainee.run, trainee.world, stopped.step
+    say(world, f"asked to stop: the state of step {step} is saved")
+    if stopped.code == TIME_IS_OVER:
+        first = world.rank == 0
+        note = partial(note_restart, run, trainee.run_folder, step, steps_done)
+        together(world, lambda: note() if first else None)
+    return stopped.code
 
 
 def resume(trainee: Trainee) -> checkpoint.Progress:
@@ -102,7 +143,7 @@ def state_of(trainee: Trainee) -> dict[str, Tensor]:
     return parameters | moments
 
 
-def loop(trainee: Trainee, start: checkpoint.Progress) -> None:
+def loop(trainee: Trainee, start: checkpoint.Progress, asked: Asked) -> Stopped:
     """The training loop."""
     run, world = trainee.run, trainee.world
     batch_samples = run.training.global_batch_samples
@@ -115,6 +156,7 @@ def loop(trainee: Trainee, start: checkpoint.Progress) -> None:
         batches_ahead(
             trainee.training, run, start.samples, trainee.total_steps - start.step, world.rank
         ) as batches,
+        agreement(world, asked) as agreed_code,
     ):
         for step in range(start.step + 1, trainee.total_steps + 1):
             share = meter.waited(lambda: next(batches))
@@ -132,16 +174,21 @@ def loop(trainee: Trainee, start: checkpoint.Progress) -> None:
             if step % run.training.log_every_steps == 0 or step == trainee.total_steps:
                 record = meter.record(step, rate, norm)
                 show(record)
-            if is_due(step, run.checkpoint.every_steps) or step == trainee.total_steps:
+            last = step == trainee.total_steps
+            code = 0 if last else agreed_code()
+            if is_due(step, run.checkpoint.every_steps) or last or code:
                 meter.checkpoint_seconds += checkpoint.finish(saving)
                 saving = save(trainee, step, step * batch_samples, meter.total_tokens)
                 meter.checkpoint_seconds += saving.blocked_seconds
                 if not run.checkpoint.asynchronous:
                     meter.checkpoint_seconds += checkpoint.finish(saving)
-            if is_due(step, run.evaluation.every_steps) and step < trainee.total_steps:
+            if is_due(step, run.evaluation.every_steps) and not last:
                 record_evaluation(trainee, step)
                 meter.restart()
+            if code:
+                break
         checkpoint.finish(saving)
+    return Stopped(step, code)
 
 
 def is_due(step: int, every: int) -> bool:
