@@ -9,8 +9,7 @@ from typing import Any
 
 from atoll.settings import Run
 
-# A rank's exit code when its time was over and its state is saved: above 128 + any signal, so that
-# it wins over the codes of tasks that the scheduler ends because the first of them has ended.
+# The exit code of ranks and of a job when its time was over and the state is saved.
 RESTART_CODE = 200
 CHECKPOINT_NAME = re.compile(r"^step-(\d{8})$")
 
@@ -27,9 +26,14 @@ def launch_script(run_folder: Path) -> Path:
     return run_folder / "launch.sh"
 
 
-def job_start(run_folder: Path) -> Path:
-    """A file as old as the job that is running, where the ranks watch the clock themselves."""
-    return run_folder / "job-start"
+def stop_file(run_folder: Path) -> Path:
+    """While it is there, the ranks save their state and stop: the job's time is nearly over."""
+    return run_folder / "stop"
+
+
+def restart_file(run_folder: Path) -> Path:
+    """Written when the state is saved and the job should queue the run again."""
+    return run_folder / "restart"
 
 
 def jobs_file(run_folder: Path) -> Path:

@@ -35,7 +35,7 @@ export /runs/x/export sample /runs/x/sample.txt
 
 SBATCH = f"""\
 sbatch --parsable --job-name=x --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --time=90 \
---account=mine --output=/runs/x/slurm-%j.out --signal=USR2@180 --requeue \
+--account=mine --output=/runs/x/slurm-%j.out --signal=B:USR2@180 --requeue \
 --dependency=singleton --partition=gpu --gpus-per-node=4 {ROOT}/sbatch/train.sbatch /runs/x"""
 
 GENERIC_SLURM = f"""\
@@ -45,6 +45,15 @@ GENERIC_SLURM = f"""\
 #!/bin/bash
 # What this run does. Written when it was submitted; started again, it goes on where it stopped.
 set -euo pipefail
+stop_file=/runs/x/stop restart_file=/runs/x/restart
+rm -f "$stop_file" "$restart_file"
+trap 'touch "$stop_file"' USR2
+attend() {{
+    "$@" &
+    local task=$!
+    while kill -0 "$task" 2> /dev/null; do wait "$task" || true; done
+    wait "$task"
+}}
 again() {{
     printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\\n' \\
         "$SLURM_JOB_ID"
@@ -52,10 +61,10 @@ again() {{
     for name in "${{!SLURM_@}}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
     {SBATCH}
 }}
-trap '[[ $? != 200 ]] || again' EXIT
+trap 'if [[ -e $restart_file ]]; then again; exit 200; fi' EXIT
 export NCCL_SOCKET_IFNAME=hsn0,hsn1
 {PYTHON} -m atoll tokenize /runs/x
-srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 \
+attend srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 \
 --cpu-bind=cores {PYTHON} -m atoll launch --port 3442 --address-suffix i /runs/x
 {PYTHON} -m atoll generate /runs/x
 printf '%-12s %s\\n' run /runs/x metrics /runs/x/metrics.jsonl checkpoints /runs/x/checkpoints \

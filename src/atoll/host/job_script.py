@@ -14,7 +14,25 @@ HEADER = """#!/bin/bash
 STRICT = "set -euo pipefail\n"
 # A module system greets with unset variables and failing commands, so strictness comes after it.
 MODULES = "source /etc/profile\n"
-# What a job does that ends with run_dir.RESTART_CODE: its time was over, its state is saved.
+# The warning reaches this shell alone. A signal to all processes of the step would also end those
+# that hold its image open, and so the ranks; they look for a file instead.
+HEED = """\
+stop_file={stop_file} restart_file={restart_file}
+rm -f "$stop_file" "$restart_file"
+trap 'touch "$stop_file"' USR2
+attend() {{
+    "$@" &
+    local task=$!
+    while kill -0 "$task" 2> /dev/null; do wait "$task" || true; done
+    wait "$task"
+}}
+"""
+# A launcher has its own idea of an exit code when some of its tasks end before others, so the
+# ranks say by a file that their state is saved and the run should go on.
+GO_ON = """\
+trap 'if [[ -e $restart_file ]]; then again; exit {code}; fi' EXIT
+"""
+# scheduler -> the shell function by which a job queues the run again.
 AGAIN = {"slurm": slurm.again, "pbs": pbs.again}
 
 
@@ -22,12 +40,12 @@ def launch_script(run: Run, run_folder: Path, batch_file: Path | None = None) ->
     """The text of a run's `launch.sh`; with a `batch_file` its jobs may queue another one."""
     scheduler = run.facility.scheduler
     modules = [["module", "load", name] for name in run.facility.modules]
-    again = AGAIN[scheduler](run, run_folder, batch_file) if scheduler in AGAIN else ""
+    queued = scheduler in AGAIN
     return (
         HEADER
         + (MODULES + _lines(modules) if modules else "")
         + STRICT
-        + again
+        + (_going_on(run, run_folder, batch_file) if queued else "")
         + _lines(steps(run, run_folder))
     )
 
@@ -37,22 +55,26 @@ def steps(run: Run, run_folder: Path) -> list[list[str]]:
     atoll = atoll_command(run)
     return [
         *(["export", f"{name}={text}"] for name, text in run.facility.environment.items()),
-        *([["touch", str(run_dir.job_start(run_folder))]] if _has_deadline(run) else []),
         *_image_checks(run, run_folder),
         [*atoll, "tokenize", str(run_folder)],
-        launch_step(run, run_folder),
+        [*(["attend"] if run.facility.scheduler in AGAIN else []), *launch_step(run, run_folder)],
         [*atoll, "generate", str(run_folder)],
         _where_everything_is(run_folder),
     ]
 
 
+def _going_on(run: Run, run_folder: Path, batch_file: Path | None) -> str:
+    """How the job heeds its time limit, and how the run goes on after it."""
+    files = {
+        "stop_file": shlex.quote(str(run_dir.stop_file(run_folder))),
+        "restart_file": shlex.quote(str(run_dir.restart_file(run_folder))),
+    }
+    again = AGAIN[run.facility.scheduler](run, run_folder, batch_file)
+    return HEED.format(**files) + again + GO_ON.format(code=run_dir.RESTART_CODE)
+
+
 def _lines(commands: list[list[str]]) -> str:
     return "".join(f"{shlex.join(argv)}\n" for argv in commands)
-
-
-def _has_deadline(run: Run) -> bool:
-    """PBS warns nobody before it ends a job: the ranks look at the clock themselves."""
-    return run.facility.scheduler == "pbs" and run.facility.walltime_minutes is not None
 
 
 def _image_checks(run: Run, run_folder: Path) -> list[list[str]]:

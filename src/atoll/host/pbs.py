@@ -3,10 +3,13 @@
 import shlex
 from pathlib import Path
 
-from atoll import run_dir
 from atoll.settings import Run
 from atoll.settings.machine import SubmitFlag
 
+# PBS warns nobody before the time is over: the shell looks at the clock.
+CLOCK = """\
+(sleep {seconds} && touch "$stop_file") &
+"""
 # PBS takes no job back on its own request: the run goes on in a job that waits for this one.
 AGAIN = """\
 again() {{
@@ -14,7 +17,6 @@ again() {{
     printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\\n' "$job"
     {chain}
 }}
-trap '[[ $? != {code} ]] || again' EXIT
 """
 
 
@@ -39,12 +41,14 @@ def qsub_argv(run: Run, batch_file: Path, run_folder: Path) -> list[str]:
 
 
 def again(run: Run, run_folder: Path, batch_file: Path | None) -> str:
-    """Shell text for `launch.sh`: what a job does whose ranks ended with the restart code."""
+    """Shell text for `launch.sh`: the function by which its job queues the run again."""
     chain = "false"
     if batch_file:
         qsub, *words = qsub_argv(run, batch_file, run_folder)
         chain = f'{qsub} -W depend=afterany:"$job" {shlex.join(words)}'
-    return AGAIN.format(chain=chain, code=run_dir.RESTART_CODE)
+    minutes = run.facility.walltime_minutes
+    clock = CLOCK.format(seconds=60 * minutes - run.restart.notice_seconds) if minutes else ""
+    return clock + AGAIN.format(chain=chain)
 
 
 def _resources(run: Run) -> list[str]:

@@ -43,7 +43,6 @@ again() {{
     for name in "${{!SLURM_@}}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
     {chain}
 }}
-trap '[[ $? != {code} ]] || again' EXIT
 """
 
 
@@ -58,7 +57,7 @@ def sbatch_flags(run: Run, run_folder: Path) -> dict[str, SubmitFlag]:
         "time": run.facility.walltime_minutes,
         "account": run.facility.account,
         "output": f"{run_folder}/slurm-%j.out",
-        "signal": f"USR2@{run.restart.notice_seconds}" if timed else None,
+        "signal": f"B:USR2@{run.restart.notice_seconds}" if timed else None,
         "requeue" if run.facility.requeue else "no-requeue": True,
         "dependency": "singleton",  # the same run is never trained by two jobs at once
         **run.facility.submit,
@@ -82,13 +81,12 @@ def sbatch_exports(run: Run) -> list[list[str]]:
 
 
 def again(run: Run, run_folder: Path, batch_file: Path | None) -> str:
-    """Shell text for `launch.sh`: what a job does whose ranks ended with the restart code."""
+    """Shell text for `launch.sh`: the function by which its job queues the run again."""
     chain = shlex.join(sbatch_argv(run, batch_file, run_folder)) if batch_file else "false"
     requeue = 'scontrol requeue "$SLURM_JOB_ID" && return'
     return AGAIN.format(
         requeue=requeue if run.facility.requeue else "# this facility takes no job back",
         chain=chain,
-        code=run_dir.RESTART_CODE,
     )
 
 

@@ -71,7 +71,7 @@ def hand_over(composition: Composition, here: bool) -> str:
         )
     folder = write_run_folder(composition, here)
     if _runs_here(run, here):
-        return shlex.join(["bash", str(run_dir.launch_script(folder))])
+        return shlex.join(["exec", "bash", str(run_dir.launch_script(folder))])
     run_dir.restarts_file(folder).unlink(missing_ok=True)
     return shlex.join(["queue", str(folder), run.facility.scheduler, *_submission(run)])
 

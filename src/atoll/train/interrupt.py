@@ -1,11 +1,11 @@
-"""Stop in time: a signal or a deadline on any rank becomes a checkpoint on all, at one step.
+"""Stop in time: what one rank knows of a nearly ended job becomes a checkpoint of all, at one step.
 
-Slurm sends USR2 to the ranks ahead of the time limit and TERM when a job is preempted or
-cancelled. PBS sends nothing that reaches them, so there they look at the clock.
+The job's shell is warned by its scheduler and leaves a file, which the first rank looks for. A
+rank also heeds the signals that reach it: USR2 ahead of the time limit, TERM when it is preempted
+or cancelled.
 """
 
 import json
-import math
 import os
 import signal
 import time
@@ -28,14 +28,14 @@ Asked = Callable[[], int]
 
 
 @contextmanager
-def heeding_signals(run: Run, run_folder: Path) -> Iterator[Asked]:
+def heeding(run_folder: Path, rank: int) -> Iterator[Asked]:
     """A function that tells with which exit code this rank was asked to stop; 0: it was not."""
     codes: list[int] = []
-    ends = deadline(run, run_folder)
+    stop_file = run_dir.stop_file(run_folder)
     before = {number: signal.getsignal(number) for number in CODES}
 
     def asked() -> int:
-        over = TIME_IS_OVER if time.time() > ends else 0
+        over = TIME_IS_OVER if rank == 0 and stop_file.exists() else 0
         return max([over, *codes])
 
     try:
@@ -45,14 +45,6 @@ def heeding_signals(run: Run, run_folder: Path) -> Iterator[Asked]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def deadline(run: Run, run_folder: Path) -> float:
-    """When ranks that nobody warns stop by themselves, in seconds of the epoch."""
-    started, minutes = run_dir.job_start(run_folder), run.facility.walltime_minutes
-    if run.facility.scheduler != "pbs" or minutes is None or not started.exists():
-        return math.inf
-    return started.stat().st_mtime + 60 * minutes - run.restart.notice_seconds
 
 
 @contextmanager
@@ -101,3 +93,4 @@ def note_restart(run: Run, run_folder: Path, step: int, steps_done: int) -> None
         )
     entry = {"step": step, "time": time.time(), "job": os.environ.get("SLURM_JOB_ID", "")}
     run_dir.write_whole(file, "\n".join([*lines, json.dumps(entry)]) + "\n")
+    run_dir.write_whole(run_dir.restart_file(run_folder), "")

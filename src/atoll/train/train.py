@@ -21,7 +21,7 @@ from atoll.train.interrupt import (
     TIME_IS_OVER,
     Asked,
     agreement,
-    heeding_signals,
+    heeding,
     note_restart,
 )
 from atoll.train.optimizer import (
@@ -51,7 +51,7 @@ def main(run_folder: Path, placement: Placement) -> int:
     # said by DCP for every checkpoint of a single process, which is what was asked for
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
-        with heeding_signals(run, run_folder) as asked, joined(run, placement) as world:
+        with heeding(run_folder, placement.rank) as asked, joined(run, placement) as world:
             return train(run, run_folder, world, asked)
     except SharedError:
         # every rank has the same error: one of them says it
