@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 ARGS ?=
 IMAGE ?= cpu
+# Where image files are kept, to be found again by another clone; unset: in images/ itself.
+IMAGE_CACHE ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -52,10 +54,10 @@ test: $(READY) ## Run every test (ARGS="-k launch" for some)
 	$(BIN)/python -m pytest $(ARGS)
 
 image-%: $(READY) ## Build images/%.sif: cpu, cuda, cuda_compat, rocm or lumi
-	$(BIN)/python -m atoll image build $* $(ARGS)
+	$(BIN)/python -m atoll image build $* $(if $(IMAGE_CACHE),--cache '$(IMAGE_CACHE)') $(ARGS)
 
 test-image: $(READY) ## Run pytest inside an image (IMAGE=cpu)
-	$(BIN)/python -m atoll image test $(IMAGE) $(ARGS)
+	$(BIN)/python -m atoll image test $(IMAGE) --ignore=tests/testbed $(ARGS)
 
 testbed: ## As root: a real Slurm of 4 virtual nodes and a real Apptainer on this machine
 	$(PYTHON) tests/testbed/testbed.py up

@@ -5,6 +5,7 @@
 
 import itertools
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,14 +32,17 @@ from atoll.errors import UserError
 from atoll.host.absolute import with_absolute_paths, with_image_file
 from atoll.host.identity import derived_name
 from atoll.host.provenance import DERIVED, annotated, leaves, origins
+from atoll.host.slurm import sbatch_exports
 from atoll.host.suggest import check_choice, check_option, unknown_setting, unreadable
 from atoll.settings import Run, checked, dumped, is_setting
 
 COMMAND_LINE = "command line"
 MULTIRUN = ("--multirun", "-m")
-USAGE = """usage: atoll compose [--multirun] KEY=VALUE …
+SBATCH_ENV = "--sbatch-env"
+USAGE = """usage: atoll compose [--multirun] [--sbatch-env] KEY=VALUE …
 
 Prints the resolved run as YAML, with the source of each value beside it.
+--sbatch-env prints the run's sbatch flags as exports instead: eval "$(atoll compose --sbatch-env …)"
 --multirun takes several values, as in nodes=1,2,4: one run for each combination."""
 
 
@@ -55,11 +59,14 @@ class Composition:
 
 def main(argv: list[str]) -> int:
     """Print the resolved runs, one YAML document each."""
-    options, overrides = split_options(argv, {*MULTIRUN, "--help", "-h"})
+    options, overrides = split_options(argv, {*MULTIRUN, SBATCH_ENV, "--help", "-h"})
     if options & {"--help", "-h"}:
         print(USAGE)
         return 0
     runs = compose_all(overrides, multirun=bool(options & set(MULTIRUN)))
+    if SBATCH_ENV in options:
+        print("\n".join(shlex.join(words) for one in runs for words in sbatch_exports(one.run)))
+        return 0
     print("---\n".join(composition.as_yaml() for composition in runs), end="")
     return 0
 

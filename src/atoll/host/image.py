@@ -35,11 +35,12 @@ def build(arguments: argparse.Namespace) -> int:
         CLONE, arguments.name, arguments.arch, arguments.compression or "zstd"
     )
     folder = Path(arguments.images).resolve()
-    image = folder / recipe.file_name
+    image = Path(arguments.cache or folder).resolve() / recipe.file_name
     if image.is_file():
         print(f"{image} is there already")
     else:
         build_new(recipe, image, arguments.mirror, dict(os.environ))
+    folder.mkdir(parents=True, exist_ok=True)
     point_to(folder / f"{recipe.name}.sif", image)
     return 0
 
@@ -185,7 +186,7 @@ def can_map_users() -> bool:
 def point_to(link: Path, image: Path) -> None:
     """Make `NAME.sif` lead to the newest image of that name."""
     fresh = link.with_name(f".{link.name}.{os.getpid()}")
-    fresh.symlink_to(image.name)
+    fresh.symlink_to(image.name if image.parent == link.parent else image)
     os.replace(fresh, link)
 
 
@@ -266,6 +267,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("action", choices=list(ACTIONS))
     parser.add_argument("name", help="cpu, cuda, … or a .sif file (check: the folder of a run)")
     parser.add_argument("--images", default="images", help="the folder of images")
+    parser.add_argument("--cache", help="the folder of image files; unset: that of images")
     parser.add_argument("--arch", help="x86_64 or aarch64; unset: as this machine")
     parser.add_argument("--compression", help="zstd (unset), or gzip for older runtimes")
     parser.add_argument("--mirror", help="where Debian's packages are; unset: as apt says")

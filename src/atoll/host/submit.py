@@ -15,7 +15,7 @@ from atoll.host.compose import MULTIRUN, Composition, compose_all, config_tree, 
 from atoll.host.identity import check_same_run
 from atoll.host.image_check import check_image
 from atoll.host.job_script import launch_script
-from atoll.host.queue import queued, without_outer_job
+from atoll.host.queue import queued, refusal, without_outer_job
 from atoll.settings import Run
 
 USAGE = """usage: sbatch/train.sbatch [--dry-run] [--multirun] [--here] KEY=VALUE …
@@ -31,6 +31,8 @@ OPTIONS = {"--dry-run", "--here", "--hand-over", "--help", "-h", *MULTIRUN}
 
 def main(argv: list[str]) -> int:
     """Submit one run, or with --multirun one for each combination."""
+    if argv[:1] == ["--refused"]:
+        return refused(*argv[1:])
     options, overrides = split_options(argv, OPTIONS)
     if options & {"--help", "-h"}:
         print(USAGE)
@@ -74,6 +76,13 @@ def hand_over(composition: Composition, here: bool) -> str:
         return shlex.join(["exec", "bash", str(run_dir.launch_script(folder))])
     run_dir.restarts_file(folder).unlink(missing_ok=True)
     return shlex.join(["queue", str(folder), run.facility.scheduler, *_submission(run)])
+
+
+def refused(folder: str, program: str, words: str) -> int:
+    """What the shell that we handed a command to calls when the scheduler refused it."""
+    if not run_dir.jobs_file(Path(folder)).exists():
+        shutil.rmtree(folder)
+    raise refusal(program, words)
 
 
 def with_allocated_nodes(overrides: list[str], environment: Mapping[str, str]) -> list[str]:

@@ -1,0 +1,5 @@
+"""The testbed as a fixture."""
+
+from testbed_site import site
+
+__all__ = ["site"]

@@ -1,0 +1,76 @@
+"""Whole runs on a real Slurm of four nodes, in a real container."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from testbed_site import TINY
+
+FOUR_NODES = ("nodes=4", "training.steps=6")
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Step -> loss, as the run wrote them down."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: r["loss"] for r in records if r["event"] == "step"}
+
+
+@pytest.fixture(scope="module")
+def reference(site) -> dict[int, float]:
+    site.submit("static", *FOUR_NODES, "launcher=static")
+    return losses(site.finished("static"))
+
+
+def test_four_nodes_train_in_the_container(site, reference):
+    folder = site.clone / "runs" / "static"
+    assert sorted(reference) == [1, 2, 3, 4, 5, 6]
+    assert (folder / "export" / "model.safetensors").exists()
+    start = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert start["world_size"] == 8
+    assert "finished, 6 steps, perplexity" in site.status("static")
+
+
+@pytest.mark.parametrize("launcher", ["static_node", "torchrun", "mpiexec"])
+def test_every_launcher_gives_the_same_losses(launcher, site, reference):
+    site.submit(launcher, *FOUR_NODES, f"launcher={launcher}")
+    assert losses(site.finished(launcher)) == reference
+
+
+def test_pbs_s_commands_give_the_same_losses(site, reference):
+    site.submit("pbs", *FOUR_NODES, "facility=testbed_pbs")
+    assert losses(site.finished("pbs")) == reference
+    assert (site.clone / "runs" / "pbs" / "jobs.txt").read_text().startswith("pbs ")
+
+
+def test_a_run_goes_on_after_its_time_limit_with_the_same_losses(site):
+    line = ("nodes=4", "training.steps=60", "launcher=static_node")
+    limit = ("facility.walltime_minutes=2", "restart.notice_seconds=75")
+    site.submit("limited", *line, *limit, "training.microbatch_samples=1")
+    site.submit("unlimited", *line)
+    unlimited = losses(site.finished("unlimited", 900))
+    folder = site.finished("limited", 900)
+    restarts = [json.loads(text) for text in (folder / "restarts.jsonl").read_text().splitlines()]
+    assert 0 < restarts[0]["step"] < 60
+    assert losses(folder) == unlimited
+    assert "the run goes on in the next one" in site.output("limited")
+
+
+def test_a_job_queued_with_sbatch_itself(site):
+    exports = site.shell(
+        f"apptainer -q exec --env PYTHONPATH={site.clone}/src {site.image} "
+        "python3 -m atoll compose --sbatch-env facility=testbed"
+    )
+    assert "export SBATCH_ACCOUNT=island\n" in exports
+    nasty = "generation.prompt='$(touch pwned); touch pwned'"
+    words = shlex.join(["facility=testbed", "name=direct", "training.steps=2", *TINY, nasty])
+    line = f"sbatch -N 2 --ntasks-per-node=2 sbatch/train.sbatch {words}"
+    said = site.shell(f"{exports}\nexport HF_TOKEN=hf_very_secret\n{line}")
+    assert "Submitted batch job" in said
+    folder = site.finished("direct")
+    assert len(losses(folder)) == 2
+    assert not list(site.clone.rglob("pwned"))
+    texts = [p.read_bytes() for p in folder.rglob("*") if p.is_file()]
+    texts += [p.read_bytes() for p in site.clone.glob("slurm-*.out")]
+    assert texts
+    assert not [text for text in texts if b"hf_very_secret" in text]

@@ -1,0 +1,129 @@
+"""A clone that the testbed's ordinary user can read, with the image and without a .venv."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from atoll.host.image_recipe import recipe, stage
+
+ROOT = Path(__file__).parents[2]
+USER = "atoll"
+HOW = "no testbed here; as root: make testbed image-cpu"
+TINY = (
+    "model=llama_tiny",
+    "model.config.vocab_size=512",
+    "model.config.hidden_size=64",
+    "model.config.intermediate_size=128",
+    "training.global_batch_samples=16",
+    "training.log_every_steps=1",
+    "data=text_files",
+    "data.files=texts/*.txt",
+    "data.document=paragraph",
+    "data.sequence_tokens=64",
+    "tokenizer.vocabulary_tokens=512",
+    "evaluation.max_samples=16",
+    "generation.max_new_tokens=4",
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """The clone on the testbed, as its user sees it."""
+
+    clone: Path
+    image: Path
+
+    def type(self, *words: str, check: bool = True, **variables: str) -> str:
+        """Type a command in the clone; its words on both outputs."""
+        exports = "".join(f"export {name}={shlex.quote(v)}; " for name, v in variables.items())
+        return self.shell(f"{exports}{shlex.join(words)}", check)
+
+    def shell(self, line: str, check: bool = True) -> str:
+        done = subprocess.run(
+            ["runuser", "-u", USER, "--", "bash", "-c", f"cd {self.clone} && {line}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={"PATH": os.environ["PATH"], "HOME": f"/home/{USER}", "USER": USER},
+        )
+        assert not check or done.returncode == 0, done.stdout
+        return done.stdout
+
+    def submit(self, name: str, *words: str, **variables: str) -> str:
+        """Queue a small run through the batch file; the id of its job."""
+        line = ["sbatch/train.sbatch", "facility=testbed", f"name={name}", *TINY, *words]
+        said = self.type(*line, **variables)
+        assert said.startswith("job "), said
+        return said.split()[1].rstrip(":")
+
+    def finished(self, name: str, seconds: float = 400) -> Path:
+        """Wait until a run is finished; its folder."""
+        folder = self.clone / "runs" / name
+        deadline = time.monotonic() + seconds
+        while "finished" not in (said := self.status(name)):
+            failed = ": failed" in said or time.monotonic() > deadline
+            assert not failed, f"{said}\n{self.output(name)}"
+            time.sleep(1)
+        return folder
+
+    def status(self, name: str) -> str:
+        return self.atoll("status", str(self.clone / "runs" / name))
+
+    def atoll(self, *words: str) -> str:
+        """`atoll` on the machine itself, where Slurm's programs are."""
+        command = [sys.executable, "-m", "atoll", *words]
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+        return subprocess.run(command, capture_output=True, text=True, env=environment).stdout
+
+    def output(self, name: str) -> str:
+        files = sorted((self.clone / "runs" / name).glob("*.out"))
+        return "\n".join(path.read_text() for path in files)
+
+
+@pytest.fixture(scope="session")
+def site() -> Iterator[Site]:
+    """Skips, with a line saying how to get one, where there is no testbed."""
+    image = ROOT / "images" / "cpu.sif"
+    nodes = shutil.which("sinfo") and subprocess.run(
+        ["sinfo", "--noheader", "--partition=main", "--format=%D"], capture_output=True, text=True
+    )
+    ready = os.geteuid() == 0 and nodes and nodes.stdout.strip() == "4" and image.exists()
+    if not ready:
+        pytest.skip(HOW)
+    folder = Path(tempfile.mkdtemp(prefix="atoll-testbed-", dir="/var/tmp"))
+    try:
+        yield _site(folder, image.resolve())
+    finally:
+        subprocess.run(["scancel", f"--user={USER}"], check=False)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _site(folder: Path, image: Path) -> Site:
+    folder.chmod(0o755)
+    stage(ROOT, folder)
+    clone = folder / "atoll"
+    (clone / "images").mkdir()
+    copy = clone / "images" / image.name
+    try:
+        os.link(image, copy)
+    except OSError:
+        shutil.copy(image, copy)
+    (clone / "images" / "cpu.sif").symlink_to(copy.name)
+    texts = clone / "texts"
+    texts.mkdir()
+    for path in sorted((ROOT / "src" / "atoll").rglob("*.py")):
+        (texts / f"{path.parent.name}-{path.stem}.txt").write_text(path.read_text())
+    for made in (clone, clone / "images", texts):
+        shutil.chown(made, USER, USER)
+    expected = recipe(ROOT, "cpu", None, "zstd").file_name
+    assert image.name == expected, f"{image.name} is not of this code ({expected}): make image-cpu"
+    return Site(clone, copy)
