@@ -5,7 +5,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from testbed_site import TINY
 
 FOUR_NODES = ("nodes=4", "training.steps=6")
 
@@ -13,7 +12,7 @@ FOUR_NODES = ("nodes=4", "training.steps=6")
 def losses(folder: Path) -> dict[int, float]:
     """Step -> loss, as the run wrote them down."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {r["step"]: r["loss"] for r in records if r["event"] == "step"}
+    return {r["step"]: r["loss"] for r in records if r["event"] == "train"}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,7 @@ def test_four_nodes_train_in_the_container(site, reference):
     assert sorted(reference) == [1, 2, 3, 4, 5, 6]
     assert (folder / "export" / "model.safetensors").exists()
     start = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
-    assert start["world_size"] == 8
+    assert start["ranks"] == 8
     assert "finished, 6 steps, perplexity" in site.status("static")
 
 
@@ -63,7 +62,9 @@ def test_a_job_queued_with_sbatch_itself(site):
     )
     assert "export SBATCH_ACCOUNT=island\n" in exports
     nasty = "generation.prompt='$(touch pwned); touch pwned'"
-    words = shlex.join(["facility=testbed", "name=direct", "training.steps=2", *TINY, nasty])
+    words = shlex.join(
+        ["facility=testbed", "name=direct", "training.steps=2", *site.settings, nasty]
+    )
     line = f"sbatch -N 2 --ntasks-per-node=2 sbatch/train.sbatch {words}"
     said = site.shell(f"{exports}\nexport HF_TOKEN=hf_very_secret\n{line}")
     assert "Submitted batch job" in said

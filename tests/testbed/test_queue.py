@@ -12,12 +12,15 @@ import pytest
 )
 def test_a_refusal_is_slurm_s_own(words, said, setting, site):
     answer = site.type("sbatch/train.sbatch", "facility=testbed", "nodes=1", words, check=False)
-    assert said in answer
-    assert "job " not in answer.splitlines()[0]
+    found, mend = answer.splitlines()
+    assert said in found
+    assert setting in mend
+    assert not list(site.clone.glob("runs/*"))
 
 
 def test_a_queue_s_limit_is_refused_before_slurm_is_asked(site):
-    words = ["facility=testbed", "nodes=3", "facility.submit.qos=debug"]
+    words = ["facility=testbed", "nodes=3", "training.global_batch_samples=6"]
+    words += ["facility.submit.qos=debug"]
     answer = site.type("sbatch/train.sbatch", *words, check=False)
     assert "debug of testbed takes jobs of at most 2 nodes, not 3" in answer
 

@@ -42,7 +42,7 @@ SBATCH_ENV = "--sbatch-env"
 USAGE = """usage: atoll compose [--multirun] [--sbatch-env] KEY=VALUE …
 
 Prints the resolved run as YAML, with the source of each value beside it.
---sbatch-env prints the run's sbatch flags as exports instead: eval "$(atoll compose --sbatch-env …)"
+--sbatch-env prints its sbatch flags as exports instead: eval "$(atoll compose --sbatch-env …)"
 --multirun takes several values, as in nodes=1,2,4: one run for each combination."""
 
 
