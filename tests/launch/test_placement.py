@@ -249,3 +249,31 @@ def test_threads_are_shared_among_the_ranks_of_a_node() -> None:
     assert threads_per_rank(local, 32, "32") == 8
     assert threads_per_rank(step, 8, "8") == 8
     assert threads_per_rank(step, 32, None) == 8
+
+
+def proxied(**other: str) -> dict[str, str]:
+    """Rank 5 of `mpiexec -n 8 --ppn 2` on four nodes of Slurm, as MPICH's Hydra leaves it."""
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "3",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_NODELIST": "n[1-4]",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+        "SLURM_PROCID": "2",
+        "SLURM_LOCALID": "0",
+    }
+    pmi = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    return step | pmi | other
+
+
+def test_the_ranks_of_mpiexec_s_proxies_under_slurm():
+    place = placement_from(proxied(), "n3", None, "")
+    assert (place.rank, place.world_size, place.local_rank, place.node_rank) == (5, 8, 1, 2)
+    assert (place.master_address, place.source) == ("n1", "pals")
+    other = placement_from(proxied(PMI_RANK="0", MPI_LOCALRANKID="0"), "n1", None, "")
+    assert other.master_port == place.master_port
+
+
+def test_an_mpi_world_that_no_proxies_explain_is_refused():
+    with pytest.raises(UserError, match="world size 4 .*, but PMI_SIZE=6"):
+        placement_from(proxied(PMI_SIZE="6"), "n3", None, "")

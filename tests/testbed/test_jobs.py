@@ -24,7 +24,7 @@ def reference(site) -> dict[int, float]:
 def test_four_nodes_train_in_the_container(site, reference):
     folder = site.clone / "runs" / "static"
     assert sorted(reference) == [1, 2, 3, 4, 5, 6]
-    assert (folder / "export" / "model.safetensors").exists()
+    assert (folder / "export" / "model.safetensors.index.json").exists()
     start = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     assert start["ranks"] == 8
     assert "finished, 6 steps, perplexity" in site.status("static")

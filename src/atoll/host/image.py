@@ -143,21 +143,22 @@ def container_runtime(environment: Mapping[str, str]) -> str:
     Raises `UserError` where there is none, or an old one.
     """
     path = environment.get("PATH", os.defpath)
-    found = [name for name in OLDEST if shutil.which(name, path=path)]
-    if not found:
+    found = {name: shutil.which(name, path=path) for name in OLDEST}
+    name = next((name for name in OLDEST if found[name]), None)
+    if name is None:
         raise UserError(
             "neither apptainer nor singularity is on PATH",
             "load the facility's module, or install apptainer; make testbed does on Debian",
         )
-    answer = subprocess.run([found[0], "--version"], capture_output=True, text=True).stdout
+    answer = subprocess.run([str(found[name]), "--version"], capture_output=True, text=True).stdout
     version = tuple(int(part) for part in re.findall(r"\d+", answer)[:2])
-    least = OLDEST[found[0]]
-    if version < least:
+    if version < OLDEST[name]:
+        least = ".".join(str(part) for part in OLDEST[name])
         raise UserError(
-            f"{answer.strip()} is too old: {least[0]}.{least[1]} is needed",
+            f"{answer.strip()} is too old: {least} is needed",
             "load a newer module, or build on another machine and copy the .sif",
         )
-    return found[0]
+    return name
 
 
 def check_disk(folder: Path, recipe: Recipe) -> None:

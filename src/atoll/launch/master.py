@@ -16,7 +16,7 @@ FIRST_PORT, PORT_COUNT = 20000, 10000
 _JOB_IDS = {
     "explicit": ("SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID"),
     "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
-    "pals": ("PBS_JOBID", "PALS_APID"),
+    "pals": ("PBS_JOBID", "PALS_APID", "SLURM_JOB_ID", "SLURM_STEP_ID"),
     "ompi": (
         "PBS_JOBID",
         "SLURM_JOB_ID",

@@ -39,14 +39,15 @@ def placement_from(
 ) -> Placement:
     """Read this process's placement from the environment.
 
-    The first source that speaks wins: RANK and its kin, a Slurm step, PALS/PMI, Open MPI, else a
-    single process. A Slurm step or an MPI world of one task says nothing. `address_suffix` is
+    The first source that speaks wins: RANK and its kin, the proxies of an mpiexec, a Slurm step,
+    PALS/PMI, Open MPI, else a single process. A Slurm step or an MPI world of one task says nothing. `address_suffix` is
     added to the first host's name, `port_override` replaces the port made of the job's identity.
     Raises UserError where a source is incomplete or two of them contradict each other.
     """
     _refuse_heterogeneous(environ)
     placement = (
         _explicit(environ)
+        or (_mpi(environ, "pals") if _is_of_a_proxy(environ) else None)
         or _slurm_step(environ)
         or _mpi(environ, "pals")
         or _mpi(environ, "ompi")
@@ -150,6 +151,16 @@ def _mpi(environ: Mapping[str, str], source: str) -> Placement | None:
     return _even_placement(source, *(number or 0 for number in found.values()))
 
 
+def _is_of_a_proxy(environ: Mapping[str, str]) -> bool:
+    """Whether an `mpiexec` started one proxy on each node by srun, and each proxy its ranks."""
+    tasks = step_task_count(environ)
+    if tasks <= 1 or "PMI_SIZE" not in environ or "SLURM_STEP_NODELIST" not in environ:
+        return False
+    local_size = agreed_number(environ, _MPI_SOURCES["pals"]["local_world_size"]) or 1
+    one_per_node = tasks == len(expand_hosts(environ["SLURM_STEP_NODELIST"]))
+    return one_per_node and whole_number(environ, "PMI_SIZE") == tasks * local_size > tasks
+
+
 def _pals_world_size(environ: Mapping[str, str], local_world_size: int | None) -> int | None:
     """PALS under PMIx states no world size: every node of the job runs as many ranks as this."""
     if local_world_size is None or "PBS_NODEFILE" not in environ:
@@ -205,6 +216,8 @@ def _refuse_disagreement(placement: Placement, environ: Mapping[str, str]) -> No
     explicit = placement.source == "explicit"
     # torchrun: each task of the step is an agent, which started ranks of its own.
     agents = agreed_number(environ, ("GROUP_WORLD_SIZE",)) if explicit else None
+    # mpiexec under Slurm: each task of the step is a proxy, which started ranks of its own.
+    agents = step_task_count(environ) if _is_of_a_proxy(environ) else agents
     for size_name, (size, rank_name) in stated.items():
         if size <= 1 or size == agents:
             continue
