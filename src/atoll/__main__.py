@@ -10,6 +10,7 @@ VERBS = {
     "compose": ("atoll.host.compose", "print the resolved run and where each value came from"),
     "submit": ("atoll.host.submit", "compose, check, write the run folder, call the scheduler"),
     "status": ("atoll.host.status", "say of a run: queued, running, finished, failed and why"),
+    "doctor": ("atoll.host.doctor", "check a facility, and with --job its devices and links"),
     "image": ("atoll.host.image", "build, test, sign, verify or inspect a container image"),
     "tokenize": ("atoll.data.tokenize", "turn text into token shards"),
     "launch": ("atoll.launch", "start this task's rank, or this node's ranks, of a run"),

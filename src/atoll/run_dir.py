@@ -46,6 +46,11 @@ def restarts_file(run_folder: Path) -> Path:
     return run_folder / "restarts.jsonl"
 
 
+def doctor_file(run_folder: Path) -> Path:
+    """What the ranks of a doctor's job found."""
+    return run_folder / "doctor.json"
+
+
 def metrics_file(run_folder: Path) -> Path:
     return run_folder / "metrics.jsonl"
 

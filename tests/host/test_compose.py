@@ -18,6 +18,7 @@ ASKED_FOR = {
     "data=hub": ["data.hub=a/b"],
     "model=from_path": ["model.source=a/b"],
     "sharding=single": ["ranks_per_node=1"],
+    "facility=aurora": ["training.global_batch_samples=96"],  # of twelve ranks
 }
 # a part that no laptop has
 BESIDE = {"launcher=mpiexec": ["facility=generic_slurm"]}

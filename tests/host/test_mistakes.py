@@ -8,11 +8,11 @@ from atoll.host.compose import compose_all, split_options
 
 CASES = [
     # (overrides, what was found, how to mend it)
-    ([], "no facility is chosen", "facility=generic_slurm | laptop"),
+    ([], "no facility is chosen", "facility=aurora | frontier | generic_slurm"),
     (["facility=lapto"], "unknown facility: lapto", "did you mean facility=laptop?"),
     (["faciliti=laptop"], "unknown setting: faciliti", "did you mean facility?"),
-    (["facility=zzz"], "unknown facility: zzz", "choose facility from: generic_slurm, laptop"),
-    (["facility=[laptop]"], "facility is a group", "choose from: generic_slurm, laptop"),
+    (["facility=zzz"], "unknown facility: zzz", "choose facility from: aurora, frontier"),
+    (["facility=[laptop]"], "facility is a group", "choose from: aurora, frontier"),
     (["model=null"], "model is a group, not None", "choose from: bert_base"),
     (["model=llama2_7"], "unknown model: llama2_7", "did you mean model=llama2_7b?"),
     (["sharding=fullshard"], "unknown sharding: fullshard", "did you mean sharding=full_shard?"),

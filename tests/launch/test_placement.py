@@ -275,5 +275,5 @@ def test_the_ranks_of_mpiexec_s_proxies_under_slurm():
 
 
 def test_an_mpi_world_that_no_proxies_explain_is_refused():
-    with pytest.raises(UserError, match="world size 4 .*, but PMI_SIZE=6"):
+    with pytest.raises(UserError, match=r"world size 4 .*, but PMI_SIZE=6"):
         placement_from(proxied(PMI_SIZE="6"), "n3", None, "")

@@ -11,11 +11,12 @@ import pytest
     ],
 )
 def test_a_refusal_is_slurm_s_own(words, said, setting, site):
-    answer = site.type("sbatch/train.sbatch", "facility=testbed", "nodes=1", words, check=False)
+    line = ["sbatch/train.sbatch", "facility=testbed", "nodes=1", "name=refused", words]
+    answer = site.type(*line, check=False)
     found, mend = answer.splitlines()
     assert said in found
     assert setting in mend
-    assert not list(site.clone.glob("runs/*"))
+    assert not (site.clone / "runs" / "refused").exists()
 
 
 def test_a_queue_s_limit_is_refused_before_slurm_is_asked(site):

@@ -70,7 +70,7 @@ class Site:
         """Wait until a run is finished; its folder."""
         folder = self.clone / "runs" / name
         deadline = time.monotonic() + seconds
-        while "finished" not in (said := self.status(name)):
+        while ": finished" not in (said := self.status(name)):
             failed = ": failed" in said or time.monotonic() > deadline
             assert not failed, f"{said}\n{self.output(name)}"
             time.sleep(1)

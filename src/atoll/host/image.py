@@ -148,7 +148,7 @@ def container_runtime(environment: Mapping[str, str]) -> str:
     if name is None:
         raise UserError(
             "neither apptainer nor singularity is on PATH",
-            "load the facility's module, or install apptainer; make testbed does on Debian",
+            "load the module of the facility, or install apptainer",
         )
     answer = subprocess.run([str(found[name]), "--version"], capture_output=True, text=True).stdout
     version = tuple(int(part) for part in re.findall(r"\d+", answer)[:2])

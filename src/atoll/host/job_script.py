@@ -36,8 +36,13 @@ trap 'if [[ -e $restart_file ]]; then again; exit {code}; fi' EXIT
 AGAIN = {"slurm": slurm.again, "pbs": pbs.again}
 
 
-def launch_script(run: Run, run_folder: Path, batch_file: Path | None = None) -> str:
-    """The text of a run's `launch.sh`; with a `batch_file` its jobs may queue another one."""
+def launch_script(
+    run: Run, run_folder: Path, batch_file: Path | None = None, verb: str | None = None
+) -> str:
+    """The text of a run's `launch.sh`; with a `batch_file` its jobs may queue another one.
+
+    verb: `module:function` for all ranks to call, in place of the whole training.
+    """
     scheduler = run.facility.scheduler
     modules = [["module", "load", name] for name in run.facility.modules]
     queued = scheduler in AGAIN
@@ -46,18 +51,26 @@ def launch_script(run: Run, run_folder: Path, batch_file: Path | None = None) ->
         + (MODULES + _lines(modules) if modules else "")
         + STRICT
         + (_going_on(run, run_folder, batch_file) if queued else "")
-        + _lines(steps(run, run_folder))
+        + _lines(preparation(run, run_folder))
+        + _lines([_ranks(run, run_folder, verb)] if verb else training(run, run_folder))
     )
 
 
-def steps(run: Run, run_folder: Path) -> list[list[str]]:
-    """The commands of a job: check the image, prepare the tokens, train, sample, say where."""
+def preparation(run: Run, run_folder: Path) -> list[list[str]]:
+    """What comes before any rank: the facility's variables, and the image's checks."""
+    variables = run.facility.environment.items()
+    return [
+        *(["export", f"{name}={text}"] for name, text in variables),
+        *_image_checks(run, run_folder),
+    ]
+
+
+def training(run: Run, run_folder: Path) -> list[list[str]]:
+    """The commands of a training job: prepare the tokens, train, sample, say where."""
     atoll = atoll_command(run)
     return [
-        *(["export", f"{name}={text}"] for name, text in run.facility.environment.items()),
-        *_image_checks(run, run_folder),
         [*atoll, "tokenize", str(run_folder)],
-        [*(["attend"] if run.facility.scheduler in AGAIN else []), *launch_step(run, run_folder)],
+        _ranks(run, run_folder, None),
         [*atoll, "generate", str(run_folder)],
         _where_everything_is(run_folder),
     ]
@@ -75,6 +88,11 @@ def _going_on(run: Run, run_folder: Path, batch_file: Path | None) -> str:
 
 def _lines(commands: list[list[str]]) -> str:
     return "".join(f"{shlex.join(argv)}\n" for argv in commands)
+
+
+def _ranks(run: Run, run_folder: Path, verb: str | None) -> list[str]:
+    attended = ["attend"] if run.facility.scheduler in AGAIN else []
+    return [*attended, *launch_step(run, run_folder, verb)]
 
 
 def _image_checks(run: Run, run_folder: Path) -> list[list[str]]:

@@ -83,7 +83,7 @@ def sbatch_exports(run: Run) -> list[list[str]]:
 def again(run: Run, run_folder: Path, batch_file: Path | None) -> str:
     """Shell text for `launch.sh`: the function by which its job queues the run again."""
     chain = shlex.join(sbatch_argv(run, batch_file, run_folder)) if batch_file else "false"
-    requeue = 'scontrol requeue "$SLURM_JOB_ID" && return'
+    requeue = 'scontrol requeue "$SLURM_JOB_ID" && return 0'
     return AGAIN.format(
         requeue=requeue if run.facility.requeue else "# this facility takes no job back",
         chain=chain,

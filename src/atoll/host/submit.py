@@ -43,6 +43,8 @@ def main(argv: list[str]) -> int:
     compositions = compose_all(overrides, multirun=bool(options & set(MULTIRUN)))
     for composition in compositions:
         check(composition.run, here, environment)
+        if "--dry-run" not in options:  # which may be typed before there is an image
+            check_image(composition.run)
     if "--dry-run" in options:
         print("\n".join(dry_run(composition.run, here) for composition in compositions), end="")
         return 0
@@ -51,7 +53,7 @@ def main(argv: list[str]) -> int:
         return 0
     for position, composition in enumerate(compositions, 1):
         last = position == len(compositions)
-        if code := _start(composition, here, last, environment):
+        if code := start(composition, here, last, environment):
             return code
     return 0
 
@@ -96,7 +98,6 @@ def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
     """Refuse what the facility, the allocation or the run's own past does not allow."""
     limits.check_supported(run)
     limits.check_nodes(run)
-    check_image(run)
     if here:
         limits.check_allocation(run, limits.allocated_nodes(environment))
     elif run.facility.scheduler != "none":
@@ -104,10 +105,10 @@ def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
     check_same_run(run, run_dir.folder(run))
 
 
-def write_run_folder(composition: Composition, here: bool = False) -> Path:
+def write_run_folder(composition: Composition, here: bool = False, verb: str | None = None) -> Path:
     """Write `launch.sh`, then `run.yaml`, and return the run's folder."""
     folder = run_dir.folder(composition.run)
-    script = _script(composition.run, here)
+    script = _script(composition.run, here, verb)
     try:
         composition.run.folders.prepared.mkdir(parents=True, exist_ok=True)  # a bind needs it
         run_dir.write_whole(run_dir.launch_script(folder), script)
@@ -120,13 +121,23 @@ def write_run_folder(composition: Composition, here: bool = False) -> Path:
     return folder
 
 
-def _start(composition: Composition, here: bool, last: bool, environment: Mapping[str, str]) -> int:
+def start(
+    composition: Composition,
+    here: bool,
+    last: bool,
+    environment: Mapping[str, str],
+    verb: str | None = None,
+) -> int:
+    """Queue a run, or run it here; `last`: become it, so that its signals and code are ours.
+
+    verb: `module:function` for all ranks to call, in place of the whole training.
+    """
     run = composition.run
     if not _runs_here(run, here):
-        print(f"job {_queue(composition, environment)}: {run_dir.folder(run)}", flush=True)
+        print(f"job {_queue(composition, environment, verb)}: {run_dir.folder(run)}", flush=True)
         return 0
     lock = _locked(run) if run.facility.scheduler == "none" else None
-    folder = write_run_folder(composition, here)
+    folder = write_run_folder(composition, here, verb)
     print(f"run {run.name} in {folder}", flush=True)
     command = ["bash", str(run_dir.launch_script(folder))]
     if last:
@@ -137,10 +148,10 @@ def _start(composition: Composition, here: bool, last: bool, environment: Mappin
     return code
 
 
-def _queue(composition: Composition, environment: Mapping[str, str]) -> str:
+def _queue(composition: Composition, environment: Mapping[str, str], verb: str | None) -> str:
     run = composition.run
     known = run_dir.folder(run).exists()
-    folder = write_run_folder(composition)
+    folder = write_run_folder(composition, verb=verb)
     run_dir.restarts_file(folder).unlink(missing_ok=True)  # a person starts the count anew
     try:
         job = queued(_submission(run), without_outer_job(environment))
@@ -163,9 +174,10 @@ def _submission(run: Run) -> list[str]:
     return argv(run, _batch_file(), run_dir.folder(run))
 
 
-def _script(run: Run, here: bool) -> str:
+def _script(run: Run, here: bool, verb: str | None = None) -> str:
     """`launch.sh`; a job that a person queued by hand is theirs to queue again."""
-    return launch_script(run, run_dir.folder(run), None if here else _batch_file())
+    batch_file = None if here else _batch_file()
+    return launch_script(run, run_dir.folder(run), batch_file, verb)
 
 
 def _batch_file() -> Path:

@@ -40,8 +40,9 @@ def placement_from(
     """Read this process's placement from the environment.
 
     The first source that speaks wins: RANK and its kin, the proxies of an mpiexec, a Slurm step,
-    PALS/PMI, Open MPI, else a single process. A Slurm step or an MPI world of one task says nothing. `address_suffix` is
-    added to the first host's name, `port_override` replaces the port made of the job's identity.
+    PALS/PMI, Open MPI, else a single process. A Slurm step or an MPI world of one task says
+    nothing. `address_suffix` is added to the first host's name, `port_override` replaces the port
+    made of the job's identity.
     Raises UserError where a source is incomplete or two of them contradict each other.
     """
     _refuse_heterogeneous(environ)
