@@ -57,7 +57,7 @@ attend() {{
 again() {{
     printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\\n' \\
         "$SLURM_JOB_ID"
-    scontrol requeue "$SLURM_JOB_ID" && return
+    scontrol requeue "$SLURM_JOB_ID" && return 0
     for name in "${{!SLURM_@}}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
     {SBATCH}
 }}

@@ -16,7 +16,6 @@ Asks of a facility, on its login node, all that a run will need, and says how to
 --job     then queue a job whose ranks report devices, bindings, links and their bandwidth
 --here    with --job: run it in this allocation; without a scheduler it runs here anyway
 --json    print the findings as JSON"""
-MARKS = {"ok": "green", "unknown": "yellow", "wrong": "red"}
 
 
 def main(argv: list[str]) -> int:
@@ -52,12 +51,7 @@ def show(findings: list[Finding], as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
         return
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
-        mark = f"[{MARKS[finding.state]}]{finding.state:8}[/]"
-        console.print(f"{mark}{finding.subject:12}{escape(finding.found)}")
+        print(f"{finding.state:8}{finding.subject:12}{finding.found}")
         if finding.state != OK and finding.mend:
-            console.print(f"{'':20}→ {escape(finding.mend)}")
+            print(f"{'':20}→ {finding.mend}")
