@@ -12,7 +12,7 @@ def pins(name: str) -> set[str]:
     return set(re.findall(r"^([A-Za-z0-9._-]+==[^\s;]+)", (LOCKS / name).read_text(), re.M))
 
 
-@pytest.mark.parametrize("name", ["build.txt", "host.txt", "train.txt", "dev.txt"])
+@pytest.mark.parametrize("name", ["build.txt", "host.txt", "train.txt", "image.txt", "dev.txt"])
 def test_a_lock_pins_by_hash_and_names_no_address(name: str) -> None:
     text = (LOCKS / name).read_text()
     entries = re.split(r"^(?=[A-Za-z0-9])", text, flags=re.M)[1:]
@@ -22,7 +22,7 @@ def test_a_lock_pins_by_hash_and_names_no_address(name: str) -> None:
     assert not re.search(r"^--", text, re.M)
 
 
-@pytest.mark.parametrize("name", ["host.txt", "train.txt", "dev.txt"])
+@pytest.mark.parametrize("name", ["host.txt", "train.txt", "image.txt", "dev.txt"])
 def test_torch_and_what_only_torch_needs_stay_out(name: str) -> None:
     names = {pin.partition("==")[0] for pin in pins(name)}
     assert not names & {"torch", "triton", "sympy", "networkx"}
@@ -30,4 +30,4 @@ def test_torch_and_what_only_torch_needs_stay_out(name: str) -> None:
 
 
 def test_each_lock_is_a_part_of_the_next() -> None:
-    assert pins("host.txt") < pins("train.txt") < pins("dev.txt")
+    assert pins("host.txt") < pins("train.txt") < pins("image.txt") < pins("dev.txt")
