@@ -44,7 +44,8 @@ def line(name: str, *more: str) -> tuple[str, ...]:
 def printed(name: str, tree: Path) -> str:
     """What --dry-run prints, without this machine's own paths."""
     text = dry_run(compose(line(name), tree).run)
-    return text.replace(str(ROOT), "{CLONE}").replace(sys.executable, "{PYTHON}")
+    # the interpreter first: it may live in the clone
+    return text.replace(sys.executable, "{PYTHON}").replace(str(ROOT), "{CLONE}")
 
 
 @pytest.mark.parametrize("name", NAMES)
