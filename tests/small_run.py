@@ -74,7 +74,8 @@ def settings(folder: Path, ranks: int, **changes: Any) -> Run:
 
 def sharding(name: str) -> dict[str, Any]:
     folder = Path(__file__).parents[1] / "hydra_conf" / "sharding"
-    content: dict[str, Any] = yaml.safe_load((folder / f"{name}.yaml").read_text())
+    text = (folder / f"{name}.yaml").read_text().replace("${ranks_per_node}", "2")
+    content: dict[str, Any] = yaml.safe_load(text)
     return content
 
 

@@ -2,90 +2,127 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import small_run
 import tiny
 import torch
-import yaml
 from rank_pool import RankPool
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from atoll.models.build import build_config, build_model, weights_for
-from atoll.models.weights import fill, fill_buffers, materialize
-from atoll.settings import Model, Optimizer, Sharding, Training
+from atoll.errors import UserError
+from atoll.models.build import build_config
+from atoll.settings import Run
 from atoll.sharding.engines import ENGINES, StepPlan
-from atoll.sharding.layouts import AFTER_WEIGHTS, BEFORE_WEIGHTS, Spread, apply_layouts
+from atoll.train.assemble import build_sharded
 from atoll.train.optimizer import make_stepper, take_step
-from atoll.train.world import World, summed
+from atoll.train.world import World, gathered, summed
 
-CONF = Path(__file__).parents[2] / "hydra_conf" / "sharding"
-STRATEGIES = ["ddp", "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2"]
 STEPS = 5
 SAMPLES = 8
-RANKS_PER_NODE = 2  # four ranks then make two nodes
-SINGLE = Sharding(name="single", layouts=[])
+NODES = {"ranks_per_node": 2, "nodes": 2}  # of four ranks
 
 
-def strategy(name: str) -> Sharding:
-    return Sharding(**yaml.safe_load((CONF / f"{name}.yaml").read_text()))
+class Strategy(NamedTuple):
+    """A YAML of hydra_conf/sharding, and what is changed in it."""
+
+    name: str
+    changes: dict[str, Any]
+    untied: bool = False
+    families: tuple[str, ...] = tuple(tiny.CONFIGS)
+
+    def __str__(self) -> str:
+        return "-".join([self.name, *(f"{k}={v}" for k, v in self.changes.items())])
 
 
-def build(world: World, config: dict[str, Any], sharding: Sharding, recompute: str) -> Any:
-    settings = Model(name="tiny", config=config)
-    training = Training(
-        steps=STEPS,
-        global_batch_samples=SAMPLES,
-        microbatch_samples=1,
-        loss_chunk_tokens=24,
-        recompute=recompute,
+SPLIT = ("llama", "opt", "bert")  # GPT-2 keeps query, key and value in one matrix
+STRATEGIES = [
+    Strategy("ddp", {}),
+    Strategy("all_reduce", {}),
+    Strategy("gather_scatter", {}),
+    Strategy("full_shard", {}),
+    Strategy("shard_grad_op", {}),
+    Strategy("hybrid_shard", {}),
+    Strategy("hybrid_shard_zero2", {}),
+    Strategy("full_shard", {"reshard_after_forward": 2}),
+    Strategy("full_shard_offload", {}),
+    Strategy("context", {}),
+    Strategy("tensor", {}, families=SPLIT),
+    Strategy("pipeline", {}, untied=True),
+    Strategy("full_shard", {"context": 2}),
+    Strategy("full_shard", {"tensor": 2}, families=SPLIT),
+    Strategy("hybrid_shard", {"pipeline": 2}, untied=True),
+    Strategy("shard_grad_op", {"tensor": 2, "context": 2}, families=("llama", "bert")),
+    Strategy("full_shard", {"tensor": 2, "pipeline": 2}, True, SPLIT),
+    Strategy("full_shard", {"context": 2, "pipeline": 2}, True),
+    Strategy("pipeline_interleaved", {}, untied=True),
+]
+
+
+def config_of(family: str, strategy: Strategy | None = None) -> dict[str, Any]:
+    """Four layers and four key heads, so that everything divides."""
+    layers = {"gpt2": "n_layer"}.get(family, "num_hidden_layers")
+    more = {layers: 4, "tie_word_embeddings": not (strategy and strategy.untied)}
+    if family == "llama":
+        more = {layers: 4, "num_key_value_heads": 4}
+    return tiny.CONFIGS[family] | more
+
+
+def settings(config: dict[str, Any], sharding: dict[str, Any], ranks: int, **more: Any) -> Run:
+    nodes = NODES if ranks == 4 else {"ranks_per_node": ranks, "nodes": 1}
+    return small_run.settings(
+        Path("/nowhere"),
+        ranks,
+        **nodes,
+        facility__scheduler="slurm",
+        model__config=config,
+        sharding=sharding,
+        seed=3,
+        training__global_batch_samples=SAMPLES,
+        training__loss_chunk_tokens=24,
+        **more,
     )
-    hf_config = build_config(settings, tiny.VOCABULARY, tiny.SEQUENCE, {})
-    model = build_model(hf_config, training)
-    shard = {"none": 1, "node": RANKS_PER_NODE, "all": world.size}[str(sharding.shard)]
-    mesh = None
-    if sharding.layouts:
-        names = ("replicate", "shard")
-        mesh = init_device_mesh("cpu", (world.size // shard, shard), mesh_dim_names=names)
-    spread = Spread(sharding, torch.float32, world.device)
-    apply_layouts(BEFORE_WEIGHTS, model, mesh, spread)
-    materialize(model, world.device)
-    with weights_for(settings, hf_config, seed=3) as read:
-        fill(model.hf, read)
-    fill_buffers(model.hf)
-    return model, apply_layouts(AFTER_WEIGHTS, model, mesh, spread)
+
+
+def chosen(strategy: Strategy, family: str, ranks: int = 4, **more: Any) -> Run:
+    sharding = small_run.sharding(strategy.name) | strategy.changes
+    return settings(config_of(family, strategy), sharding, ranks, **more)
 
 
 def train(
-    world: World,
-    config: dict[str, Any],
-    sharding: Sharding,
-    clip_norm: float | None,
-    microbatch: int,
-    sync_every: bool = False,
-    recompute: str = "none",
+    world: World, run: Run, clip_norm: float | None
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, gradient norms and final weights of a few steps on one repeated batch."""
-    model, wrapped = build(world, config, sharding, recompute)
-    settings = Optimizer(name="adamw", learning_rate=1e-2)
-    stepper = make_stepper(settings, model)
-    plan = StepPlan(torch.float32, False, sync_every, not sharding.reshard_after_forward)
+    config = build_config(run.model, tiny.VOCABULARY, tiny.SEQUENCE, {})
+    model, wrapped = build_sharded(run, config, world, torch.float32)
+    stepper = make_stepper(run.optimizer, model)
+    plan = StepPlan(
+        torch.float32,
+        False,
+        run.sharding.sync_every_microbatch,
+        run.sharding.reshard_after_forward is False,
+        run.sharding.exchange,
+        world.size,
+    )
+    pipeline = None if model.stages is None else model.stages.group
     losses, norms = [], []
-    share = SAMPLES // world.size
+    axes, width = run.axes, run.training.microbatch_samples
+    share, rank = SAMPLES // axes.data, axes.data_rank(world.rank)
     for step in range(STEPS):
         seeds = [100 * (step % 2) + i for i in range(SAMPLES)]
-        everything = [tiny.batch(seed) for seed in seeds]
-        mine = seeds[world.rank * share : (world.rank + 1) * share]
-        batches = [joined(mine[i : i + microbatch]) for i in range(0, share, microbatch)]
-        scale = world.size / tiny.targets(everything)
-        loss = ENGINES["plain"](wrapped, batches, scale, plan)
-        losses.append(float(summed(world, loss)) / tiny.targets(everything))
-        norms.append(float(take_step(stepper, 1e-2, clip_norm)))
-    weights = {
+        targets = tiny.targets([tiny.batch(seed) for seed in seeds])
+        mine = seeds[rank * share : (rank + 1) * share]
+        batches = [joined(mine[i : i + width]) for i in range(0, share, width)]
+        engine = ENGINES[run.sharding.step_engine]
+        loss = engine(wrapped, batches, axes.averaged / targets, plan)
+        losses.append(float(summed(world, loss)) / targets)
+        norms.append(float(take_step(stepper, 1e-2, clip_norm, pipeline)))
+    own = {
         n: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
         for n, p in model.named_parameters()
     }
+    weights = {n: p for part in gathered(world, own) for n, p in part.items()}
     return losses, norms, weights if world.rank == 0 else {}
 
 
@@ -101,9 +138,10 @@ def joined(seeds: list[int]) -> Any:
 
 
 @cache
-def one_process(architecture: str, clip_norm: float | None) -> Any:
+def one_process(family: str, clip_norm: float | None, untied: bool = False) -> Any:
     alone = World(0, 1, torch.device("cpu"), None)
-    return train(alone, tiny.CONFIGS[architecture], SINGLE, clip_norm, SAMPLES)
+    run = chosen(Strategy("single", {}, untied), family, 1, training__microbatch_samples=8)
+    return train(alone, run, clip_norm)
 
 
 def assert_same(reference: Any, got: Any) -> None:
@@ -114,39 +152,48 @@ def assert_same(reference: Any, got: Any) -> None:
         torch.testing.assert_close(got[2][name], weight, atol=2e-4, rtol=1e-3, msg=name)
 
 
-@pytest.mark.parametrize("architecture", tiny.CONFIGS)
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_strategy_equals_one_process(ranks: RankPool, name: str, architecture: str) -> None:
-    reference = one_process(architecture, 1.0)
+@pytest.mark.parametrize("family", tiny.CONFIGS)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_strategy_equals_one_process(ranks: RankPool, strategy: Strategy, family: str) -> None:
+    reference = one_process(family, 1.0, strategy.untied)
     assert reference[0][4] < reference[0][0] - 0.05, "the model must learn for this to mean much"
-    config = tiny.CONFIGS[architecture]
-    got = ranks.run(train, config, strategy(name), 1.0, 1)
+    if family not in strategy.families:
+        answers = ranks.run(refused, chosen(strategy, family))
+        assert all("cannot be divided" in a or "no plan" in a for a in answers)
+        return
+    got = ranks.run(train, chosen(strategy, family), 1.0)
     assert_same(reference, got[0])
     assert all(losses == got[0][0] for losses, _, _ in got), "ranks must agree on every loss"
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_without_clipping_and_with_wider_microbatches(ranks: RankPool, name: str) -> None:
-    got = ranks.run(train, tiny.CONFIGS["llama"], strategy(name), None, 2)
-    assert_same(one_process("llama", None), got[0])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_without_clipping_and_with_wider_microbatches(ranks: RankPool, strategy: Strategy) -> None:
+    got = ranks.run(train, chosen(strategy, "llama", training__microbatch_samples=2), None)
+    assert_same(one_process("llama", None, strategy.untied), got[0])
 
 
-@pytest.mark.parametrize("name", ["ddp", "full_shard"])
-def test_exchange_at_every_microbatch(ranks: RankPool, name: str) -> None:
-    got = ranks.run(train, tiny.CONFIGS["gpt2"], strategy(name), 1.0, 1, True)
-    assert_same(one_process("gpt2", 1.0), got[0])
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if not s.changes][:4], ids=str)
+def test_exchange_at_every_microbatch(ranks: RankPool, strategy: Strategy) -> None:
+    run = chosen(strategy, "bert", sharding__sync_every_microbatch=True)
+    assert_same(one_process("bert", 1.0), ranks.run(train, run, 1.0)[0])
 
 
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.name != "ddp"][2::5], ids=str)
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recompute_changes_no_number(ranks: RankPool, recompute: str) -> None:
-    got = ranks.run(
-        train, tiny.CONFIGS["llama"], strategy("full_shard"), 1.0, 1, False, recompute, world=2
-    )
-    assert_same(one_process("llama", 1.0), got[0])
+def test_recompute_changes_no_number(ranks: RankPool, recompute: str, strategy: Strategy) -> None:
+    got = ranks.run(train, chosen(strategy, "llama", training__recompute=recompute), 1.0)
+    assert_same(one_process("llama", 1.0, strategy.untied), got[0])
 
 
 def test_clipping_acts(ranks: RankPool) -> None:
     unclipped = one_process("llama", None)
-    clipped = ranks.run(train, tiny.CONFIGS["llama"], strategy("full_shard"), 1e-4, 1)[0]
+    run = chosen(Strategy("full_shard", {"tensor": 2, "pipeline": 2}, True), "llama")
+    clipped = ranks.run(train, run, 1e-4)[0]
     assert clipped[1][0] == pytest.approx(unclipped[1][0], rel=1e-3), "the norm before clipping"
     assert clipped[0][-1] != pytest.approx(unclipped[0][-1], abs=1e-4)
+
+
+def refused(world: World, run: Run) -> str:
+    with pytest.raises(UserError) as caught:
+        train(world, run, 1.0)
+    return caught.value.found

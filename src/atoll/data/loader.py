@@ -122,7 +122,7 @@ def open_samples(data: Data, folder: Path, split: Split) -> Samples:
 def batches_ahead(
     samples: Samples, run: Run, position: int, steps: int, rank: int
 ) -> Iterator[Iterator[Share]]:
-    """Give the shares of one rank for `steps` global batches, made ahead by a thread.
+    """Give the shares of one data rank for `steps` global batches, made ahead by a thread.
 
     `position` is how many samples of the endless order have been consumed, by all ranks. An
     error of the thread is raised where its share is asked for.
@@ -132,7 +132,7 @@ def batches_ahead(
 
     def share(step: int) -> Share:
         ids = sample_ids(run.seed, len(samples), position + step * size, size)
-        own = rank_share(ids, rank, run.world_size, microbatch)
+        own = rank_share(ids, rank, run.axes.data, microbatch)
         batches = [samples.batch(part) for part in own]
         return Share(
             [_pinned(batch) for batch in batches] if pin else batches,

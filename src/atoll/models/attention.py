@@ -38,14 +38,33 @@ def packed_attention(
     dropout: float = 0.0,
     segment_ends: Tensor | None = None,
     segment_lengths: tuple[int, ...] | None = None,
+    heads_for_tokens: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each segment; without segments, inside each sample.
 
     segment_ends: int32 [S+1] on the device, cumulative over the N flattened tokens, for the
-    kernel; segment_lengths: the same on the host, for one call a segment. Returns [B, T, H, D].
+    kernel; segment_lengths: the same on the host, for one call a segment. heads_for_tokens: where
+    ranks share a sample, gives each of them all tokens of some heads, and back. Returns
+    [B, T, H, D].
     """
     assert attention_mask is None, "documents are kept apart by segments, not by masks"
+    if heads_for_tokens is not None:
+        query_BHTD, key_BHTD, value_BHTD = (
+            heads_for_tokens(x) for x in (query_BHTD, key_BHTD, value_BHTD)
+        )
+        out_BTHD, _none = packed_attention(
+            module,
+            query_BHTD,
+            key_BHTD,
+            value_BHTD,
+            attention_mask,
+            scaling,
+            dropout,
+            segment_ends,
+            segment_lengths,
+        )
+        return heads_for_tokens.back(out_BTHD), None
     causal = bool(getattr(module, "is_causal", True))
     batch, heads, tokens, width = query_BHTD.shape
     if segment_ends is None and segment_lengths is None:

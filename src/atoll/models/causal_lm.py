@@ -1,6 +1,6 @@
 """A Hugging Face causal language model whose forward pass ends in the loss, not in logits."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,25 @@ from atoll.models.loss import chunked_cross_entropy
 from atoll.models.parts import Parts
 
 
+class Cut(Protocol):
+    """How a sample's tokens are divided among ranks that work on it together."""
+
+    attention: Any  # what exchanges heads for tokens around an attention call; None: nothing
+
+    def own(self, x_BT: Tensor) -> Tensor:
+        """This rank's part of the tokens."""
+        ...
+
+    def in_attention(self, x_BT: Tensor) -> Tensor:
+        """The part that this rank's attention sees."""
+        ...
+
+
 class CausalLM(nn.Module):
     """Tokens in, summed loss out; the whole of it is the root of every sharding layout.
 
-    The Hugging Face model lives under `hf`, so a parameter's own name follows "hf.".
+    The Hugging Face model lives under `hf`, so a parameter's own name follows "hf.". `cut` and
+    `stages` are set by layouts that divide tokens or layers among ranks.
     """
 
     def __init__(self, hf: nn.Module, parts: Parts, loss_chunk_tokens: int) -> None:
@@ -22,18 +37,47 @@ class CausalLM(nn.Module):
         self.hf = hf
         self.parts = parts
         self.loss_chunk_tokens = loss_chunk_tokens
+        self.cut: Cut | None = None
+        self.stages: Any = None
 
-    def forward(self, batch: Batch, compute_dtype: torch.dtype) -> Tensor:
-        """The cross-entropy summed over the batch's targets, fp32."""
-        backbone = self.hf.get_submodule(self.parts.backbone)
-        hidden_BTD = backbone(
-            input_ids=batch.tokens_BT,
-            position_ids=batch.positions_BT,
+    def forward(
+        self,
+        batch: Batch,
+        compute_dtype: torch.dtype,
+        hidden_BTD: Tensor | None = None,
+        stage: int | None = None,
+    ) -> Tensor:
+        """The cross-entropy summed over the batch's targets on this rank, fp32.
+
+        In a pipeline: of stage `stage`, from the hidden states of the one before; all stages but
+        the last return hidden states.
+        """
+        if stage is None:
+            return self._loss(self._hidden(batch, compute_dtype, None), batch)
+        with self.stages.shown(self, stage):
+            hidden_BTD = self._hidden(batch, compute_dtype, hidden_BTD)
+            return self._loss(hidden_BTD, batch) if self.stages.is_last(stage) else hidden_BTD
+
+    def _hidden(self, batch: Batch, dtype: torch.dtype, hidden_BTD: Tensor | None) -> Tensor:
+        tokens_BT, positions_BT, cut = batch.tokens_BT, batch.positions_BT, self.cut
+        if cut is not None:
+            tokens_BT = cut.own(tokens_BT)
+            # positions are added to a rank's own tokens, or turn the queries of its attention
+            part = cut.in_attention if self.parts.positions is None else cut.own
+            positions_BT = part(positions_BT)
+        inputs = {"input_ids": tokens_BT} if hidden_BTD is None else {"inputs_embeds": hidden_BTD}
+        dropout = _attention_dropout(self.hf) if self.training else 0.0
+        more = {} if cut is None or cut.attention is None else {"heads_for_tokens": cut.attention}
+        hidden: Tensor = self.hf.get_submodule(self.parts.backbone)(
+            **inputs,
+            position_ids=positions_BT,
             use_cache=False,
-            **_segments(
-                batch, compute_dtype, _attention_dropout(self.hf) if self.training else 0.0
-            ),
+            **_segments(batch, dtype, dropout),
+            **more,
         ).last_hidden_state
+        return hidden
+
+    def _loss(self, hidden_BTD: Tensor, batch: Batch) -> Tensor:
         if self.parts.before_head is not None:
             hidden_BTD = self.hf.get_submodule(self.parts.before_head)(hidden_BTD)
         head = self.hf.get_submodule(self.parts.head)
@@ -41,9 +85,13 @@ class CausalLM(nn.Module):
             hidden_BTD.flatten(0, 1),
             head.weight,
             head.bias,
-            batch.labels_BT.flatten(),
+            self.own_labels(batch).flatten(),
             self.loss_chunk_tokens,
         )
+
+    def own_labels(self, batch: Batch) -> Tensor:
+        """The targets whose loss this rank computes."""
+        return batch.labels_BT if self.cut is None else self.cut.own(batch.labels_BT)
 
 
 def _segments(batch: Batch, dtype: torch.dtype, dropout: float) -> dict[str, Any]:

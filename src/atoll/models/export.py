@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,21 @@ def plan_files(sizes: dict[str, int], max_file_bytes: int, ranks: int) -> Pieces
     return files
 
 
+@dataclass(frozen=True)
+class Numbered:
+    """Which of the export's files these are: the first one's number, and how many there are."""
+
+    first: int
+    total: int
+
+
 @torch.no_grad()
 def write_weights(
     folder: Path,
     parameters: dict[str, Tensor],
     dtype: torch.dtype,
     files: Pieces,
+    numbered: Numbered,
     rank: int,
     ranks: int,
 ) -> None:
@@ -60,7 +70,7 @@ def write_weights(
                 tensors[name] = whole.to(device="cpu", dtype=dtype, copy=True).contiguous()
         if mine:
             try:
-                _write_file(folder / file_name(number, len(files)), tensors)
+                _write_file(folder / file_name(numbered.first + number, numbered.total), tensors)
             except OSError as error:
                 failure = error  # the other ranks still need this one to gather
     if failure is not None:

@@ -15,14 +15,47 @@ class Parts:
     blocks: str  # the backbone's list of equal blocks
     head: str  # hidden states -> logits, a linear layer
     before_head: str | None = None  # hidden states -> hidden states, where there is such a thing
+    entrance: tuple[str, ...] = ()  # all that a pipeline's first stage alone has
+    positions: str | None = None  # of these, what is added to hidden states; rotary models: nothing
+    exit: tuple[str, ...] = ()  # all that its last stage alone has
 
 
 PARTS = {
-    "llama": Parts("model", "model.layers", "lm_head"),
-    "gpt2": Parts("transformer", "transformer.h", "lm_head"),
-    "opt": Parts("model.decoder", "model.decoder.layers", "lm_head"),
+    "llama": Parts(
+        "model",
+        "model.layers",
+        "lm_head",
+        entrance=("model.embed_tokens",),
+        exit=("model.norm", "lm_head"),
+    ),
+    "gpt2": Parts(
+        "transformer",
+        "transformer.h",
+        "lm_head",
+        entrance=("transformer.wte", "transformer.wpe", "transformer.drop"),
+        positions="transformer.wpe",
+        exit=("transformer.ln_f", "lm_head"),
+    ),
+    "opt": Parts(
+        "model.decoder",
+        "model.decoder.layers",
+        "lm_head",
+        entrance=(
+            "model.decoder.embed_tokens",
+            "model.decoder.embed_positions",
+            "model.decoder.project_in",
+        ),
+        positions="model.decoder.embed_positions",
+        exit=("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"),
+    ),
     "bert": Parts(
-        "bert", "bert.encoder.layer", "cls.predictions.decoder", "cls.predictions.transform"
+        "bert",
+        "bert.encoder.layer",
+        "cls.predictions.decoder",
+        "cls.predictions.transform",
+        entrance=("bert.embeddings",),
+        positions="bert.embeddings.position_embeddings",
+        exit=("cls",),
     ),
 }
 

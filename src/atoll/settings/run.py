@@ -1,9 +1,10 @@
 """Everything that one run needs to know, and what must agree in it."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
+from atoll.settings.axes import Axes, axes_of
 from atoll.settings.fields import Count, CountOrZero, Settings, Word
 from atoll.settings.learning import (
     Checkpoint,
@@ -26,10 +27,49 @@ class Sharding(Settings):
 
     name: Word
     layouts: list[str]
-    engine: Literal["plain"] = "plain"
+    exchange: str | None = None  # of gradients, where no layout does it
+    engine: Literal["plain", "deepspeed"] = "plain"
     shard: Literal["none", "node", "all"] | Count = "none"
-    reshard_after_forward: bool = True
+    # a number: after the forward pass, parameters stay spread over so many neighbours alone
+    reshard_after_forward: Annotated[bool, Field(strict=True)] | Count = True
     sync_every_microbatch: bool = False
+    offload: bool = False  # parameters, gradients and optimizer live in the host's memory
+    tensor: Count = 1
+    context: Count = 1
+    pipeline: Count = 1
+    stages_per_rank: Count = 1
+    deepspeed: dict[str, Any] = {}
+
+    @property
+    def spreads(self) -> bool:
+        """Whether anything in it is made for more than one rank."""
+        return bool(self.layouts or self.exchange or self.engine != "plain")
+
+    @property
+    def step_engine(self) -> str:
+        """What takes a step: a pipeline is one of several ranks, whatever else is chosen."""
+        return "pipeline" if self.pipeline > 1 else self.engine
+
+    @model_validator(mode="after")
+    def _axes_go_together(self) -> "Sharding":
+        cut = {name: getattr(self, name) for name in ("tensor", "context", "pipeline")}
+        used = ", ".join(f"sharding.{name}={size}" for name, size in cut.items() if size > 1)
+        if used and "fsdp" not in self.layouts:
+            raise ValueError(
+                f"{used}: sharding={self.name} spreads samples alone",
+                "these axes go with full_shard, shard_grad_op and the hybrid ones",
+            )
+        if self.stages_per_rank > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"sharding.stages_per_rank={self.stages_per_rank} needs a pipeline",
+                "set sharding.pipeline, or stages_per_rank=1",
+            )
+        if self.offload and "fsdp" not in self.layouts and self.engine != "deepspeed":
+            raise ValueError(
+                f"sharding.offload=true: sharding={self.name} keeps its state on the devices",
+                "choose full_shard, or deepspeed_zero3_offload",
+            )
+        return self
 
 
 class Federation(Settings):
@@ -84,27 +124,60 @@ class Run(Settings):
             )
         return self
 
+    @property
+    def axes(self) -> Axes:
+        return axes_of(self)
+
+    @property
+    def microbatches(self) -> int:
+        """Passes of each rank in a step."""
+        per_pass = self.axes.data * self.training.microbatch_samples
+        return self.training.global_batch_samples // per_pass
+
     @model_validator(mode="after")
     def _batch_divides(self) -> "Run":
-        per_pass = self.world_size * self.training.microbatch_samples
+        data, microbatch = self.axes.data, self.training.microbatch_samples
+        per_pass = data * microbatch
         if self.training.global_batch_samples % per_pass:
             raise ValueError(
                 f"training.global_batch_samples ({self.training.global_batch_samples}) must be "
                 f"divisible by ranks x training.microbatch_samples "
-                f"({self.world_size} x {self.training.microbatch_samples} = {per_pass})"
+                f"({data} x {microbatch} = {per_pass})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_divide(self) -> "Run":
+        tokens, parts = self.data.sequence_tokens, self.axes.tokens
+        if tokens % parts:
+            raise ValueError(
+                f"data.sequence_tokens ({tokens}) must be divisible by sharding.context x tensor "
+                f"({self.sharding.context} x {self.sharding.tensor} = {parts})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pipeline_is_fed(self) -> "Run":
+        stages, interleaved = self.sharding.pipeline, self.sharding.stages_per_rank > 1
+        if interleaved and self.microbatches % stages:
+            raise ValueError(
+                f"the microbatches of a rank ({self.microbatches}) must be divisible by "
+                f"sharding.pipeline ({stages}) when each rank has several stages"
             )
         return self
 
     @model_validator(mode="after")
     def _sharding_fits(self) -> "Run":
-        shard = self.sharding.shard
-        if isinstance(shard, int) and self.world_size % shard:
+        sharding, axes = self.sharding, self.axes
+        narrow = sharding.reshard_after_forward
+        if not isinstance(narrow, bool) and (axes.shard * axes.context) % narrow:
             raise ValueError(
-                f"world size ({self.world_size}) must be divisible by sharding.shard ({shard})"
+                f"the shard group ({axes.shard * axes.context} ranks) must be divisible by "
+                f"sharding.reshard_after_forward ({narrow})"
             )
-        if not self.sharding.layouts and self.world_size > 1:
+        if not sharding.spreads and self.world_size > 1:
             raise ValueError(
-                f"sharding={self.sharding.name} is one process, but this run has "
+                f"sharding={sharding.name} is one process, but this run has "
                 f"{self.world_size} ranks: set ranks_per_node=1, or choose ddp or full_shard"
             )
         return self

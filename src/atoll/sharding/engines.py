@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from atoll.data.batch import Batch
+from atoll.sharding.exchange import EXCHANGES
+from atoll.sharding.pipeline import forward_only, pipeline
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,8 @@ class StepPlan:
     autocast: bool
     sync_every_microbatch: bool
     keep_gathered: bool  # between microbatches, for layouts that do not reshard after forward
+    exchange: str | None = None  # of gradients by hand, over `ranks`
+    ranks: int = 1
 
 
 def plain(model: nn.Module, batches: Sequence[Batch], scale: float, plan: StepPlan) -> Tensor:
@@ -36,12 +41,23 @@ def plain(model: nn.Module, batches: Sequence[Batch], scale: float, plan: StepPl
             (loss * scale).backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None
+    if plan.exchange is not None and plan.ranks > 1:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        EXCHANGES[plan.exchange](gradients, plan.ranks)
     return total
 
 
-ENGINES: dict[str, Callable[[nn.Module, Sequence[Batch], float, StepPlan], Tensor]] = {
-    "plain": plain
-}
+def forward(model: nn.Module, batch: Batch, plan: StepPlan) -> Tensor:
+    """The summed loss of one microbatch, without gradients."""
+    with forward_context(plan, batch.tokens_BT.device):
+        loss: Tensor = model(batch, plan.compute_dtype)
+    return loss
+
+
+Step = Callable[[Any, Sequence[Batch], float, StepPlan], Tensor]
+Forward = Callable[[Any, Batch, StepPlan], Tensor]
+ENGINES: dict[str, Step] = {"plain": plain, "pipeline": pipeline}
+FORWARDS: dict[str, Forward] = {"plain": forward, "pipeline": forward_only}
 
 
 def forward_context(plan: StepPlan, device: torch.device) -> AbstractContextManager[None]:

@@ -1,55 +1,75 @@
-"""How parameters are spread: functions (model, mesh, ...) -> model, named in a sharding's YAML.
+"""How parameters are spread: functions (model, meshes, ...) -> model, named in a sharding's YAML.
 
-To add a layout, write a function here, add it to LAYOUTS, and name it in hydra_conf/sharding/.
+To add a layout, write a function here, add it to a table below, and name it in
+hydra_conf/sharding/.
 """
 
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from atoll.errors import UserError
 from atoll.models.parts import blocks_of
 from atoll.settings import Sharding
 
+if TYPE_CHECKING:
+    from atoll.train.mesh import Meshes
+
 
 @dataclass(frozen=True)
 class Spread:
-    """What a layout needs to know beside the model and the mesh."""
+    """What a layout needs to know beside the model and the meshes."""
 
     sharding: Sharding
     compute_dtype: torch.dtype
     device: torch.device
 
 
-Layout = Callable[[nn.Module, DeviceMesh, Spread], nn.Module]
+Layout = Callable[[Any, "Meshes", Spread], Any]
 
 
-def fsdp(model: nn.Module, mesh: DeviceMesh, spread: Spread) -> nn.Module:
-    """Shard every block and then the rest over the mesh's shard axis (FSDP2, ZeRO-2 and 3).
+def fsdp(model: Any, meshes: "Meshes", spread: Spread) -> Any:
+    """Shard every block and then the rest over their shard axes (FSDP2, ZeRO-2 and 3).
 
-    With a replicate axis wider than one, shards are also replicated (HSDP, ZeRO++'s hpZ).
+    With a replicate axis, shards are also replicated (HSDP, ZeRO++'s hpZ).
     """
-    axes = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
     half = spread.compute_dtype != torch.float32
-    policy = MixedPrecisionPolicy(
-        param_dtype=spread.compute_dtype if half else None,
-        # summed in fp32 whatever the arithmetic: the mean of many bf16 gradients loses digits
-        reduce_dtype=torch.float32,
-    )
     reshard = spread.sharding.reshard_after_forward
+    common: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=spread.compute_dtype if half else None,
+            # summed in fp32 whatever the arithmetic: the mean of many bf16 gradients loses digits
+            reduce_dtype=torch.float32,
+        )
+    }
+    if spread.sharding.offload:
+        common["offload_policy"] = CPUOffloadPolicy(pin_memory=spread.device.type == "cuda")
     for block in blocks_of(model.hf, model.parts):
-        fully_shard(block, mesh=axes, reshard_after_forward=reshard, mp_policy=policy)
+        if any(True for _ in block.parameters()):
+            fully_shard(
+                block,
+                mesh=meshes.data,
+                reshard_after_forward=reshard,
+                shard_placement_fn=_beside_tensor_axis,
+                **common,
+            )
     # the root is needed again at once in the backward pass: never reshard it in between
-    return fully_shard(model, mesh=axes, reshard_after_forward=False, mp_policy=policy)
+    root = fully_shard(model, mesh=meshes.rest, reshard_after_forward=False, **common)
+    if meshes.tensor is not None:
+        # the tensor ranks' parts of a sample add up, as in the blocks: they are not averaged
+        root.set_gradient_divide_factor(float(meshes.axes.averaged))
+        root.set_force_sum_reduction_for_comms(True)  # gloo has no sum of products
+    return root
 
 
-def ddp(model: nn.Module, mesh: DeviceMesh, spread: Spread) -> nn.Module:
+def ddp(model: Any, meshes: "Meshes", spread: Spread) -> Any:
     """Replicate the model and average gradients in buckets during the backward pass."""
     indices = [spread.device.index] if spread.device.type == "cuda" else None
     with warnings.catch_warnings():
@@ -58,7 +78,6 @@ def ddp(model: nn.Module, mesh: DeviceMesh, spread: Spread) -> nn.Module:
         return DistributedDataParallel(
             model,
             device_ids=indices,
-            process_group=mesh["replicate"].get_group(),
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
         )
@@ -70,11 +89,11 @@ AFTER_WEIGHTS: dict[str, Layout] = {"ddp": ddp}
 
 
 def apply_layouts(
-    known: dict[str, Layout], model: nn.Module, mesh: DeviceMesh | None, spread: Spread
-) -> nn.Module:
+    known: dict[str, Layout], model: Any, meshes: "Meshes | None", spread: Spread
+) -> Any:
     """Apply, in the order of the YAML, those of its layouts that are in `known`.
 
-    Without a mesh there is one rank, and nothing to apply.
+    Without meshes there is one rank, and nothing to apply.
     """
     for name in spread.sharding.layouts:
         if name not in BEFORE_WEIGHTS | AFTER_WEIGHTS:
@@ -82,6 +101,12 @@ def apply_layouts(
                 f"sharding={spread.sharding.name} names an unknown layout: {name}",
                 f"choose from {', '.join(BEFORE_WEIGHTS | AFTER_WEIGHTS)}",
             )
-        if name in known and mesh is not None:
-            model = known[name](model, mesh, spread)
+        if name in known and meshes is not None:
+            model = known[name](model, meshes, spread)
     return model
+
+
+def _beside_tensor_axis(parameter: Tensor) -> Shard | None:
+    """Matrices that the tensor axis cuts along their rows are sharded along their columns."""
+    cut_rows = isinstance(parameter, DTensor) and parameter.placements[0] == Shard(0)
+    return Shard(1) if cut_rows and parameter.ndim > 1 else None

@@ -16,13 +16,18 @@ from atoll.data.loader import Samples, open_samples
 from atoll.data.tokenize import open_prepared
 from atoll.errors import UserError
 from atoll.models.build import build_config, build_model, weights_for
+from atoll.models.causal_lm import CausalLM
 from atoll.models.parts import blocks_of
 from atoll.models.weights import fill, fill_buffers, materialize
+from atoll.plan.shapes import Shape, check_architecture, shape_of
 from atoll.settings import Run
+from atoll.sharding.cut import cut_tokens
 from atoll.sharding.engines import StepPlan
 from atoll.sharding.layouts import AFTER_WEIGHTS, BEFORE_WEIGHTS, Spread, apply_layouts
+from atoll.sharding.pipeline import split_layers
+from atoll.sharding.tensor import split_matrices
 from atoll.train import metrics
-from atoll.train.mesh import make_mesh, mesh_sizes
+from atoll.train.mesh import Meshes, make_meshes
 from atoll.train.optimizer import Stepper, make_stepper
 from atoll.train.precision import compute_dtype
 from atoll.train.traffic import bytes_sent
@@ -37,7 +42,7 @@ class Trainee:
     run_folder: Path
     world: World
     config: Any
-    model: nn.Module  # as sharded; its parameters carry the names
+    model: CausalLM  # as sharded; its parameters carry the names
     wrapped: nn.Module  # as called; the same, or inside DDP
     plan: StepPlan
     stepper: Stepper
@@ -46,6 +51,12 @@ class Trainee:
     total_steps: int
     peak_tflops: tuple[float, str]  # of one device, and where the number comes from
     communication_bytes: int  # expected, sent by one rank in a step
+    shape: Shape
+
+    @property
+    def pipeline_group(self) -> Any:
+        """The ranks that hold the other layers; None where each has all."""
+        return None if self.model.stages is None else self.model.stages.group
 
     @property
     def tokenizer(self) -> Path:
@@ -76,10 +87,10 @@ def assemble(run: Run, run_folder: Path, world: World) -> Trainee:
         compute_dtype=dtype,
         autocast=dtype != torch.float32 and not isinstance(model, FSDPModule),
         sync_every_microbatch=run.sharding.sync_every_microbatch,
-        keep_gathered=not run.sharding.reshard_after_forward,
+        keep_gathered=run.sharding.reshard_after_forward is False,
+        exchange=run.sharding.exchange,
+        ranks=world.size,
     )
-    per_pass = world.size * run.training.microbatch_samples
-    microbatches = run.training.global_batch_samples // per_pass
     peak = together(world, lambda: metrics.peak_tflops(run.facility.node, world.device, dtype))
     return Trainee(
         run=run,
@@ -94,23 +105,25 @@ def assemble(run: Run, run_folder: Path, world: World) -> Trainee:
         validation=validation,
         total_steps=total_steps(run, len(training)),
         peak_tflops=peak,
-        communication_bytes=bytes_sent(model, mesh_sizes(run), microbatches, plan),
+        communication_bytes=bytes_sent(model, run.axes, run.microbatches, plan),
+        shape=shape_of(config.to_dict()),
     )
 
 
 def build_sharded(
     run: Run, config: Any, world: World, dtype: torch.dtype
-) -> tuple[nn.Module, nn.Module]:
+) -> tuple[CausalLM, nn.Module]:
     """Meta, sharded, given memory, filled slice by slice, then wrapped."""
     model = build_model(config, run.training)
     if run.training.compile:
         together(world, lambda: check_compiler(world))
         for block in blocks_of(model.hf, model.parts):
             block.compile(fullgraph=world.device.type == "cuda")
-    mesh = together(world, lambda: make_mesh(run, world.device))
+    meshes = together(world, lambda: make_meshes(run, world.device, world.rank))
     spread = Spread(run.sharding, dtype, world.device)
-    apply_layouts(BEFORE_WEIGHTS, model, mesh, spread)
-    materialize(model, world.device)
+    together(world, lambda: divide(run, model, meshes))
+    apply_layouts(BEFORE_WEIGHTS, model, meshes, spread)
+    materialize(model, torch.device("cpu") if run.sharding.offload else world.device)
 
     def fill_all() -> None:
         with weights_for(run.model, config, run.seed) as read:
@@ -118,7 +131,16 @@ def build_sharded(
             fill_buffers(model.hf)
 
     together(world, fill_all)
-    return model, apply_layouts(AFTER_WEIGHTS, model, mesh, spread)
+    return model, apply_layouts(AFTER_WEIGHTS, model, meshes, spread)
+
+
+def divide(run: Run, model: CausalLM, meshes: Meshes | None) -> None:
+    """Give this rank its layers, its part of their matrices and its part of the tokens."""
+    if meshes is not None:
+        check_architecture(shape_of(model.hf.config.to_dict()), run.sharding)
+        split_layers(model, meshes, run.sharding.stages_per_rank)
+        split_matrices(model, meshes)
+        cut_tokens(model, meshes)
 
 
 def check_compiler(world: World) -> None:

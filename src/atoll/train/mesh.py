@@ -1,29 +1,64 @@
-"""The mesh of ranks: a replicate axis times a shard axis."""
+"""The mesh of ranks, and the groups that layouts take from it."""
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from atoll.errors import UserError
 from atoll.settings import Run
+from atoll.settings.axes import Axes
 
 
-def mesh_sizes(run: Run) -> tuple[int, int]:
-    """(replicate, shard) sizes; their product is the world size."""
-    world = run.world_size
-    shard = {"none": 1, "node": run.ranks_per_node, "all": world}.get(
-        str(run.sharding.shard), run.sharding.shard
-    )
-    assert isinstance(shard, int)
-    if world % shard:
-        raise UserError(
-            f"world size ({world}) is not divisible by the shard group ({shard} ranks)",
-            "change nodes, ranks_per_node or sharding.shard",
-        )
-    return world // shard, shard
+@dataclass(frozen=True)
+class Meshes:
+    """Who works with whom; None where an axis has one rank.
+
+    data: (replicate, shard) of this rank's blocks; a sample's context ranks are part of shard.
+    rest: the same for what is not in a block, whose shard axis takes in the tensor ranks too.
+    """
+
+    axes: Axes
+    rank: int
+    data: DeviceMesh
+    rest: DeviceMesh
+    tensor: DeviceMesh | None
+    context: Any
+    pipeline: Any
 
 
-def make_mesh(run: Run, device: torch.device) -> DeviceMesh | None:
-    """The mesh, or None for a single rank: there is nobody to spread over."""
-    if run.world_size == 1:
+def make_meshes(run: Run, device: torch.device, rank: int) -> Meshes | None:
+    """All of them, or None for a single rank: there is nobody to spread over."""
+    axes, kind = run.axes, device.type
+    if axes.world == 1:
         return None
-    return init_device_mesh(device.type, mesh_sizes(run), mesh_dim_names=("replicate", "shard"))
+    shard = axes.shard * axes.context
+    sizes = {"pipeline": axes.pipeline, "replicate": axes.replicate, "shard": shard}
+    blocks = _mesh(kind, sizes | {"tensor": axes.tensor})
+    rest = blocks
+    if axes.tensor > 1:
+        rest = _mesh(kind, sizes | {"shard": shard * axes.tensor})
+    context = None
+    if axes.context > 1:
+        ways = (axes.world // axes.tokens, axes.context, axes.tensor)
+        context = init_device_mesh(kind, ways, mesh_dim_names=("others", "context", "tensor"))
+    return Meshes(
+        axes=axes,
+        rank=rank,
+        data=_data(blocks),
+        rest=_data(rest),
+        tensor=blocks["tensor"] if axes.tensor > 1 else None,
+        context=None if context is None else context["context"].get_group(),
+        pipeline=blocks["pipeline"].get_group() if axes.pipeline > 1 else None,
+    )
+
+
+def _mesh(kind: str, sizes: dict[str, int]) -> DeviceMesh:
+    """Axes of one rank are left out (each would make a group for every rank), but for shard."""
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    return init_device_mesh(kind, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def _data(mesh: DeviceMesh) -> DeviceMesh:
+    names = mesh.mesh_dim_names or ()
+    return mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from atoll import run_dir
 from atoll.errors import UserError
+from atoll.plan.shapes import Shape
 from atoll.settings import Node
 
 MFU_FORMULA = (
@@ -51,19 +51,10 @@ def peak_tflops(node: Node, device: torch.device, dtype: torch.dtype) -> tuple[f
     )
 
 
-def flops_per_token(config: Any, model: nn.Module, mean_context_tokens: float) -> float:
+def flops_per_token(shape: Shape, mean_context_tokens: float) -> float:
     """Forward and backward (Chowdhery et al. 2022, appendix B): 6 N + 12 L d C."""
-    head = config.vocab_size * config.hidden_size
-    embeddings = {
-        id(p)
-        for m in model.modules()
-        if isinstance(m, nn.Embedding)
-        for p in m.parameters(recurse=False)
-    }
-    matmul = sum(p.numel() for p in model.parameters() if id(p) not in embeddings and p.ndim >= 2)
-    tied = config.tie_word_embeddings
-    attention = 12 * config.num_hidden_layers * config.hidden_size * mean_context_tokens
-    return 6.0 * (matmul + (head if tied else 0)) + attention
+    attention = 12 * shape.layers * shape.hidden * mean_context_tokens
+    return 6.0 * shape.multiplied_parameters + attention
 
 
 def memory_gib(device: torch.device) -> float:

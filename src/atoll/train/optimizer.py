@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -35,12 +36,13 @@ def make_stepper(settings: Optimizer, model: nn.Module) -> Stepper:
     """AdamW over the model's parameters; vectors (norms, biases) are not decayed."""
     local = settings.name == "adamw_8bit"
     pairs = {name: (p, _own_shard(p) if local else p) for name, p in model.named_parameters()}
-    decayed = [own for p, own in pairs.values() if p.ndim >= 2]
-    others = [own for p, own in pairs.values() if p.ndim < 2]
-    groups = [
-        {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    groups = []
+    # one kernel takes all parameters of a group, so those of another mesh are another group
+    for same in by_mesh([own for _, own in pairs.values()]):
+        decayed = [own for own in same if own.ndim >= 2]
+        others = [own for own in same if own.ndim < 2]
+        groups.append({"params": decayed, "weight_decay": settings.weight_decay})
+        groups.append({"params": others, "weight_decay": 0.0})
     return Stepper(MAKERS[settings.name](settings, [g for g in groups if g["params"]]), pairs)
 
 
@@ -57,15 +59,21 @@ def learning_rate(settings: Optimizer, step: int, total_steps: int, ranks: int) 
     return peak * (settings.final_fraction + (1.0 - settings.final_fraction) * cosine)
 
 
-def take_step(stepper: Stepper, rate: float, clip_norm: float | None) -> Tensor:
-    """Clip, update, clear the gradients; returns the gradient's norm before clipping."""
-    gradients = [p.grad for p, _ in stepper.parameters.values() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+def take_step(
+    stepper: Stepper, rate: float, clip_norm: float | None, pipeline: Any = None
+) -> Tensor:
+    """Clip, update, clear the gradients; returns the gradient's norm before clipping.
+
+    pipeline: the group of ranks that hold other layers of the same model.
+    """
+    norm = gradient_norm([p.grad for p, _ in stepper.parameters.values() if p.grad is not None])
+    if pipeline is not None:
+        squared = norm.square()
+        dist.all_reduce(squared, group=pipeline)
+        norm = squared.sqrt()
     if clip_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(
-            [p for p, _ in stepper.parameters.values()], clip_norm, norm
-        )
+        for same in by_mesh([p for p, _ in stepper.parameters.values()]):
+            torch.nn.utils.clip_grads_with_norm_(same, clip_norm, norm.to(same[0].device))
     for parameter, own in stepper.parameters.values():
         if own is not parameter and parameter.grad is not None:
             own.grad = _local(parameter.grad)
@@ -74,6 +82,22 @@ def take_step(stepper: Stepper, rate: float, clip_norm: float | None) -> Tensor:
     stepper.optimizer.step()
     clear_gradients(stepper)
     return norm
+
+
+def gradient_norm(gradients: list[Tensor]) -> Tensor:
+    """The norm of all of them together, of which ranks may hold parts."""
+    norms = [torch.nn.utils.get_total_norm(same) for same in by_mesh(gradients)]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(whole)) if len(whole) > 1 else whole[0]
+
+
+def by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Those of one mesh and placement together, in the order in which they first come."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        key = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        groups.setdefault(key, []).append(tensor)
+    return list(groups.values())
 
 
 def clear_gradients(stepper: Stepper) -> None:

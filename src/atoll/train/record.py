@@ -5,11 +5,13 @@ import json
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from atoll import run_dir
+from atoll.sharding.engines import FORWARDS
 from atoll.train import metrics
 from atoll.train.assemble import Trainee
 from atoll.train.evaluate import Perplexity, evaluate
@@ -81,7 +83,7 @@ class Meter:
 def flops_per_token(trainee: Trainee) -> float:
     lengths = trainee.training.plan.piece_length.astype(float)
     mean_context = float((lengths**2).sum() / lengths.sum())
-    return metrics.flops_per_token(trainee.config, trainee.model, mean_context)
+    return metrics.flops_per_token(trainee.shape, mean_context)
 
 
 def record_start(trainee: Trainee) -> None:
@@ -94,7 +96,7 @@ def record_start(trainee: Trainee) -> None:
             "event": "start",
             "step": 0,
             "ranks": world.size,
-            "parameters": sum(p.numel() for p in trainee.model.parameters()),
+            "parameters": trainee.shape.parameters,
             "steps": trainee.total_steps,
             "training_samples": len(trainee.training),
             "padding_fraction": trainee.training.plan.padding_fraction,
@@ -110,9 +112,11 @@ def record_evaluation(trainee: Trainee, step: int) -> Perplexity:
     """Perplexity on the held-out text, shown and recorded."""
     run, world = trainee.run, trainee.world
     result = evaluate(
-        trainee.wrapped,
+        trainee.model,
+        partial(FORWARDS[run.sharding.step_engine], trainee.wrapped),
         trainee.validation,
         world,
+        run.axes,
         trainee.plan,
         run.training.microbatch_samples,
         run.evaluation.max_samples,

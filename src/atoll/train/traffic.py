@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from atoll.models.parts import blocks_of
+from atoll.settings.axes import Axes
 from atoll.sharding.engines import StepPlan
 
 FP32_BYTES = 4
@@ -17,13 +18,13 @@ FP32_BYTES = 4
 COLLECTIVES = ("gloo:", "nccl:", "ncclDevKernel", "rcclDevKernel")
 
 
-def bytes_sent(model: Any, mesh_sizes: tuple[int, int], microbatches: int, plan: StepPlan) -> int:
+def bytes_sent(model: Any, axes: Axes, microbatches: int, plan: StepPlan) -> int:
     """Expected bytes one rank sends in a step, over rings (Thakur et al. 2005).
 
     A gather or a reduce-scatter of n bytes over r ranks sends n (r-1)/r from each, an all-reduce
-    twice that. mesh_sizes: (replicate, shard).
+    twice that.
     """
-    replicate, shard = mesh_sizes
+    replicate, shard = axes.replicate, axes.shard
     whole = _numel(model)
     blocks = sum(_numel(block) for block in blocks_of(model.hf, model.parts))
     exchanges = microbatches if plan.sync_every_microbatch else 1

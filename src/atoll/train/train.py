@@ -147,14 +147,18 @@ def loop(trainee: Trainee, start: checkpoint.Progress, asked: Asked) -> Stopped:
     """The training loop."""
     run, world = trainee.run, trainee.world
     batch_samples = run.training.global_batch_samples
-    engine = ENGINES[run.sharding.engine]
+    engine = ENGINES[run.sharding.step_engine]
     meter = Meter(trainee, start.tokens)
     saving: checkpoint.Pending | None = None
     clear_gradients(trainee.stepper)
     with (
         metrics.display(trainee.total_steps, start.step, world.rank == 0) as show,
         batches_ahead(
-            trainee.training, run, start.samples, trainee.total_steps - start.step, world.rank
+            trainee.training,
+            run,
+            start.samples,
+            trainee.total_steps - start.step,
+            run.axes.data_rank(world.rank),
         ) as batches,
         agreement(world, asked) as agreed_code,
     ):
@@ -166,9 +170,14 @@ def loop(trainee: Trainee, start: checkpoint.Progress, asked: Asked) -> Stopped:
             # one step is profiled: not the first, which warms up, and not again
             with timed_collectives(world.size > 1 and step == start.step + 2) as seconds:
                 loss_sum = engine(
-                    trainee.wrapped, microbatches, world.size / share.global_targets, trainee.plan
+                    trainee.wrapped,
+                    microbatches,
+                    run.axes.averaged / share.global_targets,
+                    trainee.plan,
                 )
-                norm = take_step(trainee.stepper, rate, run.optimizer.clip_norm)
+                norm = take_step(
+                    trainee.stepper, rate, run.optimizer.clip_norm, trainee.pipeline_group
+                )
             meter.communication_seconds = seconds[0] if seconds else meter.communication_seconds
             meter.count(loss_sum, share.global_targets, share.global_useful)
             if step % run.training.log_every_steps == 0 or step == trainee.total_steps:
@@ -219,17 +228,25 @@ def export_model(trainee: Trainee) -> None:
     parameters = {n.removeprefix("hf."): p for n, p in trainee.model.named_parameters()}
     sizes = {name: p.numel() * dtype.itemsize for name, p in parameters.items()}
     limit = int(trainee.run.export.max_file_gib * 2**30)
-    files = export.plan_files(sizes, limit, world.size)
+    axes = trainee.run.axes
+    # the ranks of a pipeline's stage write the files of its layers
+    ranks, stage = axes.world // axes.pipeline, axes.stage(world.rank)
+    every = gathered(world, sizes)[::ranks]
+    plans = [export.plan_files(one, limit, ranks) for one in every]
+    files = [names for plan in plans for names in plan]
+    numbered = export.Numbered(sum(map(len, plans[:stage])), len(files))
     first = world.rank == 0
     partial = export.partial_folder(final)
     together(world, lambda: export.start(final) if first else None)
     together(
         world,
-        lambda: export.write_weights(partial, parameters, dtype, files, world.rank, world.size),
+        lambda: export.write_weights(
+            partial, parameters, dtype, plans[stage], numbered, world.rank % ranks, ranks
+        ),
     )
 
     def rest() -> None:
-        total = sum(sizes.values())
+        total = sum(sum(one.values()) for one in every)
         architecture = type(trainee.model.hf).__name__
         export.write_rest(
             partial, trainee.config, architecture, dtype, files, total, trainee.tokenizer

@@ -1,0 +1,290 @@
+"""The shape of a model from its Hugging Face configuration, and its numbers of parameters."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.errors import UserError
+from atoll.settings import Model, Sharding
+
+
+@dataclass(frozen=True)
+class Family:
+    """What an architecture calls its sizes, what they are by default, and what a block has."""
+
+    layers: str
+    heads: str
+    hidden: str
+    intermediate: str
+    positions: str
+    defaults: Mapping[str, Any]
+    # (shape) -> parameters of one block: matrices, biases that are cut with them, vectors
+    block: "Callable[[Shape], tuple[int, int, int]]"
+    # (shape) -> parameters outside the blocks, but for a head of its own
+    rest: "Callable[[Shape], int]"
+    gated: bool = False  # the MLP has two matrices up, and one down
+    rotary: bool = False
+    splits_matrices: bool = True
+    kv_heads: str | None = None
+    embedded: str | None = None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model that decide what it needs."""
+
+    family: str
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    positions: int
+    tied: bool
+    embedded: int  # width of an embedding, where it differs from hidden
+
+    @property
+    def head_width(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_width
+
+    @property
+    def block_parameters(self) -> int:
+        return sum(FAMILIES[self.family].block(self))
+
+    @property
+    def block_vectors(self) -> int:
+        """Parameters of a block that no tensor rank cuts: norms and biases of its outputs."""
+        return FAMILIES[self.family].block(self)[2]
+
+    @property
+    def head_parameters(self) -> int:
+        return self.vocabulary * self.embedded
+
+    @property
+    def rest_parameters(self) -> int:
+        return FAMILIES[self.family].rest(self) + (0 if self.tied else self.head_parameters)
+
+    @property
+    def multiplied_parameters(self) -> int:
+        """Those that every token is multiplied with."""
+        transform = self.hidden**2 if self.family == "bert" else 0
+        block = FAMILIES[self.family].block(self)[0]
+        return self.layers * block + self.head_parameters + transform
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.block_parameters + self.rest_parameters
+
+
+def _llama_block(s: Shape) -> tuple[int, int, int]:
+    attention = 2 * s.hidden * s.hidden + 2 * s.hidden * s.kv_width
+    return attention + 3 * s.hidden * s.intermediate, 0, 2 * s.hidden
+
+
+def _biased_block(s: Shape) -> tuple[int, int, int]:
+    """GPT-2, OPT, BERT: four square matrices, two wide ones, all with biases, two norms."""
+    matrices = 4 * s.hidden * s.hidden + 2 * s.hidden * s.intermediate
+    return matrices, 3 * s.hidden + s.intermediate, 6 * s.hidden
+
+
+def _llama_rest(s: Shape) -> int:
+    return s.vocabulary * s.hidden + s.hidden
+
+
+def _gpt2_rest(s: Shape) -> int:
+    return (s.vocabulary + s.positions + 2) * s.hidden
+
+
+def _opt_rest(s: Shape) -> int:
+    projections = 2 * s.embedded * s.hidden if s.embedded != s.hidden else 0
+    # its positions begin at 2; a projected model ends without a norm
+    return s.vocabulary * s.embedded + (s.positions + 4) * s.hidden + projections
+
+
+def _bert_rest(s: Shape) -> int:
+    embeddings = (s.vocabulary + s.positions + 2) * s.hidden + 2 * s.hidden
+    transform = s.hidden * s.hidden + s.hidden + 2 * s.hidden
+    return embeddings + transform + s.vocabulary
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        "num_hidden_layers",
+        "num_attention_heads",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        {
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 2048,
+            "vocab_size": 32000,
+            "tie_word_embeddings": False,
+        },
+        _llama_block,
+        _llama_rest,
+        gated=True,
+        rotary=True,
+        kv_heads="num_key_value_heads",
+    ),
+    "gpt2": Family(
+        "n_layer",
+        "n_head",
+        "n_embd",
+        "n_inner",
+        "n_positions",
+        {
+            "n_layer": 12,
+            "n_head": 12,
+            "n_embd": 768,
+            "n_positions": 1024,
+            "vocab_size": 50257,
+            "tie_word_embeddings": True,
+        },
+        _biased_block,
+        _gpt2_rest,
+        splits_matrices=False,
+    ),
+    "opt": Family(
+        "num_hidden_layers",
+        "num_attention_heads",
+        "hidden_size",
+        "ffn_dim",
+        "max_position_embeddings",
+        {
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "hidden_size": 768,
+            "ffn_dim": 3072,
+            "max_position_embeddings": 2048,
+            "vocab_size": 50272,
+            "tie_word_embeddings": True,
+        },
+        _biased_block,
+        _opt_rest,
+        embedded="word_embed_proj_dim",
+    ),
+    "bert": Family(
+        "num_hidden_layers",
+        "num_attention_heads",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        {
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "max_position_embeddings": 512,
+            "vocab_size": 30522,
+            "tie_word_embeddings": True,
+        },
+        _biased_block,
+        _bert_rest,
+    ),
+}
+
+
+def shape_of(config: Mapping[str, Any]) -> Shape:
+    """The shape that a configuration (config.json's content) describes.
+
+    Raises `UserError` for an architecture that has no line in the table.
+    """
+    name = config.get("model_type")
+    if name not in FAMILIES:
+        raise UserError(
+            f"nothing is known of the shape of models of type {name!r}",
+            f"choose one of {', '.join(FAMILIES)}, or add a line to FAMILIES in plan/shapes.py",
+        )
+    family = FAMILIES[name]
+    values = {**family.defaults, **{k: v for k, v in config.items() if v is not None}}
+    hidden, heads = int(values[family.hidden]), int(values[family.heads])
+    return Shape(
+        family=name,
+        layers=int(values[family.layers]),
+        heads=heads,
+        kv_heads=int(values.get(family.kv_heads or "", heads)),
+        hidden=hidden,
+        intermediate=int(values.get(family.intermediate) or 4 * hidden),
+        vocabulary=int(values["vocab_size"]),
+        positions=int(values[family.positions]),
+        tied=bool(values["tie_word_embeddings"]),
+        embedded=int(values.get(family.embedded or "", hidden)),
+    )
+
+
+def known_config(
+    model: Model, environment: Mapping[str, str] = os.environ
+) -> dict[str, Any] | None:
+    """The configuration of a run's model where this machine has it, else None.
+
+    A folder's or the hub cache's config.json, with `model.config` laid over it.
+    """
+    if model.source is None:
+        return dict(model.config)
+    for file in _config_files(model.source, environment):
+        try:
+            stored: dict[str, Any] = json.loads(file.read_text())
+        except (OSError, ValueError):
+            continue
+        return stored | model.config
+    return dict(model.config) if "model_type" in model.config else None
+
+
+def check_architecture(shape: Shape, sharding: Sharding) -> None:
+    """Refuse axes that do not divide what they cut, with both numbers.
+
+    Raises `UserError`.
+    """
+    tensor, context, stages = sharding.tensor, sharding.context, sharding.pipeline
+    if tensor > 1 and not FAMILIES[shape.family].splits_matrices:
+        raise UserError(
+            f"sharding.tensor={tensor}: {shape.family} keeps query, key and value in one "
+            "transposed matrix, which has no plan for tensor ranks",
+            "sharding.tensor=1: context and pipeline go, and every way of sharding",
+        )
+    for name, size, what in (
+        ("attention heads", shape.heads, tensor * context),
+        ("key and value heads", shape.kv_heads, tensor * context),
+        ("intermediate width", shape.intermediate, tensor),
+        ("hidden width", shape.hidden, tensor),
+    ):
+        if size % what:
+            raise UserError(
+                f"the model's {name} ({size}) cannot be divided by sharding.tensor x context "
+                f"({tensor} x {context})",
+                "lower sharding.tensor or sharding.context",
+            )
+    _check_stages(shape, stages * sharding.stages_per_rank)
+
+
+def _check_stages(shape: Shape, stages: int) -> None:
+    if stages > shape.layers:
+        raise UserError(
+            f"the model has {shape.layers} layers, the pipeline {stages} stages",
+            "lower sharding.pipeline or sharding.stages_per_rank",
+        )
+    if stages > 1 and shape.tied:
+        raise UserError(
+            f"the model's embedding is its head too, which {stages} pipeline stages cannot share",
+            "model.config.tie_word_embeddings=false, or sharding.pipeline=1",
+        )
+
+
+def _config_files(source: str, environment: Mapping[str, str]) -> list[Path]:
+    folder = Path(source)
+    if folder.is_dir():
+        return [folder / "config.json"]
+    home = Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(environment.get("HF_HUB_CACHE") or home / "hub")
+    return sorted((hub / f"models--{source.replace('/', '--')}").glob("snapshots/*/config.json"))

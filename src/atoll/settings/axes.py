@@ -1,0 +1,80 @@
+"""How many ranks each axis of the mesh has: what every strategy is made of."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atoll.settings.run import Run
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Sizes, from the outermost to the innermost; their product is the world size.
+
+    pipeline: stages, each with some of the layers. replicate, shard: ranks with samples of their
+    own, whose parameters are copies (replicate) or parts (shard). context: parts of a sample's
+    tokens. tensor: parts of each layer's matrices, and of the tokens between them.
+    """
+
+    pipeline: int
+    replicate: int
+    shard: int
+    context: int
+    tensor: int
+
+    @property
+    def data(self) -> int:
+        """Ranks with samples of their own."""
+        return self.replicate * self.shard
+
+    @property
+    def averaged(self) -> int:
+        """Ranks over whose gradients of a block FSDP and DDP take the mean."""
+        return self.data * self.context
+
+    @property
+    def tokens(self) -> int:
+        """Parts into which a sample's tokens are cut between the layers."""
+        return self.context * self.tensor
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of the samples a rank has."""
+        return rank // self.tokens % self.data
+
+    def stage(self, rank: int) -> int:
+        """Which rank of its pipeline a rank is."""
+        return rank // (self.world // self.pipeline)
+
+    def context_rank(self, rank: int) -> int:
+        return rank // self.tensor % self.context
+
+    def tensor_rank(self, rank: int) -> int:
+        return rank % self.tensor
+
+    @property
+    def world(self) -> int:
+        return self.pipeline * self.replicate * self.shard * self.context * self.tensor
+
+
+def axes_of(run: "Run") -> Axes:
+    """The sizes a run's settings ask for.
+
+    Raises `ValueError` with the numbers if they do not multiply to the world size.
+    """
+    sharding, world = run.sharding, run.world_size
+    taken = sharding.pipeline * sharding.context * sharding.tensor
+    if world % taken:
+        raise ValueError(
+            f"world size ({world}) must be divisible by sharding.pipeline x context x tensor "
+            f"({sharding.pipeline} x {sharding.context} x {sharding.tensor} = {taken})"
+        )
+    data = world // taken
+    in_node = max(1, run.ranks_per_node // (sharding.context * sharding.tensor))
+    named = {"none": 1, "node": min(in_node, data), "all": data}
+    shard = sharding.shard if isinstance(sharding.shard, int) else named[sharding.shard]
+    if data % shard:
+        raise ValueError(
+            f"the ranks with samples of their own ({data} of {world}) must be divisible by "
+            f"sharding.shard ({sharding.shard}: {shard})"
+        )
+    return Axes(sharding.pipeline, data // shard, shard, sharding.context, sharding.tensor)
