@@ -93,3 +93,12 @@ def _in_group(function: Any, args: Any, rank: int, size: int, port: int) -> Any:
         return function(World(rank, size, device, dist.new_group(backend="gloo")), *args)
     finally:
         dist.destroy_process_group()
+        _forget_groups()
+
+
+def _forget_groups() -> None:
+    """DTensor remembers meshes for the life of a process; ours see one world after another."""
+    from torch.distributed.tensor import debug
+
+    for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        getattr(debug, name, lambda: None)()
