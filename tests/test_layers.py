@@ -19,12 +19,13 @@ ROOMS = {
     "errors": set(),
     "settings": {"errors"},
     "run_dir": {"errors", "settings"},
-    "host": BASE,
+    "plan": {"errors", "settings"},
+    "host": BASE | {"plan"},
     "launch": {"errors"},
     "data": BASE,
     "models": BASE | {"data"},
     "sharding": BASE | {"data", "models"},
-    "train": BASE | {"launch", "data", "models", "sharding"},
+    "train": BASE | {"launch", "plan", "data", "models", "sharding"},
     "federation": BASE,
 }
 # room -> the packages it may import, beside the standard library; other rooms: all but HOST_ONLY
@@ -36,6 +37,7 @@ PACKAGES = {
     "run_dir": {"yaml"},
     "host": {"hydra", "omegaconf", "pydantic", "spython", "yaml"},
     "launch": set(),
+    "plan": set(),
 }
 HOST_ONLY = {"hydra", "omegaconf", "spython"}
 LONGEST_FUNCTION = 60

@@ -8,6 +8,7 @@ from atoll.errors import UserError
 # verb -> (module, what it does); each module has `main(argv) -> int`.
 VERBS = {
     "compose": ("atoll.host.compose", "print the resolved run and where each value came from"),
+    "plan": ("atoll.host.plan", "what each strategy needs, what fits, and which one to take"),
     "submit": ("atoll.host.submit", "compose, check, write the run folder, call the scheduler"),
     "status": ("atoll.host.status", "say of a run: queued, running, finished, failed and why"),
     "doctor": ("atoll.host.doctor", "check a facility, and with --job its devices and links"),

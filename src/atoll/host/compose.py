@@ -34,6 +34,8 @@ from atoll.host.identity import derived_name
 from atoll.host.provenance import DERIVED, annotated, leaves, origins
 from atoll.host.slurm import sbatch_exports
 from atoll.host.suggest import check_choice, check_option, unknown_setting, unreadable
+from atoll.plan.choose import choose, options
+from atoll.plan.shapes import FAMILIES, Shape, check_architecture, known_config, shape_of
 from atoll.settings import Run, checked, dumped, is_setting
 
 COMMAND_LINE = "command line"
@@ -44,6 +46,9 @@ USAGE = """usage: atoll compose [--multirun] [--sbatch-env] KEY=VALUE …
 Prints the resolved run as YAML, with the source of each value beside it.
 --sbatch-env prints its sbatch flags as exports instead: eval "$(atoll compose --sbatch-env …)"
 --multirun takes several values, as in nodes=1,2,4: one run for each combination."""
+
+
+AUTO = "sharding=auto"  # the planner chooses
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,8 @@ def compose(overrides: Sequence[str], tree: Path | None = None) -> Composition:
     Raises `UserError` for any name or value that the tree or the settings do not know.
     """
     tree = tree or config_tree()
+    if AUTO in overrides:
+        return _planned([line for line in overrides if line != AUTO], tree)
     with _hydra(tree) as loader:
         parsed = [_parsed(line, loader) for line in overrides]
         lines = [_checked_line(override, tree) for override in parsed]
@@ -129,11 +136,46 @@ def compose(overrides: Sequence[str], tree: Path | None = None) -> Composition:
             raise unknown_setting(name, groups(tree), f" in {sources.get(name, tree)}")
     named = values.get("name") is not None
     typed = checked(values | ({} if named else {"name": "unnamed"}))
+    check_model(typed)
     run = with_image_file(with_absolute_paths(typed, Path.cwd()))
     if not named:
         run = run.model_copy(update={"name": derived_name(run)})
         sources["name"] = DERIVED
     return Composition(run, sources)
+
+
+def check_model(run: Run) -> None:
+    """Refuse what cannot be divided, where this machine knows the model's shape."""
+    config = known_config(run.model)
+    if config is not None and config.get("model_type") in FAMILIES:
+        check_architecture(shape_of(config), run.sharding)
+
+
+def shardings(tree: Path) -> dict[str, dict[str, Any]]:
+    """Name -> the content of each sharding's YAML."""
+    files = sorted((tree / "sharding").glob("*.yaml"))
+    return {file.stem: yaml.safe_load(file.read_text()) for file in files}
+
+
+def known_shape(run: Run) -> Shape:
+    """The shape of a run's model.
+
+    Raises `UserError` where this machine has no configuration of it.
+    """
+    config = known_config(run.model)
+    if config is None:
+        raise UserError(
+            f"the shape of {run.model.source} is not known here",
+            "give model.source as a folder, or model.config.model_type and its sizes",
+        )
+    return shape_of(config)
+
+
+def _planned(overrides: list[str], tree: Path) -> Composition:
+    """The run with the strategy that the planner chooses for it."""
+    run = compose(overrides, tree).run
+    best = choose(list(options(run, known_shape(run), shardings(tree))))
+    return compose([*overrides, *best.overrides], tree)
 
 
 def combinations(overrides: Sequence[str], tree: Path) -> list[list[str]]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from atoll.train.mesh import Meshes
+    from atoll.sharding.mesh import Meshes
 
 
 @dataclass(frozen=True)

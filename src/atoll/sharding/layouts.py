@@ -20,7 +20,7 @@ from atoll.models.parts import blocks_of
 from atoll.settings import Sharding
 
 if TYPE_CHECKING:
-    from atoll.train.mesh import Meshes
+    from atoll.sharding.mesh import Meshes
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from atoll.models.parts import blocks_of
 
 if TYPE_CHECKING:
     from atoll.sharding.engines import StepPlan
-    from atoll.train.mesh import Meshes
+    from atoll.sharding.mesh import Meshes
 
 FORWARD, BACKWARD = "forward", "backward"
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from atoll.models.parts import blocks_of
 
 if TYPE_CHECKING:
-    from atoll.train.mesh import Meshes
+    from atoll.sharding.mesh import Meshes
 
 
 class AllTokens(ParallelStyle):

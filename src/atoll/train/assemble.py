@@ -24,10 +24,10 @@ from atoll.settings import Run
 from atoll.sharding.cut import cut_tokens
 from atoll.sharding.engines import StepPlan
 from atoll.sharding.layouts import AFTER_WEIGHTS, BEFORE_WEIGHTS, Spread, apply_layouts
+from atoll.sharding.mesh import Meshes, make_meshes
 from atoll.sharding.pipeline import split_layers
 from atoll.sharding.tensor import split_matrices
 from atoll.train import metrics
-from atoll.train.mesh import Meshes, make_meshes
 from atoll.train.optimizer import Stepper, make_stepper
 from atoll.train.precision import compute_dtype
 from atoll.train.traffic import bytes_sent

@@ -1,0 +1,117 @@
+"""Which strategies fit, and the one that sends least: a decision list over closed forms."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from atoll.errors import UserError
+from atoll.plan.memory import Memory, memory_of
+from atoll.plan.shapes import Shape, check_architecture
+from atoll.plan.traffic import bytes_sent
+from atoll.settings import Run, Sharding, checked, dumped
+
+# of a device's memory; the allocator, libraries and fragmentation take the rest
+USABLE = 0.92
+# From what sends least to what needs least memory; each is tried plain, then with recompute.
+ORDER: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("ddp", {}),
+    ("shard_grad_op", {}),
+    ("hybrid_shard_zero2", {}),
+    ("hybrid_shard", {}),
+    ("full_shard", {}),
+    ("full_shard", {"sync_every_microbatch": True}),
+    ("full_shard", {"tensor": "node"}),
+    ("full_shard", {"tensor": "node", "pipeline": 2}),
+    ("full_shard_offload", {"sync_every_microbatch": True}),
+)
+RECOMPUTE = ("none", "full")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A strategy, what it needs and sends, and whether it fits."""
+
+    overrides: tuple[str, ...]
+    memory: Memory
+    sent: Mapping[str, float]
+    fits: bool | None  # None: the device's memory is not known
+
+
+def options(run: Run, shape: Shape, tree: Mapping[str, Mapping[str, Any]]) -> Iterator[Option]:
+    """Every strategy that this model and these ranks allow, in order of preference.
+
+    tree: sharding's name -> the content of its YAML.
+    """
+    order = ORDER if run.world_size > 1 else (("single", {}),)
+    for recompute in RECOMPUTE:
+        for name, changes in order:
+            sized = {axis: run.ranks_per_node if v == "node" else v for axis, v in changes.items()}
+            if any(size is not True and size == 1 for size in sized.values()):
+                continue
+            values = dict(tree[name]) | sized
+            candidate = _with(run, values, recompute)
+            if candidate is None or not _divides(shape, candidate.sharding):
+                continue
+            memory = memory_of(candidate, shape)
+            words = [f"sharding={name}", *(f"sharding.{k}={v}".lower() for k, v in sized.items())]
+            words += [f"training.recompute={recompute}"] if recompute != "none" else []
+            sent = bytes_sent(candidate, shape)
+            yield Option(tuple(words), memory, sent, fits(candidate, memory))
+
+
+def fits(run: Run, memory: Memory) -> bool | None:
+    """Whether device and host memory are enough; None where the facility does not state them."""
+    node = run.facility.node
+    device = node.device_memory_gib
+    if node.device == "cpu":
+        device = None if node.memory_gib is None else node.memory_gib / run.ranks_per_node
+    if device is None:
+        return None
+    host = node.memory_gib
+    in_host = memory.host * run.ranks_per_node / 2**30
+    if memory.host and (host is None or in_host > USABLE * host):
+        return None if host is None else False
+    return memory.peak_gib <= USABLE * device
+
+
+def choose(found: list[Option]) -> Option:
+    """The first that fits: without recompute before with it, the fewest bytes before the others.
+
+    Raises `UserError` if none does, with what is nearest to fitting.
+    """
+    if not found:
+        raise UserError(
+            "no strategy suits this model on these ranks",
+            "change nodes or ranks_per_node: see `atoll plan`",
+        )
+    known = [option for option in found if option.fits is not None]
+    if not known:
+        return next((o for o in found if o.overrides == ("sharding=full_shard",)), found[0])
+    fitting = [option for option in known if option.fits]
+    if not fitting:
+        least = min(found, key=lambda option: option.memory.peak)
+        raise UserError(
+            f"no strategy fits: the least is {least.memory.peak_gib:.1f} GiB a device "
+            f"({' '.join(least.overrides)})",
+            "more nodes, fewer training.microbatch_samples, or a shorter data.sequence_tokens",
+        )
+    return fitting[0]
+
+
+def _with(run: Run, sharding: dict[str, Any], recompute: str) -> Run | None:
+    """The same run so spread; None where sizes do not multiply."""
+    values = dumped(run)
+    values["sharding"] = sharding
+    values["training"]["recompute"] = recompute
+    try:
+        return checked(values)
+    except UserError:
+        return None
+
+
+def _divides(shape: Shape, sharding: Sharding) -> bool:
+    try:
+        check_architecture(shape, sharding)
+    except UserError:
+        return False
+    return True

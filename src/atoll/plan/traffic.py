@@ -1,0 +1,77 @@
+"""Bytes that ranks send each other in a step, in closed form, by kind of collective.
+
+Rings (Thakur et al. 2005): a gather or a reduce-scatter of n bytes over r ranks sends n (r-1)/r
+from each rank, an all-reduce twice that; an all-to-all n (r-1)/r.
+"""
+
+from atoll.plan.memory import FP32, compute_bytes
+from atoll.plan.shapes import Shape
+from atoll.settings import Run
+
+
+def bytes_sent(run: Run, shape: Shape) -> dict[str, float]:
+    """What an average rank sends in a step, by what it is for."""
+    sharding = run.sharding
+    if run.world_size == 1:
+        return {}
+    sent = {}
+    if sharding.exchange is not None:
+        sent["gradients"] = BY_HAND[sharding.exchange](run.world_size) * FP32 * shape.parameters
+    elif "fsdp" in sharding.layouts:
+        sent |= _sharded(run, shape)
+    else:
+        exchanges = run.microbatches if sharding.sync_every_microbatch else 1
+        sent["gradients"] = 2 * ring(run.world_size) * FP32 * shape.parameters * exchanges
+    return sent | _within_samples(run, shape)
+
+
+def ring(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+# Of a rank, on average, for each byte of the gradients: all but the first send theirs to it, and
+# it sends the mean to all of them.
+BY_HAND = {
+    "all_reduce": lambda ranks: 2 * ring(ranks),
+    "gather_scatter": lambda ranks: 2 * ring(ranks),
+}
+
+
+def _sharded(run: Run, shape: Shape) -> dict[str, float]:
+    """Gathered parameters, scattered gradients, and copies of shards averaged (HSDP)."""
+    axes, sharding, c = run.axes, run.sharding, compute_bytes(run)
+    shards, passes = axes.shard * axes.context, run.microbatches
+    vectors, matrices = shape.block_vectors, shape.block_parameters - shape.block_vectors
+    blocks = shape.layers * (matrices / axes.tensor + vectors) / axes.pipeline
+    # the ends of a pipeline have what is in no block, each about half of it
+    rest = shape.rest_parameters / axes.pipeline
+    again = 1 if sharding.reshard_after_forward is False else 2
+    if sharding.reshard_after_forward is False and axes.pipeline == 1:
+        passes = 1
+    exchanges = run.microbatches if sharding.sync_every_microbatch else 1
+    wide = ring(shards * axes.tensor)
+    return {
+        "parameters": passes * c * (again * ring(shards) * blocks + wide * rest),
+        "gradients": exchanges * FP32 * (ring(shards) * blocks + wide * rest)
+        + 2 * ring(axes.replicate) * exchanges * FP32 * (blocks / shards + rest / shards),
+    }
+
+
+def _within_samples(run: Run, shape: Shape) -> dict[str, float]:
+    """Hidden states between tensor ranks, heads between context ranks, stages between stages."""
+    axes, c, passes = run.axes, compute_bytes(run), run.microbatches
+    tokens = run.training.microbatch_samples * run.data.sequence_tokens
+    layers = shape.layers / axes.pipeline
+    hidden = tokens / axes.context * shape.hidden * c
+    again = 1 if run.training.recompute == "none" else 2
+    sent = {}
+    if axes.tensor > 1:
+        # two gathers and two scatters a layer in each direction
+        sent["tensor"] = passes * layers * 4 * (1 + again) * ring(axes.tensor) * hidden
+    if axes.context > 1:
+        heads = (2 * shape.hidden + 2 * shape.kv_width) / shape.hidden / axes.tensor
+        sent["context"] = passes * layers * heads * (1 + again) * ring(axes.context) * hidden
+    if axes.pipeline > 1:
+        stages = axes.pipeline * run.sharding.stages_per_rank
+        sent["pipeline"] = passes * 2 * (stages - 1) / axes.pipeline * hidden / axes.tensor
+    return sent
