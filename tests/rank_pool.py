@@ -6,6 +6,7 @@ inside a process group of its own, and its results come back in order of rank.
 
 import multiprocessing
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -102,3 +103,19 @@ def _forget_groups() -> None:
 
     for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
         getattr(debug, name, lambda: None)()
+    if "deepspeed" in sys.modules:
+        _forget_groups_of_deepspeed()
+
+
+def _forget_groups_of_deepspeed() -> None:
+    """It keeps groups in its modules, as a process of its own may."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+    from torch.distributed import ProcessGroup
+
+    comm.cdb = None
+    for name, value in list(vars(groups).items()):
+        if isinstance(value, ProcessGroup):
+            setattr(groups, name, None)
+        elif isinstance(value, dict) and not name.startswith("__"):
+            value.clear()

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from atoll.data.batch import Batch
+from atoll.sharding import deepspeed
 from atoll.sharding.exchange import EXCHANGES
 from atoll.sharding.pipeline import forward_only, pipeline
 
@@ -56,8 +57,12 @@ def forward(model: nn.Module, batch: Batch, plan: StepPlan) -> Tensor:
 
 Step = Callable[[Any, Sequence[Batch], float, StepPlan], Tensor]
 Forward = Callable[[Any, Batch, StepPlan], Tensor]
-ENGINES: dict[str, Step] = {"plain": plain, "pipeline": pipeline}
-FORWARDS: dict[str, Forward] = {"plain": forward, "pipeline": forward_only}
+ENGINES: dict[str, Step] = {"plain": plain, "pipeline": pipeline, "deepspeed": deepspeed.step}
+FORWARDS: dict[str, Forward] = {
+    "plain": forward,
+    "pipeline": forward_only,
+    "deepspeed": deepspeed.forward,
+}
 
 
 def forward_context(plan: StepPlan, device: torch.device) -> AbstractContextManager[None]:

@@ -111,11 +111,19 @@ PLANS: dict[str, Callable[[], dict[str, ParallelStyle]]] = {
 }
 
 
+# Attention modules that count on their number of heads, where others take what they get.
+COUNTS_HEADS = {"opt": "self_attn"}
+
+
 def split_matrices(model: Any, meshes: "Meshes") -> Any:
     """Divide the matrices of each block among the tensor ranks; what is not in a block stays."""
     if meshes.tensor is None:
         return model
+    family = model.hf.config.model_type
     for block in blocks_of(model.hf, model.parts):
         if any(True for _ in block.parameters()):
-            parallelize_module(block, meshes.tensor, PLANS[model.hf.config.model_type]())
+            parallelize_module(block, meshes.tensor, PLANS[family]())
+            if family in COUNTS_HEADS:
+                attention: Any = block.get_submodule(COUNTS_HEADS[family])
+                attention.num_heads //= meshes.axes.tensor
     return model

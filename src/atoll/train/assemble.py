@@ -22,6 +22,7 @@ from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.plan.shapes import Shape, check_architecture, shape_of
 from atoll.settings import Run
 from atoll.sharding.cut import cut_tokens
+from atoll.sharding.deepspeed import initialize
 from atoll.sharding.engines import StepPlan
 from atoll.sharding.layouts import AFTER_WEIGHTS, BEFORE_WEIGHTS, Spread, apply_layouts
 from atoll.sharding.mesh import Meshes, make_meshes
@@ -83,6 +84,8 @@ def assemble(run: Run, run_folder: Path, world: World) -> Trainee:
     say(world, f"arithmetic in {reason}")
     model, wrapped = build_sharded(run, config, world, dtype)
     stepper = together(world, lambda: make_stepper(run.optimizer, model))
+    if run.sharding.step_engine == "deepspeed":
+        wrapped = together(world, lambda: initialize(run, model, stepper.optimizer, dtype))
     plan = StepPlan(
         compute_dtype=dtype,
         autocast=dtype != torch.float32 and not isinstance(model, FSDPModule),

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from atoll import run_dir
 from atoll.data.loader import batches_ahead
@@ -24,15 +23,9 @@ from atoll.train.interrupt import (
     heeding,
     note_restart,
 )
-from atoll.train.optimizer import (
-    clear_gradients,
-    learning_rate,
-    optimizer_state,
-    set_step_counts,
-    step_counts,
-    take_step,
-)
+from atoll.train.optimizer import clear_gradients, learning_rate, set_step_counts, step_counts
 from atoll.train.record import Meter, record_evaluation, record_result, record_start
+from atoll.train.state import parameters_of, set_state, state_of, update
 from atoll.train.traffic import timed_collectives
 from atoll.train.world import SharedError, World, gathered, joined, say, together
 
@@ -109,7 +102,9 @@ def resume(trainee: Trainee) -> checkpoint.Progress:
         return checkpoint.Progress(0, 0, 0, world.size, {})
     progress = together(world, lambda: checkpoint.load_progress(path))
     together(world, lambda: check_resumable(trainee, progress))
-    checkpoint.load(path, state_of(trainee), world)
+    state = state_of(trainee)
+    checkpoint.load(path, state, world)
+    set_state(trainee, state)
     set_step_counts(trainee.stepper, progress.step_counts)
     if world.rank == 0:
         metrics.truncate_after(trainee.run_folder, progress.step)
@@ -129,18 +124,6 @@ def check_resumable(trainee: Trainee, progress: checkpoint.Progress) -> None:
             f"the checkpoint stands at step {progress.step}, the run ends at {trainee.total_steps}",
             "raise training.steps, or give the run another name=",
         )
-
-
-def state_of(trainee: Trainee) -> dict[str, Tensor]:
-    """Every tensor a checkpoint holds, by name; plain shards get the rank's number."""
-    own = trainee.run.optimizer.name == "adamw_8bit" and trainee.world.size > 1
-    suffix = f"/rank{trainee.world.rank}" if own else ""
-    parameters = {f"model/{name}": p.detach() for name, p in trainee.model.named_parameters()}
-    moments = {
-        f"optimizer/{name}{suffix}": value
-        for name, value in optimizer_state(trainee.stepper).items()
-    }
-    return parameters | moments
 
 
 def loop(trainee: Trainee, start: checkpoint.Progress, asked: Asked) -> Stopped:
@@ -175,9 +158,7 @@ def loop(trainee: Trainee, start: checkpoint.Progress, asked: Asked) -> Stopped:
                     run.axes.averaged / share.global_targets,
                     trainee.plan,
                 )
-                norm = take_step(
-                    trainee.stepper, rate, run.optimizer.clip_norm, trainee.pipeline_group
-                )
+                norm = update(trainee, rate)
             meter.communication_seconds = seconds[0] if seconds else meter.communication_seconds
             meter.count(loss_sum, share.global_targets, share.global_useful)
             if step % run.training.log_every_steps == 0 or step == trainee.total_steps:
@@ -225,7 +206,7 @@ def export_model(trainee: Trainee) -> None:
     """Write the Hugging Face folder: weights by all ranks, the rest by one, then one rename."""
     world, final = trainee.world, run_dir.export(trainee.run_folder)
     dtype = getattr(torch, trainee.run.export.dtype)
-    parameters = {n.removeprefix("hf."): p for n, p in trainee.model.named_parameters()}
+    parameters = parameters_of(trainee)
     sizes = {name: p.numel() * dtype.itemsize for name, p in parameters.items()}
     limit = int(trainee.run.export.max_file_gib * 2**30)
     axes = trainee.run.axes

@@ -1,0 +1,135 @@
+"""DeepSpeed's ZeRO as an engine: it spreads, exchanges, clips and steps; state stays ours.
+
+Parameters and moments are read and set whole, by DeepSpeed's own functions, so that checkpoints
+are those of every other strategy and a run may go on with another one.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.data.batch import Batch
+from atoll.errors import UserError
+from atoll.settings import Run
+
+if TYPE_CHECKING:
+    from atoll.sharding.engines import StepPlan
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def initialize(run: Run, model: nn.Module, optimizer: Any, dtype: torch.dtype) -> Any:
+    """DeepSpeed's engine around a whole model and its optimizer.
+
+    Raises `UserError` where DeepSpeed is not installed.
+    """
+    device = next(model.parameters()).device
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # it asks for it, and no more
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise UserError(
+            f"sharding={run.sharding.name} needs DeepSpeed, which does not import here: {error}",
+            "install it (pip install 'atoll[deepspeed]'), or choose full_shard",
+        ) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config_of(run, dtype), dist_init_required=False
+    )
+    return engine
+
+
+def config_of(run: Run, dtype: torch.dtype) -> dict[str, Any]:
+    """What DeepSpeed is told; `sharding.deepspeed` is its own words and wins."""
+    return {
+        "train_micro_batch_size_per_gpu": run.training.microbatch_samples,
+        "gradient_accumulation_steps": run.microbatches,
+        "gradient_clipping": run.optimizer.clip_norm or 0.0,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "steps_per_print": 10**9,
+        # torch's own AdamW on the processor: no operator is compiled at the start
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **run.sharding.deepspeed,
+    }
+
+
+def step(engine: Any, batches: Sequence[Batch], scale: float, plan: "StepPlan") -> Tensor:
+    """Forward and backward over the microbatches; returns this rank's summed loss, unscaled."""
+    total: Tensor | None = None
+    for number, batch in enumerate(batches):
+        engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
+        loss = engine(batch, plan.compute_dtype)
+        engine.backward(loss * scale, scale_wrt_gas=False)
+        if number < len(batches) - 1:
+            engine.step()  # which only counts, before the last
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None
+    return total
+
+
+def forward(engine: Any, batch: Batch, plan: "StepPlan") -> Tensor:
+    """The summed loss of one microbatch, without gradients."""
+    loss: Tensor = engine(batch, plan.compute_dtype)
+    return loss
+
+
+def take_step(engine: Any, rate: float) -> Tensor:
+    """Exchange what is left, clip, update, clear; returns the norm before clipping."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rate
+    engine.step()
+    return torch.tensor(float(engine.get_global_grad_norm()))
+
+
+def state_of(engine: Any) -> dict[str, Tensor]:
+    """Every parameter and moment, whole, in fp32, under the names that all strategies use."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    state = {}
+    for name, parameter in engine.module.named_parameters():
+        weight = safe_get_full_fp32_param(parameter)
+        state[f"model/{name}"] = weight.clone()
+        for moment in MOMENTS:
+            value = safe_get_full_optimizer_state(parameter, moment)
+            state[f"optimizer/{name}/{moment}"] = (
+                torch.zeros_like(weight) if value is None else value.clone()
+            )
+        state[f"optimizer/{name}/step"] = torch.tensor(float(engine.global_steps))
+    return state
+
+
+def set_state(engine: Any, state: dict[str, Tensor]) -> None:
+    """Give DeepSpeed's engine the state that a checkpoint holds."""
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    for name, parameter in engine.module.named_parameters():
+        safe_set_full_fp32_param(parameter, state[f"model/{name}"])
+        for moment in MOMENTS:
+            safe_set_full_optimizer_state(parameter, state[f"optimizer/{name}/{moment}"], moment)
+    count = state[f"optimizer/{name}/step"]
+    for inner in _inner_states(engine):
+        inner["step"] = count.clone()
+    engine.global_steps = int(count)
+
+
+def whole_parameters(engine: Any) -> dict[str, Tensor]:
+    """Name -> the whole parameter in fp32, on every rank."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
+
+
+def _inner_states(engine: Any) -> Iterator[dict[str, Any]]:
+    """The states of the torch optimizer inside, made if no step was taken yet."""
+    optimizer = engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    with contextlib.suppress(AttributeError):
+        yield from inner.state.values()
