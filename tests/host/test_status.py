@@ -38,6 +38,7 @@ def scheduler(tmp_path, monkeypatch):
 CASES = [
     ("slurm", {"squeue": "PENDING|Priority"}, "queued", "waits for Priority"),
     ("slurm", {"squeue": "RUNNING|None"}, "running", "step 7 is the last one"),
+    ("slurm", {"squeue": "SIGNALING|None"}, "running", "step 7 is the last one"),
     ("slurm", {"sacct": "TIMEOUT|0:15"}, "failed", "its wall time was over"),
     ("slurm", {"sacct": "CANCELLED by 1000|0:15"}, "failed", "it was cancelled"),
     ("slurm", {"sacct": "OUT_OF_MEMORY|0:125"}, "failed", "memory was full"),

@@ -59,6 +59,6 @@ except Exception as error:
     ],
 )
 def test_one_visible_device_all_and_none_are_told_apart(flags, seen, site):
-    step = ["srun", "--account=island", "--nodes=1", "--ntasks=2", *flags]
+    step = ["srun", "--quiet", "--account=island", "--nodes=1", "--ntasks=2", *flags]
     command = [*step, "apptainer", "-q", "exec", str(site.image), "python3", "-c", DEVICES]
     assert sorted(site.type(*command).splitlines()) == seen

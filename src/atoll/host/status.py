@@ -22,6 +22,9 @@ SLURM_STATES = {
     "RUNNING": "running",
     "COMPLETING": "running",
     "STAGE_OUT": "running",
+    "SIGNALING": "running",
+    "RESIZING": "running",
+    "STOPPED": "running",
     "SUSPENDED": "running",
     "COMPLETED": "finished",
 }
