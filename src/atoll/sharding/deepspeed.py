@@ -4,7 +4,6 @@ Parameters and moments are read and set whole, by DeepSpeed's own functions, so 
 are those of every other strategy and a run may go on with another one.
 """
 
-import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -93,15 +92,14 @@ def state_of(engine: Any) -> dict[str, Tensor]:
     """Every parameter and moment, whole, in fp32, under the names that all strategies use."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    _make_state(engine.optimizer)
     state = {}
     for name, parameter in engine.module.named_parameters():
         weight = safe_get_full_fp32_param(parameter)
         state[f"model/{name}"] = weight.clone()
         for moment in MOMENTS:
             value = safe_get_full_optimizer_state(parameter, moment)
-            state[f"optimizer/{name}/{moment}"] = (
-                torch.zeros_like(weight) if value is None else value.clone()
-            )
+            state[f"optimizer/{name}/{moment}"] = value.clone()
         state[f"optimizer/{name}/step"] = torch.tensor(float(engine.global_steps))
     return state
 
@@ -109,9 +107,14 @@ def state_of(engine: Any) -> dict[str, Tensor]:
 def set_state(engine: Any, state: dict[str, Tensor]) -> None:
     """Give DeepSpeed's engine the state that a checkpoint holds."""
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+    from deepspeed.runtime.zero import GatheredParameters
 
     for name, parameter in engine.module.named_parameters():
-        safe_set_full_fp32_param(parameter, state[f"model/{name}"])
+        weight = state[f"model/{name}"]
+        safe_set_full_fp32_param(parameter, weight)
+        # what the next forward pass takes, else renewed by a step only
+        with GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            parameter.copy_(weight)
         for moment in MOMENTS:
             safe_set_full_optimizer_state(parameter, state[f"optimizer/{name}/{moment}"], moment)
     count = state[f"optimizer/{name}/step"]
@@ -128,8 +131,17 @@ def whole_parameters(engine: Any) -> dict[str, Tensor]:
 
 
 def _inner_states(engine: Any) -> Iterator[dict[str, Any]]:
-    """The states of the torch optimizer inside, made if no step was taken yet."""
-    optimizer = engine.optimizer
-    inner = getattr(optimizer, "optimizer", optimizer)
-    with contextlib.suppress(AttributeError):
-        yield from inner.state.values()
+    """The states of the torch optimizer inside."""
+    yield from engine.optimizer.optimizer.state.values()
+
+
+def _make_state(outer: Any) -> None:
+    """Give the torch optimizer inside the state that its first step would make."""
+    if outer.optimizer.state:
+        return
+    own = getattr(outer, "single_partition_of_fp32_groups", None)  # of ZeRO-1 and 2
+    for partition in outer.fp32_partitioned_groups_flat if own is None else own:
+        moments = {moment: torch.zeros_like(partition) for moment in MOMENTS}
+        outer.optimizer.state[partition] = {"step": torch.tensor(0.0), **moments}
+    if own is not None:
+        outer._lazy_init_hp_params_optimizer_state()

@@ -1,0 +1,90 @@
+"""Whole runs under each strategy: evaluation, checkpoints, another layout after them, exports."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_run
+import tiny
+import torch
+from rank_pool import RankPool
+from test_train import plain_loss, stop_after
+from transformers import AutoModelForCausalLM
+
+from atoll import run_dir
+from atoll.settings import Run
+from atoll.train import checkpoint
+
+CONFIG = tiny.CONFIGS["llama"] | {
+    "vocab_size": 300,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "full_shard": {},
+    "all_reduce": {},
+    "gather_scatter": {},
+    "full_shard_offload": {},
+    "deepspeed_zero1": {},
+    "deepspeed_zero3": {},
+    "deepspeed_zero3_offload": {},
+    "context": {},
+    "tensor": {},
+    "pipeline": {},
+    "pipeline_interleaved": {},
+    "hybrid_shard": {"tensor": 2},
+    "shard_grad_op": {"tensor": 2, "pipeline": 2},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    small_run.write_text(tmp_path)
+    return tmp_path
+
+
+def spread(folder: Path, strategy: str, family: dict[str, Any] = CONFIG, **more: Any) -> Run:
+    sharding = small_run.sharding(strategy) | STRATEGIES.get(strategy, {})
+    return small_run.settings(folder, 4, sharding=sharding, model__config=family, **more)
+
+
+def reference(ranks: RankPool, folder: Path, family: dict[str, Any] = CONFIG) -> Path:
+    run = spread(folder, "full_shard", family, name="reference")
+    run_folder = small_run.ready(run)
+    ranks.run(small_run.train_here, run)
+    return run_folder
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES)[1:])
+def test_a_run_goes_on_under_another_strategy(ranks: RankPool, folder: Path, strategy: str) -> None:
+    """From full_shard to the strategy and the other way, at step 3 of 6."""
+    whole = reference(ranks, folder)
+    expected = small_run.losses(whole)
+    held_out = small_run.records(whole, "evaluation")[-1]["loss"]
+    for first, second in (("full_shard", strategy), (strategy, "full_shard")):
+        run = spread(folder, first, name=f"from_{first}")
+        run_folder = small_run.ready(run)
+        ranks.run(stop_after, run, 3)
+        assert checkpoint.latest(run_folder) == run_dir.checkpoint(run_folder, 3)
+        again = spread(folder, second, name=f"from_{first}")
+        ranks.run(small_run.train_here, again)
+        assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-4), first
+        last = small_run.records(run_folder, "evaluation")[-1]
+        assert last["loss"] == pytest.approx(held_out, abs=1e-4)
+        assert plain_loss(again, run_folder) == pytest.approx(held_out, abs=1e-3)
+
+
+@pytest.mark.parametrize("family", ["opt", "bert"])
+def test_vectors_that_two_axes_cut_are_saved_whole(
+    ranks: RankPool, folder: Path, family: str
+) -> None:
+    config = tiny.CONFIGS[family] | {"vocab_size": 300, "num_hidden_layers": 4}
+    expected = small_run.losses(reference(ranks, folder, config))
+    run = spread(folder, "hybrid_shard", config, name="moved")
+    run_folder = small_run.ready(run)
+    ranks.run(stop_after, run, 3)
+    again = spread(folder, "full_shard", config, name="moved")
+    ranks.run(small_run.train_here, again)
+    assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-4)
+    model = AutoModelForCausalLM.from_pretrained(run_dir.export(run_folder))
+    assert all(torch.isfinite(p).all() for p in model.parameters())
