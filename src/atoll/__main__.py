@@ -11,6 +11,7 @@ VERBS = {
     "plan": ("atoll.host.plan", "what each strategy needs, what fits, and which one to take"),
     "submit": ("atoll.host.submit", "compose, check, write the run folder, call the scheduler"),
     "status": ("atoll.host.status", "say of a run: queued, running, finished, failed and why"),
+    "report": ("atoll.host.report", "tables of runs: speed, scaling, communication"),
     "doctor": ("atoll.host.doctor", "check a facility, and with --job its devices and links"),
     "image": ("atoll.host.image", "build, test, sign, verify or inspect a container image"),
     "tokenize": ("atoll.data.tokenize", "turn text into token shards"),

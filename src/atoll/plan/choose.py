@@ -12,7 +12,7 @@ from atoll.settings import Run, Sharding, checked, dumped
 
 # of a device's memory; the allocator, libraries and fragmentation take the rest
 USABLE = 0.92
-# From what sends least to what needs least memory; each is tried plain, then with recompute.
+# Each is tried plain, then with recompute; of two that send the same, the first is taken.
 ORDER: tuple[tuple[str, dict[str, Any]], ...] = (
     ("ddp", {}),
     ("shard_grad_op", {}),
@@ -32,6 +32,7 @@ class Option:
     """A strategy, what it needs and sends, and whether it fits."""
 
     overrides: tuple[str, ...]
+    recompute: str
     memory: Memory
     sent: Mapping[str, float]
     fits: bool | None  # None: the device's memory is not known
@@ -56,7 +57,7 @@ def options(run: Run, shape: Shape, tree: Mapping[str, Mapping[str, Any]]) -> It
             words = [f"sharding={name}", *(f"sharding.{k}={v}".lower() for k, v in sized.items())]
             words += [f"training.recompute={recompute}"] if recompute != "none" else []
             sent = bytes_sent(candidate, shape)
-            yield Option(tuple(words), memory, sent, fits(candidate, memory))
+            yield Option(tuple(words), recompute, memory, sent, fits(candidate, memory))
 
 
 def fits(run: Run, memory: Memory) -> bool | None:
@@ -75,7 +76,7 @@ def fits(run: Run, memory: Memory) -> bool | None:
 
 
 def choose(found: list[Option]) -> Option:
-    """The first that fits: without recompute before with it, the fewest bytes before the others.
+    """Of those that fit: without recompute before with it, then the one that sends least.
 
     Raises `UserError` if none does, with what is nearest to fitting.
     """
@@ -95,7 +96,9 @@ def choose(found: list[Option]) -> Option:
             f"({' '.join(least.overrides)})",
             "more nodes, fewer training.microbatch_samples, or a shorter data.sequence_tokens",
         )
-    return fitting[0]
+    recompute = fitting[0].recompute
+    alike = [option for option in fitting if option.recompute == recompute]
+    return min(alike, key=lambda option: sum(option.sent.values()))
 
 
 def _with(run: Run, sharding: dict[str, Any], recompute: str) -> Run | None:

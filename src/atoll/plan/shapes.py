@@ -112,7 +112,8 @@ def _opt_rest(s: Shape) -> int:
 def _bert_rest(s: Shape) -> int:
     embeddings = (s.vocabulary + s.positions + 2) * s.hidden + 2 * s.hidden
     transform = s.hidden * s.hidden + s.hidden + 2 * s.hidden
-    return embeddings + transform + s.vocabulary
+    # the head's bias is a second one where the head is not the embedding
+    return embeddings + transform + s.vocabulary * (1 if s.tied else 2)
 
 
 FAMILIES: dict[str, Family] = {

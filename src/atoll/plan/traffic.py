@@ -1,7 +1,8 @@
 """Bytes that ranks send each other in a step, in closed form, by kind of collective.
 
 Rings (Thakur et al. 2005): a gather or a reduce-scatter of n bytes over r ranks sends n (r-1)/r
-from each rank, an all-reduce twice that; an all-to-all n (r-1)/r.
+from each rank, an all-reduce twice that; an all-to-all n (r-1)/r. Gloo, which processors use, makes
+a reduce-scatter of an all-reduce.
 """
 
 from atoll.plan.memory import FP32, compute_bytes
@@ -46,13 +47,14 @@ def _sharded(run: Run, shape: Shape) -> dict[str, float]:
     # the ends of a pipeline have what is in no block, each about half of it
     rest = shape.rest_parameters / axes.pipeline
     again = 1 if sharding.reshard_after_forward is False else 2
-    if sharding.reshard_after_forward is False and axes.pipeline == 1:
+    if sharding.reshard_after_forward is False:
         passes = 1
     exchanges = run.microbatches if sharding.sync_every_microbatch else 1
+    scatter = 2 if run.facility.node.device == "cpu" else 1
     wide = ring(shards * axes.tensor)
     return {
         "parameters": passes * c * (again * ring(shards) * blocks + wide * rest),
-        "gradients": exchanges * FP32 * (ring(shards) * blocks + wide * rest)
+        "gradients": scatter * exchanges * FP32 * (ring(shards) * blocks + wide * rest)
         + 2 * ring(axes.replicate) * exchanges * FP32 * (blocks / shards + rest / shards),
     }
 

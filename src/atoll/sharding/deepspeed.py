@@ -106,8 +106,8 @@ def state_of(engine: Any) -> dict[str, Tensor]:
 
 def set_state(engine: Any, state: dict[str, Tensor]) -> None:
     """Give DeepSpeed's engine the state that a checkpoint holds."""
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
     from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
     for name, parameter in engine.module.named_parameters():
         weight = state[f"model/{name}"]

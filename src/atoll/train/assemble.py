@@ -20,6 +20,7 @@ from atoll.models.causal_lm import CausalLM
 from atoll.models.parts import blocks_of
 from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.plan.shapes import Shape, check_architecture, shape_of
+from atoll.plan.traffic import bytes_sent
 from atoll.settings import Run
 from atoll.sharding.cut import cut_tokens
 from atoll.sharding.deepspeed import initialize
@@ -31,7 +32,6 @@ from atoll.sharding.tensor import split_matrices
 from atoll.train import metrics
 from atoll.train.optimizer import Stepper, make_stepper
 from atoll.train.precision import compute_dtype
-from atoll.train.traffic import bytes_sent
 from atoll.train.world import World, say, together
 
 
@@ -51,7 +51,7 @@ class Trainee:
     validation: Samples
     total_steps: int
     peak_tflops: tuple[float, str]  # of one device, and where the number comes from
-    communication_bytes: int  # expected, sent by one rank in a step
+    communication_bytes: dict[str, float]  # expected, sent by one rank in a step
     shape: Shape
 
     @property
@@ -94,6 +94,7 @@ def assemble(run: Run, run_folder: Path, world: World) -> Trainee:
         exchange=run.sharding.exchange,
         ranks=world.size,
     )
+    shape = shape_of(config.to_dict())
     peak = together(world, lambda: metrics.peak_tflops(run.facility.node, world.device, dtype))
     return Trainee(
         run=run,
@@ -108,9 +109,16 @@ def assemble(run: Run, run_folder: Path, world: World) -> Trainee:
         validation=validation,
         total_steps=total_steps(run, len(training)),
         peak_tflops=peak,
-        communication_bytes=bytes_sent(model, run.axes, run.microbatches, plan),
-        shape=shape_of(config.to_dict()),
+        communication_bytes=bytes_sent(as_computed(run, dtype), shape),
+        shape=shape,
     )
+
+
+def as_computed(run: Run, dtype: torch.dtype) -> Run:
+    """The run with the arithmetic that this device turned out to have."""
+    compute = "fp32" if dtype == torch.float32 else "bf16"
+    precision = run.precision.model_copy(update={"compute": compute})
+    return run.model_copy(update={"precision": precision})
 
 
 def build_sharded(

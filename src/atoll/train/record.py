@@ -15,6 +15,7 @@ from atoll.sharding.engines import FORWARDS
 from atoll.train import metrics
 from atoll.train.assemble import Trainee
 from atoll.train.evaluate import Perplexity, evaluate
+from atoll.train.traffic import Observed
 from atoll.train.world import say, summed
 
 Result = TypeVar("Result")
@@ -69,7 +70,7 @@ class Meter:
             "mfu": per_device * self.flops / (trainee.peak_tflops[0] * 1e12),
             "memory_gib": metrics.memory_gib(world.device),
             "step_seconds": seconds / self.steps,
-            "communication_bytes": trainee.communication_bytes,
+            "communication_bytes": round(sum(trainee.communication_bytes.values())),
             "communication_seconds": self.communication_seconds,
             "data_wait_seconds": self.data_seconds,
             "checkpoint_seconds": self.checkpoint_seconds,
@@ -104,6 +105,20 @@ def record_start(trainee: Trainee) -> None:
             "peak_tflops_per_device": peak,
             "peak_source": source,
             "mfu_formula": metrics.MFU_FORMULA,
+        }
+        metrics.append(trainee.run_folder, record)
+
+
+def record_communication(trainee: Trainee, step: int, seen: Observed) -> None:
+    """What one step sent: expected by kind, and observed on the first rank and its node."""
+    if trainee.world.rank == 0:
+        record = {
+            "event": "communication",
+            "step": step,
+            "expected_bytes": {k: round(v) for k, v in trainee.communication_bytes.items()},
+            "wire_bytes": round(seen.wire_bytes),
+            "seconds": seen.seconds,
+            "collectives": seen.collectives()[:20],
         }
         metrics.append(trainee.run_folder, record)
 

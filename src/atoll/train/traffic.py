@@ -1,70 +1,97 @@
-"""What ranks send each other in a step: bytes from shapes and mesh, seconds from a sample."""
+"""What ranks send each other in a step, as observed: at the collectives, and on the wire."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
+import torch.distributed as dist
 
-from atoll.models.parts import blocks_of
-from atoll.settings.axes import Axes
-from atoll.sharding.engines import StepPlan
+from atoll.train.world import World
 
-FP32_BYTES = 4
 # how the profiler calls the work of a backend, on the host and on the device
-COLLECTIVES = ("gloo:", "nccl:", "ncclDevKernel", "rcclDevKernel")
+PREFIXES = ("gloo:", "nccl:", "ncclDevKernel", "rcclDevKernel")
+DTYPE_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4}
+NET, INFINIBAND = Path("/proc/net/dev"), Path("/sys/class/infiniband")
+INFINIBAND_UNIT = 4  # bytes of one count of port_xmit_data (the kernel's sysfs-class-infiniband)
 
 
-def bytes_sent(model: Any, axes: Axes, microbatches: int, plan: StepPlan) -> int:
-    """Expected bytes one rank sends in a step, over rings (Thakur et al. 2005).
+@dataclass
+class Observed:
+    """One step: seconds in which a collective ran, calls and bytes of each, bytes sent by a rank.
 
-    A gather or a reduce-scatter of n bytes over r ranks sends n (r-1)/r from each, an all-reduce
-    twice that.
+    A call is counted with the bytes of the tensors a rank gives to it, whatever the backend then
+    makes of it; `wire_bytes` is what the node's interfaces sent, divided among its ranks.
     """
-    replicate, shard = axes.replicate, axes.shard
-    whole = _numel(model)
-    blocks = sum(_numel(block) for block in blocks_of(model.hf, model.parts))
-    exchanges = microbatches if plan.sync_every_microbatch else 1
-    averaged = 2 * _ring(replicate) * FP32_BYTES * whole * exchanges
-    if not isinstance(model, FSDPModule):
-        return round(averaged)
-    passes = 1 if plan.keep_gathered else microbatches
-    again = 1 if plan.keep_gathered else 2
-    gathered = (blocks * again + (whole - blocks)) * passes * plan.compute_dtype.itemsize
-    scattered = whole * FP32_BYTES * exchanges
-    return round(_ring(shard) * (gathered + scattered) + averaged / shard)
+
+    seconds: float = 0.0
+    wire_bytes: float = 0.0
+    # name, shape, dtype -> calls
+    calls: dict[tuple[str, tuple[int, ...], str], int] = field(default_factory=dict)
+
+    def collectives(self) -> list[dict[str, Any]]:
+        """Each kind of call, the most bytes first."""
+        rows = [
+            {
+                "collective": name,
+                "shape": list(shape),
+                "dtype": dtype,
+                "calls": count,
+                "bytes": count * _bytes(shape, dtype),
+            }
+            for (name, shape, dtype), count in self.calls.items()
+        ]
+        return sorted(rows, key=lambda row: -row["bytes"])
 
 
 @contextmanager
-def timed_collectives(active: bool) -> Iterator[list[float]]:
-    """While active, profile; afterwards the list holds the seconds in which a collective ran."""
-    seconds: list[float] = []
-    if not active:
-        yield seconds
+def observed(world: World, active: bool, ranks_per_node: int) -> Iterator[Observed]:
+    """While active, count and time; the result is filled at the end. All ranks call it."""
+    found = Observed()
+    if not active or world.size == 1:
+        yield found
         return
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would announce itself on every rank
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiled:
-        yield seconds
-    spans = [
-        (event.time_range.start, event.time_range.end)
-        for event in profiled.events() or []
-        if event.name.startswith(COLLECTIVES)
-    ]
-    seconds.append(_covered(spans) / 1e6)
+    dist.barrier(group=world.host_group)  # nobody's earlier or later step is counted
+    before = wire_bytes()
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profiled:
+        yield found
+    dist.barrier(group=world.host_group)
+    found.wire_bytes = (wire_bytes() - before) / ranks_per_node
+    events = [e for e in _events(profiled) if e.name().startswith(PREFIXES)]
+    spans = [(e.start_ns() / 1e3, (e.start_ns() + e.duration_ns()) / 1e3) for e in events]
+    found.seconds = _covered(spans) / 1e6
+    for event in events:
+        for shape, dtype in zip(event.shapes(), event.dtypes(), strict=False):
+            if shape and dtype in DTYPE_BYTES:
+                key = (event.name(), tuple(shape), dtype)
+                found.calls[key] = found.calls.get(key, 0) + 1
 
 
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def wire_bytes() -> int:
+    """What all interfaces of this node have sent so far, InfiniBand's own counters included."""
+    lines = NET.read_text().splitlines()[2:] if NET.exists() else []
+    sent = sum(int(line.rpartition(":")[2].split()[8]) for line in lines)
+    ports = INFINIBAND.glob("*/ports/*/counters/port_xmit_data")
+    return sent + INFINIBAND_UNIT * sum(int(port.read_text()) for port in ports)
 
 
-def _ring(ranks: int) -> float:
-    return (ranks - 1) / ranks
+def _events(profiled: Any) -> list[Any]:
+    results = profiled.profiler.kineto_results
+    return [] if results is None else list(results.events())
+
+
+def _bytes(shape: tuple[int, ...], dtype: str) -> int:
+    size = DTYPE_BYTES[dtype]
+    for length in shape:
+        size *= length
+    return size
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:

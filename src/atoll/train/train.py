@@ -24,9 +24,15 @@ from atoll.train.interrupt import (
     note_restart,
 )
 from atoll.train.optimizer import clear_gradients, learning_rate, set_step_counts, step_counts
-from atoll.train.record import Meter, record_evaluation, record_result, record_start
+from atoll.train.record import (
+    Meter,
+    record_communication,
+    record_evaluation,
+    record_result,
+    record_start,
+)
 from atoll.train.state import parameters_of, set_state, state_of, update
-from atoll.train.traffic import timed_collectives
+from atoll.train.traffic import observed
 from atoll.train.world import SharedError, World, gathered, joined, say, together
 
 
@@ -151,7 +157,7 @@ def loop(trainee: Trainee, start: checkpoint.Progress, asked: Asked) -> Stopped:
             seed_dropout(run.seed, step, world)
             rate = learning_rate(run.optimizer, step, trainee.total_steps, world.size)
             # one step is profiled: not the first, which warms up, and not again
-            with timed_collectives(world.size > 1 and step == start.step + 2) as seconds:
+            with observed(world, step == start.step + 2, run.ranks_per_node) as seen:
                 loss_sum = engine(
                     trainee.wrapped,
                     microbatches,
@@ -159,7 +165,9 @@ def loop(trainee: Trainee, start: checkpoint.Progress, asked: Asked) -> Stopped:
                     trainee.plan,
                 )
                 norm = update(trainee, rate)
-            meter.communication_seconds = seconds[0] if seconds else meter.communication_seconds
+            if step == start.step + 2 and world.size > 1:
+                meter.communication_seconds = seen.seconds
+                record_communication(trainee, step, seen)
             meter.count(loss_sum, share.global_targets, share.global_useful)
             if step % run.training.log_every_steps == 0 or step == trainee.total_steps:
                 record = meter.record(step, rate, norm)

@@ -1,0 +1,151 @@
+"""`atoll report RUN …`: how fast runs were, how they scale, what they sent and should have."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll import run_dir
+from atoll.errors import UserError
+from atoll.host.status import run_folder
+from atoll.settings import Run, load_run
+
+USAGE = """usage: atoll report RUN …
+
+Prints tables of runs (folders, or names in runs/): devices, time, tokens/s, speed-up over the one
+of fewest devices, efficiency, loss per epoch; and the bytes a rank sent in a step, expected from
+shapes and mesh, observed on the wire and at the collectives. The first line of a run is left out of
+all rates: it warms up."""
+WARM_UP = 1
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a run wrote down."""
+
+    run: Run
+    start: dict[str, Any]
+    train: list[dict[str, Any]]
+    communication: list[dict[str, Any]]
+
+    @property
+    def devices(self) -> int:
+        return int(self.start["ranks"])
+
+    @property
+    def steady(self) -> list[dict[str, Any]]:
+        """The lines behind the first, where there are any."""
+        return self.train[WARM_UP:] or self.train
+
+    @property
+    def tokens_per_second(self) -> float:
+        return float(statistics.median(line["tokens_per_second"] for line in self.steady))
+
+    @property
+    def step_seconds(self) -> float:
+        return float(statistics.median(line["step_seconds"] for line in self.steady))
+
+
+def main(argv: list[str]) -> int:
+    """Print the tables."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if argv else 2
+    told = sorted((read(run_folder(word)) for word in argv), key=lambda one: one.devices)
+    print(scaling(told))
+    print(communication(told))
+    return 0
+
+
+def read(folder: Path) -> Told:
+    """A run's metrics.
+
+    Raises `UserError` for a run that has taken no step.
+    """
+    file = run_dir.metrics_file(folder)
+    lines = [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
+    events = {kind: [r for r in lines if r["event"] == kind] for kind in EVENTS}
+    if not events["start"] or not events["train"]:
+        raise UserError(f"run {folder.name} has no steps to report", f"atoll status {folder.name}")
+    run = load_run(run_dir.settings_file(folder))
+    return Told(run, events["start"][0], events["train"], events["communication"])
+
+
+EVENTS = ("start", "train", "communication")
+
+
+def scaling(told: Sequence[Told]) -> str:
+    """One line for each run; speed-up is over the one of fewest devices."""
+    base = told[0]
+    epochs = max(len(epoch_losses(one)) for one in told)
+    titles = ["devices", "step s", "tokens/s", "speed-up", "efficiency"]
+    titles += [f"loss {number + 1}" for number in range(epochs)]
+    rows = []
+    for one in told:
+        speed_up = one.tokens_per_second / base.tokens_per_second
+        cells = [
+            str(one.devices),
+            f"{one.step_seconds:.3f}",
+            f"{one.tokens_per_second:,.0f}",
+            f"{speed_up:.2f}",
+            f"{speed_up * base.devices / one.devices:.0%}",
+            *(f"{loss:.4f}" for loss in epoch_losses(one)),
+        ]
+        rows.append([one.run.name, *cells])
+    return columns([["run", *titles], *rows])
+
+
+def epoch_losses(one: Told) -> list[float]:
+    """The mean training loss of each epoch, of the steps that were written down."""
+    per_epoch = one.start["training_samples"] / one.run.training.global_batch_samples
+    epochs: dict[int, list[float]] = {}
+    for line in one.train:
+        epochs.setdefault(int((line["step"] - 1) / per_epoch), []).append(line["loss"])
+    return [statistics.fmean(losses) for _, losses in sorted(epochs.items())]
+
+
+def communication(told: Sequence[Told]) -> str:
+    """Expected against observed, for the step that each run has profiled."""
+    rows = []
+    for one in told:
+        for seen in one.communication[-1:]:
+            expected = sum(seen["expected_bytes"].values())
+            parts = ", ".join(f"{k} {mebibytes(v)}" for k, v in seen["expected_bytes"].items())
+            share = seen["seconds"] / one.step_seconds
+            most = seen["collectives"][0] if seen["collectives"] else None
+            rows.append(
+                [
+                    one.run.name,
+                    str(one.run.training.global_batch_samples),
+                    mebibytes(expected),
+                    mebibytes(seen["wire_bytes"]),
+                    f"{seen['wire_bytes'] / expected - 1:+.1%}" if expected else "",
+                    f"{share:.0%}",
+                    f"{most['collective']} {most['shape']} {most['dtype']}" if most else "",
+                    parts,
+                ]
+            )
+    if not rows:
+        return "nothing was sent: each run is one rank"
+    titles = ["run", "batch", "expected", "on wire", "differs", "of step", "largest call", "for"]
+    return f"\nsent by a rank in a step, MiB\n{columns([titles, *rows])}"
+
+
+def mebibytes(size: float) -> str:
+    return f"{size / 2**20:,.2f}"
+
+
+def columns(rows: list[list[str]]) -> str:
+    """Rows of cells under each other; the first column to the left, numbers to the right."""
+    width = max(map(len, rows))
+    full = [[*row, *[""] * (width - len(row))] for row in rows]
+    widths = [max(len(row[i]) for row in full) for i in range(width)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(size) if i in (0, width - 1) else cell.rjust(size)
+            for i, (cell, size) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in full
+    )

@@ -1,0 +1,111 @@
+"""What fits, and what is chosen of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_run
+import yaml
+
+from atoll.errors import UserError
+from atoll.plan.choose import choose, options
+from atoll.plan.memory import memory_of, with_recompute, with_sharding
+from atoll.plan.shapes import Shape, shape_of
+from atoll.plan.traffic import bytes_sent
+from atoll.settings import Run
+
+LLAMA = {"model_type": "llama", "max_position_embeddings": 4096}
+TREE = {
+    file.stem: yaml.safe_load(file.read_text().replace("${ranks_per_node}", "8"))
+    for file in (Path(__file__).parents[2] / "hydra_conf" / "sharding").glob("*.yaml")
+}
+
+
+def run_of(device_memory_gib: float | None, nodes: int = 1, **more: Any) -> Run:
+    node = {"devices": 8, "device": "cuda", "device_memory_gib": device_memory_gib}
+    return small_run.settings(
+        Path("/nowhere"),
+        8,
+        nodes=nodes,
+        facility={"name": "big", "scheduler": "slurm", "node": node | {"memory_gib": 1000}},
+        launcher={"name": "static"},
+        model__config=LLAMA,
+        data__sequence_tokens=4096,
+        training__global_batch_samples=64,
+        **({"precision__compute": "bf16"} | more),
+    )
+
+
+def best(run: Run) -> tuple[str, ...]:
+    return choose(list(options(run, shape_of(LLAMA), TREE))).overrides
+
+
+@pytest.fixture
+def shape() -> Shape:
+    return shape_of(LLAMA)
+
+
+def test_more_memory_means_fewer_bytes() -> None:
+    sizes = (400, 200, 80, 40)
+    assert best(run_of(400)) == ("sharding=shard_grad_op",)
+    assert best(run_of(400, precision__compute="fp32")) == ("sharding=ddp",)
+    chosen = [best(run_of(size, nodes=2)) for size in sizes]
+    assert len(set(chosen)) >= 3
+    sent = []
+    for words in chosen:
+        found = options(run_of(400, nodes=2), shape_of(LLAMA), TREE)
+        sent += [sum(o.sent.values()) for o in found if o.overrides == words]
+    assert sent == sorted(sent)
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(UserError, match=r"no strategy fits: the least is \d"):
+        best(run_of(1))
+
+
+def test_an_unknown_device_is_not_guessed() -> None:
+    found = list(options(run_of(None), shape_of(LLAMA), TREE))
+    assert {option.fits for option in found} == {None}
+    assert choose(found).overrides == ("sharding=full_shard",)
+
+
+def test_the_parts_of_a_7b_model_in_full_shard(shape: Shape) -> None:
+    memory = memory_of(run_of(80, sharding=TREE["full_shard"]), shape)
+    assert memory.parameters == memory.optimizer // 2 == round(shape.parameters * 4 / 8)
+    again = memory_of(with_recompute(run_of(80, sharding=TREE["full_shard"]), "full"), shape)
+    assert again.peak < memory.peak
+    assert again.activations == memory.activations > 5 * again.activations_recomputed
+
+
+def test_each_axis_takes_its_part(shape: Shape) -> None:
+    plain = run_of(80, nodes=4, sharding=TREE["full_shard"])
+    base = memory_of(plain, shape)
+    assert memory_of(with_sharding(plain, tensor=4), shape).activations < base.activations / 2
+    assert memory_of(with_sharding(plain, context=4), shape).activations < base.activations / 3
+    assert memory_of(with_sharding(plain, offload=True), shape).peak < base.peak
+    assert memory_of(with_sharding(plain, offload=True), shape).host > 0
+    assert memory_of(with_sharding(plain, shard="node"), shape).parameters > base.parameters
+
+
+@pytest.mark.parametrize(("ranks", "factor"), [(1, 0.0), (2, 1.0), (4, 1.5)])
+@pytest.mark.parametrize("name", ["ddp", "all_reduce", "gather_scatter"])
+def test_copies_send_two_ring_passes_of_fp32(
+    name: str, ranks: int, factor: float, shape: Shape
+) -> None:
+    run = small_run.settings(Path("/nowhere"), ranks, sharding=TREE[name])
+    assert sum(bytes_sent(run, shape).values()) == factor * 4 * shape.parameters
+
+
+def test_zero_3_sends_half_more_than_copies_and_zero_2_no_more(shape: Shape) -> None:
+    """ZeRO (Rajbhandari et al. 2020), section 7; one microbatch, one precision."""
+    more = {"precision__compute": "fp32", "training__global_batch_samples": 8}
+    node = {"devices": 8, "device": "cuda"}
+    facility = {"name": "x", "scheduler": "none", "node": node}
+    sent = {}
+    for name in ("ddp", "shard_grad_op", "full_shard"):
+        run = small_run.settings(
+            Path("/nowhere"), 8, sharding=TREE[name], facility=facility, **more
+        )
+        sent[name] = sum(bytes_sent(run, shape).values())
+    assert sent["shard_grad_op"] == pytest.approx(sent["ddp"])
+    assert sent["full_shard"] == pytest.approx(1.5 * sent["ddp"], rel=0.02)

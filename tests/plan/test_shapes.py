@@ -1,0 +1,74 @@
+"""Numbers of parameters in closed form against the models themselves; axes that do not divide."""
+
+from typing import Any
+
+import pytest
+import tiny
+
+from atoll.errors import UserError
+from atoll.models.build import build_config, build_model
+from atoll.models.parts import blocks_of
+from atoll.plan.shapes import check_architecture, known_config, shape_of
+from atoll.settings import Model, Sharding, Training
+
+TRAINING = Training(steps=1, global_batch_samples=1, microbatch_samples=1)
+CHANGES: dict[str, list[dict[str, Any]]] = {
+    "llama": [{}, {"tie_word_embeddings": True}, {"num_key_value_heads": 4}],
+    "gpt2": [{}, {"tie_word_embeddings": False}, {"n_inner": 96}],
+    "opt": [{}, {"word_embed_proj_dim": 32}, {"tie_word_embeddings": False}],
+    "bert": [{}, {"tie_word_embeddings": False}],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [(f, change) for f, every in CHANGES.items() for change in every]
+)
+def test_parameters_are_those_of_the_model(family: str, changes: dict[str, Any]) -> None:
+    settings = Model(name="x", config=tiny.CONFIGS[family] | changes)
+    config = build_config(settings, tiny.VOCABULARY, tiny.SEQUENCE, {})
+    model = build_model(config, TRAINING)
+    shape = shape_of(config.to_dict())
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    blocks = blocks_of(model.hf, model.parts)
+    assert shape.layers == len(blocks)
+    assert shape.block_parameters == sum(p.numel() for p in blocks[0].parameters())
+    assert shape == shape_of(settings.config), "the same from what a login node knows"
+
+
+def test_published_models_have_their_published_sizes() -> None:
+    assert shape_of({"model_type": "gpt2"}).parameters == 124_439_808
+    assert shape_of({"model_type": "opt"}).parameters == 125_239_296
+    assert shape_of({"model_type": "llama"}).parameters == 6_738_415_616
+
+
+@pytest.mark.parametrize(
+    ("family", "sharding", "found"),
+    [
+        ("llama", {"tensor": 3}, r"attention heads \(4\) cannot be divided by .* \(3 x 1\)"),
+        ("llama", {"context": 4}, r"key and value heads \(2\)"),
+        ("llama", {"pipeline": 3}, "2 layers, the pipeline 3 stages"),
+        ("llama", {"pipeline": 2, "stages_per_rank": 2}, "2 layers, the pipeline 4 stages"),
+        ("gpt2", {"tensor": 2}, "query, key and value in one transposed matrix"),
+        ("gpt2", {"pipeline": 2}, "embedding is its head too, which 2 pipeline stages"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(family: str, sharding: Any, found: str) -> None:
+    spread = Sharding(name="x", layouts=["fsdp"], shard="all", **sharding)
+    with pytest.raises(UserError, match=found):
+        check_architecture(shape_of(tiny.CONFIGS[family]), spread)
+
+
+def test_a_configuration_is_found_in_a_folder_and_in_the_cache(tmp_path: Any) -> None:
+    text = '{"model_type": "gpt2", "n_layer": 3}'
+    (tmp_path / "config.json").write_text(text)
+    folder = Model(name="x", source=str(tmp_path), config={"n_head": 2})
+    assert known_config(folder, {}) == {"model_type": "gpt2", "n_layer": 3, "n_head": 2}
+    cached = tmp_path / "hub" / "models--a--b" / "snapshots" / "0"
+    cached.mkdir(parents=True)
+    (cached / "config.json").write_text(text)
+    environment = {"HF_HOME": str(tmp_path)}
+    assert known_config(Model(name="x", source="a/b"), environment) == {
+        "model_type": "gpt2",
+        "n_layer": 3,
+    }
+    assert known_config(Model(name="x", source="c/d"), environment) is None

@@ -1,0 +1,78 @@
+"""Bytes on the wire against those expected from shapes and mesh."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_run
+from rank_pool import RankPool
+
+from atoll.settings import Run
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "vocab_size": 2000,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+RANKS = 4
+
+
+def prepared(folder: Path, strategy: str, **more: Any) -> Run:
+    folder.mkdir(exist_ok=True)
+    small_run.write_text(folder)
+    run = small_run.settings(
+        folder,
+        2,
+        nodes=2,
+        facility__scheduler="slurm",
+        sharding=small_run.sharding(strategy),
+        model__config=CONFIG,
+        training__steps=3,
+        **more,
+    )
+    small_run.ready(run)
+    return run
+
+
+def communication(ranks: RankPool, run: Run) -> dict[str, Any]:
+    ranks.run(small_run.train_here, run)
+    [record] = small_run.records(run.folders.runs / run.name, "communication")
+    return record
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "all_reduce", "gather_scatter", "full_shard", "hybrid_shard"]
+)
+def test_as_many_bytes_as_expected(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
+    record = communication(ranks, prepared(tmp_path, strategy))
+    expected = sum(record["expected_bytes"].values())
+    # one machine plays both nodes of two ranks, so its interfaces carry what both send
+    assert record["wire_bytes"] * 2 / RANKS == pytest.approx(expected, rel=0.05)
+    assert record["seconds"] > 0
+
+
+def test_calls_are_told_with_shape_and_dtype(ranks: RankPool, tmp_path: Path) -> None:
+    record = communication(ranks, prepared(tmp_path, "all_reduce"))
+    matrices = [c for c in record["collectives"] if c["shape"] == [2000, 128]]
+    [both] = matrices  # the embedding and the head
+    assert (both["collective"], both["dtype"], both["calls"]) == ("gloo:all_reduce", "float", 2)
+    assert both["bytes"] == 2 * 4 * 2000 * 128
+
+
+def test_a_wider_batch_sends_no_more_gradients(ranks: RankPool, tmp_path: Path) -> None:
+    narrow, wide = (
+        communication(ranks, prepared(tmp_path / str(samples), "ddp", name=f"of{samples}",
+                                      training__global_batch_samples=samples))
+        for samples in (4, 16)
+    )  # fmt: skip
+    assert narrow["expected_bytes"] == wide["expected_bytes"]
+    assert narrow["wire_bytes"] == pytest.approx(wide["wire_bytes"], rel=0.05)
