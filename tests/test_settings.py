@@ -89,7 +89,7 @@ def test_a_run_cannot_be_changed():
         ("training.steps", None, "training.steps and training.epochs", "settings"),
         ("training.global_batch_samples", 5, "(5)", "settings"),
         ("sharding.layouts", [], "2 ranks", "settings"),
-        ("sharding.shard", 3, "(2 of 2) must be divisible by sharding.shard (3: 3)", "settings"),
+        ("sharding.shard", 3, "world size (2) must be divisible by sharding.shard (3)", "settings"),
         ("name", "../x", "name = '../x'", "another value"),
         ("name", "", "name = ''", "another value"),
         ("name", 7, "name = 7", "name='7'"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from atoll.errors import UserError
 from atoll.host import compose as compose_module
 from atoll.settings import checked, dumped
 
@@ -18,6 +19,8 @@ ASKED_FOR = {
     "data=hub": ["data.hub=a/b"],
     "model=from_path": ["model.source=a/b"],
     "sharding=single": ["ranks_per_node=1"],
+    "sharding=pipeline": ["model.config.tie_word_embeddings=false"],
+    "sharding=pipeline_interleaved": ["model.config.tie_word_embeddings=false"],
     "facility=aurora": ["training.global_batch_samples=96"],  # of twelve ranks
 }
 # a part that no laptop has
@@ -185,3 +188,30 @@ def test_the_verb_prints_one_document_for_each_run(capsys, tree, monkeypatch):
     assert compose_module.main(["--multirun", "facility=laptop", "seed=1,2,3"]) == 0
     documents = list(yaml.safe_load_all(capsys.readouterr().out))
     assert [document["seed"] for document in documents] == [1, 2, 3]
+
+
+AXES = [
+    (["sharding.tensor=3"], "world size (2) must be divisible by sharding.pipeline x context x"),
+    (["sharding.tensor=2", "data.sequence_tokens=511"], "data.sequence_tokens (511)"),
+    (["sharding.context=2", "ranks_per_node=16", "sharding.tensor=8"], "attention heads (8)"),
+    (["sharding=pipeline"], "embedding is its head too, which 2 pipeline stages"),
+    (["sharding=ddp", "sharding.tensor=2"], "sharding.tensor=2: sharding=ddp spreads samples"),
+    (["sharding.reshard_after_forward=3"], "reshard_after_forward (3)"),
+    (["sharding=ddp", "sharding.offload=true"], "sharding.offload=true: sharding=ddp keeps"),
+    (["sharding.stages_per_rank=2"], "stages_per_rank=2 needs a pipeline"),
+    (["model=gpt2_tiny", "sharding.tensor=2"], "query, key and value in one transposed matrix"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "found"), AXES)
+def test_axes_that_do_not_fit_are_refused_on_the_login_node(overrides, found, composed):
+    with pytest.raises(UserError) as caught:
+        composed("facility=laptop", *overrides)
+    assert found in caught.value.found
+
+
+def test_the_planner_s_choice_is_composed(composed):
+    line = ["facility=karolina", "model=llama2_7b", "data.sequence_tokens=4096"]
+    run = composed(*line, "sharding=auto").run
+    assert run.sharding.name in ("full_shard", "shard_grad_op")
+    assert run.sharding.tensor > 1 or run.sharding.sync_every_microbatch

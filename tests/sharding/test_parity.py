@@ -1,5 +1,6 @@
 """Every strategy against one process: losses, gradient norms and final weights."""
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,6 +9,8 @@ import pytest
 import small_run
 import tiny
 import torch
+import torch.distributed as dist
+import yaml
 from rank_pool import RankPool
 from torch.distributed.tensor import DTensor
 
@@ -16,6 +19,7 @@ from atoll.models.build import build_config
 from atoll.settings import Run
 from atoll.sharding import deepspeed
 from atoll.sharding.engines import ENGINES, StepPlan
+from atoll.sharding.exchange import EXCHANGES
 from atoll.train.assemble import build_sharded
 from atoll.train.optimizer import make_stepper, take_step
 from atoll.train.world import World, gathered, summed
@@ -208,3 +212,35 @@ def refused(world: World, run: Run) -> str:
     with pytest.raises(UserError) as caught:
         train(world, run, 1.0)
     return caught.value.found
+
+
+MADE_UP = """
+name: made_up
+layouts: []
+exchange: one_by_one
+"""
+
+
+def one_by_one(gradients: Sequence[torch.Tensor], ranks: int) -> None:
+    """A strategy of somebody's own: each rank in turn adds its gradient to what it receives."""
+    rank = dist.get_rank()
+    for gradient in gradients:
+        if rank > 0:
+            received = torch.empty_like(gradient)
+            dist.recv(received, rank - 1)
+            gradient += received
+        if rank < ranks - 1:
+            dist.send(gradient, rank + 1)
+        dist.broadcast(gradient, ranks - 1)
+        gradient /= ranks
+
+
+def train_made_up(world: World, run: Run) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(EXCHANGES, "one_by_one", one_by_one)
+        return train(world, run, 1.0)
+
+
+def test_a_made_up_strategy_is_one_yaml_and_one_function(ranks: RankPool) -> None:
+    run = settings(config_of("llama"), yaml.safe_load(MADE_UP), 4)
+    assert_same(one_process("llama", 1.0), ranks.run(train_made_up, run)[0])

@@ -110,3 +110,20 @@ def test_eight_bit_state_is_smaller_than_fp32() -> None:
         state = optimizer_state(stepper).values()
         sizes[name] = sum(t.numel() * t.element_size() for t in state)
     assert sizes["adamw_8bit"] < 0.3 * sizes["adamw"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_asking_for_the_state_changes_no_step(name: str) -> None:
+    """A run asks before its first step, to know whether a checkpoint will fit."""
+    settings = Optimizer(name=name, learning_rate=0.1, weight_decay=0.0)
+    weights = []
+    for asks in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 64)
+        stepper = make_stepper(settings, model)
+        if asks:
+            optimizer_state(stepper)
+        model(torch.ones(1, 64)).sum().backward()
+        take_step(stepper, 0.1, None)
+        weights.append(model.weight.detach().clone())
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=0)

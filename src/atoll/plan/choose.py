@@ -76,7 +76,7 @@ def fits(run: Run, memory: Memory) -> bool | None:
 
 
 def choose(found: list[Option]) -> Option:
-    """Of those that fit: without recompute before with it, then the one that sends least.
+    """Of those that fit: without offload and recompute if it can be, then what sends least.
 
     Raises `UserError` if none does, with what is nearest to fitting.
     """
@@ -96,9 +96,13 @@ def choose(found: list[Option]) -> Option:
             f"({' '.join(least.overrides)})",
             "more nodes, fewer training.microbatch_samples, or a shorter data.sequence_tokens",
         )
-    recompute = fitting[0].recompute
-    alike = [option for option in fitting if option.recompute == recompute]
-    return min(alike, key=lambda option: sum(option.sent.values()))
+    return min(fitting, key=_cost)
+
+
+def _cost(option: Option) -> tuple[bool, int, float]:
+    """Offload is the last resort, recompute the one before."""
+    sent = sum(option.sent.values())
+    return option.memory.host > 0, RECOMPUTE.index(option.recompute), sent
 
 
 def _with(run: Run, sharding: dict[str, Any], recompute: str) -> Run | None:

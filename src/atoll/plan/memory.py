@@ -13,7 +13,7 @@ FP32 = 4
 MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2.03}  # of both moments; blocks of 256 have a scale
 # What a process has before it has a model: measured for torch and transformers on a processor;
 # a device's context and its libraries' workspaces are not the allocator's, and not counted.
-RUNTIME_GIB = {"cpu": 0.55}
+RUNTIME_GIB = {"cpu": 0.35}
 
 
 @dataclass(frozen=True)

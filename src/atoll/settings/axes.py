@@ -73,8 +73,7 @@ def axes_of(run: "Run") -> Axes:
     named = {"none": 1, "node": min(in_node, data), "all": data}
     shard = sharding.shard if isinstance(sharding.shard, int) else named[sharding.shard]
     if data % shard:
-        raise ValueError(
-            f"the ranks with samples of their own ({data} of {world}) must be divisible by "
-            f"sharding.shard ({sharding.shard}: {shard})"
-        )
+        whole = f"the ranks with samples of their own ({data} of {world})"
+        who = f"world size ({world})" if taken == 1 else whole
+        raise ValueError(f"{who} must be divisible by sharding.shard ({shard})")
     return Axes(sharding.pipeline, data // shard, shard, sharding.context, sharding.tensor)

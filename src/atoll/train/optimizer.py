@@ -141,6 +141,9 @@ def _make_state(stepper: Stepper) -> None:
         group["lr"] = 0.0
     stepper.optimizer.step()
     clear_gradients(stepper)
+    # nor does it count: the corrections of the moments' bias start with the first real step
+    for state in stepper.optimizer.state.values():
+        state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0
 
 
 def _adamw(settings: Optimizer, groups: list[dict[str, Any]]) -> Any:

@@ -1,0 +1,43 @@
+"""Each strategy through the batch file, in the container, on two nodes of a real Slurm."""
+
+import json
+
+import pytest
+
+UNTIED = "model.config.tie_word_embeddings=false"
+TWO_NODES = ("nodes=2", "training.steps=4", UNTIED)
+STRATEGIES = {
+    "full_shard": [],
+    "gather_scatter": [],
+    "all_reduce": [],
+    "full_shard_offload": [],
+    "context": [],
+    "tensor": [],
+    "pipeline": [],
+    "pipeline_interleaved": [],
+    "deepspeed_zero1": [],
+    "deepspeed_zero3_offload": [],
+    "hybrid_shard": ["sharding.tensor=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def losses(site):
+    """Strategy -> its losses; all are queued at once, and the cluster takes them in turn."""
+    lines = {"ddp": [], **STRATEGIES}
+    for name, more in lines.items():
+        site.submit(f"spread-{name}", *TWO_NODES, f"sharding={name}", *more)
+
+    def of(name: str) -> list[float]:
+        folder = site.finished(f"spread-{name}", 900)
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        return [r["loss"] for r in records if r["event"] == "train"]
+
+    return of
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_same_losses(name, losses):
+    assert len(losses("ddp")) == 4
+    assert losses(name) == pytest.approx(losses("ddp"), abs=2e-3)  # in bf16
