@@ -1,0 +1,137 @@
+"""What our loop costs beside bare torch: the same model, batches and optimizer, in turns.
+
+    python benchmarks/loop_overhead.py [--rounds 8] [--check]
+
+Two gloo ranks. `bare` is what a careful person writes: forward, backward, clip_grad_norm_, fused
+AdamW, zero_grad, with no_sync between microbatches. Ours adds layouts' flags, norms by mesh, the
+agreement on stopping and the meter. Both spread the model by the same calls of torch.
+"""
+
+import argparse
+import os
+import socket
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch.distributed.fsdp import FSDPModule
+
+CLONE = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(CLONE / "tests")]
+RANKS, MICROBATCHES, STEPS, TOKENS = 2, 2, 4, 256
+LIMIT = 1.02
+STRATEGIES = ("ddp", "full_shard")
+
+
+def rank_main(rank: int, port: int, rounds: int, results: Any) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
+    try:
+        for strategy in STRATEGIES:
+            times = measured(rank, strategy, rounds)
+            if rank == 0:
+                results[strategy] = times
+    finally:
+        dist.destroy_process_group()
+
+
+def measured(rank: int, strategy: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step, ours and bare, A B B A."""
+    import small_run
+
+    from atoll.models.build import build_config
+    from atoll.settings import Run
+    from atoll.sharding.engines import ENGINES, StepPlan
+    from atoll.train.assemble import build_sharded
+    from atoll.train.interrupt import agreement
+    from atoll.train.optimizer import make_stepper, take_step
+    from atoll.train.world import World
+
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 688}
+    config |= {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config |= {"vocab_size": 4096, "max_position_embeddings": 1024}
+    run: Run = small_run.settings(
+        Path("/nowhere"),
+        RANKS,
+        sharding=small_run.sharding(strategy),
+        model__config=config,
+        data__sequence_tokens=TOKENS,
+        training__global_batch_samples=RANKS * MICROBATCHES,
+    )
+    world = World(rank, RANKS, torch.device("cpu"), dist.new_group(backend="gloo"))
+    hf_config = build_config(run.model, 4096, TOKENS, {})
+    plan = StepPlan(torch.float32, False, False, False)
+    batches = [batch_of(seed) for seed in range(MICROBATCHES)]
+    scale = 1.0 / (MICROBATCHES * (TOKENS - 1))
+
+    def ours() -> None:
+        ENGINES["plain"](wrapped, batches, scale, plan)
+        take_step(stepper, 1e-4, 1.0)
+        agreed()
+
+    def bare() -> None:
+        for number, batch in enumerate(batches):
+            last = number == MICROBATCHES - 1
+            if isinstance(wrapped, FSDPModule):
+                wrapped.set_requires_gradient_sync(last)
+                (wrapped(batch, torch.float32) * scale).backward()
+            else:
+                wrapped.require_backward_grad_sync = last
+                (wrapped(batch, torch.float32) * scale).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        stepper.optimizer.step()
+        stepper.optimizer.zero_grad()
+
+    model, wrapped = build_sharded(run, hf_config, world, torch.float32)
+    stepper = make_stepper(run.optimizer, model)
+    times: dict[str, list[float]] = {"ours": [], "bare": []}
+    with agreement(world, lambda: 0) as agreed:
+        for number in range(rounds + 1):
+            for step in (ours, bare, bare, ours):
+                dist.barrier()
+                started = time.perf_counter()
+                for _ in range(STEPS):
+                    step()
+                if number:  # the first round warms up
+                    times[step.__name__].append((time.perf_counter() - started) / STEPS)
+    return times
+
+
+def batch_of(seed: int) -> Any:
+    from atoll.data.batch import Batch
+
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, 4096, (1, TOKENS), generator=generator)
+    labels = torch.cat([tokens[:, 1:], torch.full((1, 1), -100)], dim=1)
+    ends = torch.tensor([0, TOKENS], dtype=torch.int32)
+    return Batch(tokens, labels, torch.arange(TOKENS)[None], ends, (TOKENS,), TOKENS)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--check", action="store_true", help=f"fail beyond a ratio of {LIMIT}")
+    arguments = parser.parse_args()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        multiprocessing.spawn(rank_main, args=(port, arguments.rounds, results), nprocs=RANKS)
+        found = dict(results)
+    missed = False
+    for strategy, times in found.items():
+        ours, bare = (statistics.median(times[name]) for name in ("ours", "bare"))
+        print(f"{strategy:12} ours {ours:.4f} s   bare {bare:.4f} s   ratio {ours / bare:.3f}")
+        missed = missed or ours / bare > LIMIT
+    return int(arguments.check and missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
