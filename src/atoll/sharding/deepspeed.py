@@ -4,6 +4,7 @@ Parameters and moments are read and set whole, by DeepSpeed's own functions, so 
 are those of every other strategy and a run may go on with another one.
 """
 
+import importlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,10 @@ def initialize(run: Run, model: nn.Module, optimizer: Any, dtype: torch.dtype) -
             f"sharding={run.sharding.name} needs DeepSpeed, which does not import here: {error}",
             "install it (pip install 'atoll[deepspeed]'), or choose full_shard",
         ) from error
+    if device.type == "cpu":
+        # it would compile its own exchange through shared memory at the start; gloo does
+        backend: Any = importlib.import_module("deepspeed.comm.torch")
+        backend.build_shm_op = lambda: None
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config_of(run, dtype), dist_init_required=False
