@@ -23,7 +23,8 @@ def test_every_parameter_is_in_one_file_of_bounded_size(ranks: int, limit: int) 
 def test_only_the_owner_writes(tmp_path: Path) -> None:
     parameters = {"a": torch.arange(6.0), "b": torch.ones(2, 2)}
     files = [["a"], ["b"]]
-    export.write_weights(tmp_path, parameters, torch.float16, files, rank=1, ranks=2)
+    numbered = export.Numbered(0, 2)
+    export.write_weights(tmp_path, parameters, torch.float16, files, numbered, rank=1, ranks=2)
     assert [p.name for p in tmp_path.iterdir()] == ["model-00002-of-00002.safetensors"]
     loaded = load_file(tmp_path / "model-00002-of-00002.safetensors")
     assert loaded["b"].dtype == torch.float16 and loaded["b"].tolist() == [[1, 1], [1, 1]]
@@ -51,8 +52,7 @@ def test_a_rank_that_cannot_write_goes_on_gathering(
     monkeypatch.setattr(export, "_whole", whole)
     parameters = {name: torch.ones(size) for name, size in SIZES.items()}
     files = [[name] for name in SIZES]
+    missing, numbered = tmp_path / "missing", export.Numbered(0, len(files))
     with pytest.raises(OSError, match="missing"):
-        export.write_weights(
-            tmp_path / "missing", parameters, torch.float32, files, rank=0, ranks=1
-        )
+        export.write_weights(missing, parameters, torch.float32, files, numbered, rank=0, ranks=1)
     assert gathered == list(SIZES.values())

@@ -18,7 +18,9 @@ from atoll.models.build import build_config, build_model, weights_for
 from atoll.models.source import weight_files
 from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.settings import Model, Sharding, Training
+from atoll.settings.axes import Axes
 from atoll.sharding.layouts import BEFORE_WEIGHTS, Spread, apply_layouts
+from atoll.sharding.mesh import Meshes
 from atoll.train.world import World
 
 CPU = torch.device("cpu")
@@ -88,8 +90,9 @@ def test_names_of_older_files(architecture: str, tmp_path: Path) -> None:
 def sharded_parts(world: World, settings: Model) -> tuple[dict[str, torch.Tensor], list[Any]]:
     config = build_config(settings, tiny.VOCABULARY, tiny.SEQUENCE, {})
     model = build_model(config, TRAINING)
-    mesh = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("replicate", "shard"))
-    apply_layouts(BEFORE_WEIGHTS, model, mesh, Spread(FULL_SHARD, torch.float32, CPU))
+    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("shard",))
+    meshes = Meshes(Axes(1, 1, world.size, 1, 1), world.rank, mesh, mesh, None, None, None)
+    apply_layouts(BEFORE_WEIGHTS, model, meshes, Spread(FULL_SHARD, torch.float32, CPU))
     materialize(model, CPU)
     spy: list[Any] = []
     read_into(model, settings, config, 0, spy)
