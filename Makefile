@@ -58,8 +58,8 @@ test: $(READY) ## Run every test (ARGS="-k launch" for some)
 image-%: $(READY) ## Build images/%.sif: cpu, cuda, cuda_compat, rocm or lumi
 	$(BIN)/python -m atoll image build $* $(if $(IMAGE_CACHE),--cache '$(IMAGE_CACHE)') $(ARGS)
 
-test-image: $(READY) ## Run pytest inside an image (IMAGE=cpu)
-	$(BIN)/python -m atoll image test $(IMAGE) --ignore=tests/testbed $(ARGS)
+test-image: $(READY) ## Run pytest inside an image (IMAGE=cpu), but for the matrices of strategies
+	$(BIN)/python -m atoll image test $(IMAGE) --ignore=tests/testbed -m 'not matrix' $(ARGS)
 
 testbed: ## As root: a real Slurm of 4 virtual nodes and a real Apptainer on this machine
 	$(PYTHON) tests/testbed/testbed.py up

@@ -167,6 +167,7 @@ def assert_same(reference: Any, got: Any) -> None:
         torch.testing.assert_close(got[2][name], weight, atol=2e-4, rtol=1e-3, msg=name)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", tiny.CONFIGS)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_strategy_equals_one_process(ranks: RankPool, strategy: Strategy, family: str) -> None:
@@ -181,6 +182,7 @@ def test_strategy_equals_one_process(ranks: RankPool, strategy: Strategy, family
     assert all(losses == got[0][0] for losses, _, _ in got), "ranks must agree on every loss"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_without_clipping_and_with_wider_microbatches(ranks: RankPool, strategy: Strategy) -> None:
     got = ranks.run(train, chosen(strategy, "llama", training__microbatch_samples=2), None)

@@ -37,10 +37,19 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    small_run.write_text(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.matrix
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("strategies")
+    small_run.write_text(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: RankPool, folder: Path) -> Path:
+    return reference(ranks, folder, CONFIG, "reference")
 
 
 def spread(folder: Path, strategy: str, family: dict[str, Any] = CONFIG, **more: Any) -> Run:
@@ -49,25 +58,26 @@ def spread(folder: Path, strategy: str, family: dict[str, Any] = CONFIG, **more:
     return small_run.settings(folder, 4, sharding=sharding, **exact, **more)
 
 
-def reference(ranks: RankPool, folder: Path, family: dict[str, Any] = CONFIG) -> Path:
-    run = spread(folder, "full_shard", family, name="reference")
+def reference(ranks: RankPool, folder: Path, family: dict[str, Any], name: str) -> Path:
+    run = spread(folder, "full_shard", family, name=name)
     run_folder = small_run.ready(run)
     ranks.run(small_run.train_here, run)
     return run_folder
 
 
 @pytest.mark.parametrize("strategy", list(STRATEGIES)[1:])
-def test_a_run_goes_on_under_another_strategy(ranks: RankPool, folder: Path, strategy: str) -> None:
+def test_a_run_goes_on_under_another_strategy(
+    ranks: RankPool, folder: Path, whole: Path, strategy: str
+) -> None:
     """From full_shard to the strategy and the other way, at step 3 of 6."""
-    whole = reference(ranks, folder)
     expected = small_run.losses(whole)
     held_out = small_run.records(whole, "evaluation")[-1]["loss"]
     for first, second in (("full_shard", strategy), (strategy, "full_shard")):
-        run = spread(folder, first, name=f"from_{first}")
+        run = spread(folder, first, name=f"{first}_to_{second}")
         run_folder = small_run.ready(run)
         ranks.run(stop_after, run, 3)
         assert checkpoint.latest(run_folder) == run_dir.checkpoint(run_folder, 3)
-        again = spread(folder, second, name=f"from_{first}")
+        again = spread(folder, second, name=f"{first}_to_{second}")
         ranks.run(small_run.train_here, again)
         assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-4), first
         last = small_run.records(run_folder, "evaluation")[-1]
@@ -80,11 +90,11 @@ def test_vectors_that_two_axes_cut_are_saved_whole(
     ranks: RankPool, folder: Path, family: str
 ) -> None:
     config = tiny.CONFIGS[family] | {"vocab_size": 300, "num_hidden_layers": 4}
-    expected = small_run.losses(reference(ranks, folder, config))
-    run = spread(folder, "hybrid_shard", config, name="moved")
+    expected = small_run.losses(reference(ranks, folder, config, f"{family}_reference"))
+    run = spread(folder, "hybrid_shard", config, name=f"{family}_moved")
     run_folder = small_run.ready(run)
     ranks.run(stop_after, run, 3)
-    again = spread(folder, "full_shard", config, name="moved")
+    again = spread(folder, "full_shard", config, name=f"{family}_moved")
     ranks.run(small_run.train_here, again)
     assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-4)
     model = AutoModelForCausalLM.from_pretrained(run_dir.export(run_folder))
