@@ -14,9 +14,12 @@ VERBS = {
     "report": ("atoll.host.report", "tables of runs: speed, scaling, communication"),
     "doctor": ("atoll.host.doctor", "check a facility, and with --job its devices and links"),
     "image": ("atoll.host.image", "build, test, sign, verify or inspect a container image"),
+    "prepare": ("atoll.host.prepare", "fetch model and data into one folder that travels"),
+    "fetch": ("atoll.models.fetch", "the half of prepare that runs in the image"),
+    "evaluate": ("atoll.host.evaluate", "perplexity or metrics of a model, on any data"),
     "tokenize": ("atoll.data.tokenize", "turn text into token shards"),
     "launch": ("atoll.launch", "start this task's rank, or this node's ranks, of a run"),
-    "generate": ("atoll.models.generate", "sample from an exported model"),
+    "generate": ("atoll.train.generate", "continue a prompt with a run, checkpoint or adapter"),
 }
 
 

@@ -77,15 +77,28 @@ def sample_file(run_folder: Path) -> Path:
 
 def prepared(run: Run) -> Path:
     """The folder of tokens and tokenizer, shared by all runs that read the same data."""
+    if run.folders.bundle is not None:
+        return run.folders.bundle / "tokens"
     return run.folders.prepared / f"{run.data.name}-{prepared_digest(run)}"
 
 
+def bundle_manifest(bundle: Path) -> Path:
+    return bundle / "bundle.json"
+
+
+def bundle_request(bundle: Path) -> Path:
+    return bundle / "request.yaml"
+
+
 def prepared_digest(run: Run) -> str:
-    """What the tokens depend on: not on packing, batching, sequence length or workers."""
-    data = run.data.model_dump(
-        mode="json", exclude={"batching", "packing", "sequence_tokens", "workers"}
-    )
-    tokenizer = run.tokenizer.model_dump(mode="json")
+    """What the tokens depend on: not on packing, batching or workers.
+
+    Nor on the sequence length, but for rows with labels: two texts are cut together.
+    """
+    free = {"batching", "packing", "workers"}
+    free |= {"sequence_tokens"} if run.data.classes is None else set()
+    data = run.data.model_dump(mode="json", exclude=free, exclude_defaults=True)
+    tokenizer = run.tokenizer.model_dump(mode="json", exclude_defaults=True)
     if run.tokenizer.path is None:
         tokenizer |= {"model": run.model.source, "revision": run.model.revision}
     return digest({"data": data, "tokenizer": tokenizer, "seed": run.seed})

@@ -23,7 +23,7 @@ def settings(tmp_path: Path, **data: Any) -> Data:
 
 
 def documents(text: Input, documents_per_shard: int = 100) -> list[str]:
-    found = sources.blocks(text, documents_per_shard, None)
+    found = sources.blocks(text, documents_per_shard)
     return [document for block in found for document in sources.texts(text, block)]
 
 

@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from atoll import run_dir
 from atoll.data.loader import open_samples
 from atoll.errors import UserError
-from atoll.models import generate
 from atoll.settings import Run
-from atoll.train import checkpoint
+from atoll.train import checkpoint, generate
 from atoll.train.world import World
 
 TESTS = Path(__file__).parents[1]

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+TENSORS = ("tokens_BT", "labels_BT", "positions_BT", "segment_ends", "classes_B")
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -24,12 +26,15 @@ class Batch:
     segment_ends: Tensor  # int32 [S+1], first 0, last B*T
     segment_lengths: tuple[int, ...]  # the same on the host, S numbers
     useful_tokens: int  # tokens that are not padding
+    classes_B: Tensor | None = None  # fp32: the index of each sample's label, or its score
+    seed: int | None = None  # of its dropout, so that who computes it makes no difference
 
     def to(self, device: torch.device) -> "Batch":
         if device.type == "cpu":
             return self
         moved = {
             name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("tokens_BT", "labels_BT", "positions_BT", "segment_ends")
+            for name in TENSORS
+            if getattr(self, name) is not None
         }
         return replace(self, **moved)

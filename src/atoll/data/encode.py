@@ -1,5 +1,6 @@
 """Blocks of text become tokens: what each tokenising process does."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from atoll.data.keyed_hash import fractions, keyed
 from atoll.data.shards import Split
 from atoll.data.sources import Block, Input
 from atoll.data.vocabulary import Vocabulary
-from atoll.settings import Run
+from atoll.errors import UserError
+from atoll.settings import Classes, Data, Run
 
 DOCUMENTS_PER_TRAINING_BLOCK = 64
 
@@ -43,53 +45,70 @@ class Job(NamedTuple):
     block: Block
 
 
+class Text(NamedTuple):
+    """A reading with all of its blocks."""
+
+    reading: Reading
+    blocks: list[Block]
+
+
 class Encoded(NamedTuple):
     """Documents of one split: their tokens end to end, the length of each, the blank ones."""
 
     tokens: bytes
     lengths: npt.NDArray[np.int64]
     blank: int
+    labels: npt.NDArray[np.float32] | None = None
 
 
 def encoder(
-    tokenizer_file: Path, end_id: int, dtype: str, template: str, readings: list[Reading]
+    tokenizer_file: Path, end_id: int | None, dtype: str, data: Data, readings: list[Reading]
 ) -> Callable[[Job], dict[Split, Encoded]]:
     """Give the function that turns a block into tokens, each document closed by `end_id`."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if data.classes is not None:
+        tokenizer.enable_truncation(data.sequence_tokens, strategy="longest_first")
 
     def encode(job: Job) -> dict[Split, Encoded]:
         reading, block = readings[job.reading], job.block
         texts = sources.texts(reading.text, block)
         held_out = reading.held_out(block.first_document, block.documents)
-        chosen: dict[Split, list[str]] = {
-            split: [
-                text
-                for text, away in zip(texts, held_out, strict=True)
-                if away == (split == "validation")
-            ]
+        chosen = {
+            split: np.flatnonzero(held_out == (split == "validation")).tolist()
             for split in reading.splits
         }
+        if data.classes is not None:
+            rows = sources.others(reading.text, block)
+            return {
+                split: _labelled(
+                    tokenizer,
+                    dtype,
+                    data.classes,
+                    [(block.first_document + n, texts[n], *rows[n]) for n in numbers],
+                )
+                for split, numbers in chosen.items()
+            }
         return {
-            split: _encoded(tokenizer, end_id, dtype, template, found)
-            for split, found in chosen.items()
+            split: _encoded(tokenizer, end_id, dtype, data.template, [texts[n] for n in numbers])
+            for split, numbers in chosen.items()
         }
 
     return encode
 
 
-def tokenizer_maker(
-    run: Run, reading: Reading, blocks: list[Block], documents: int, folder: Path
-) -> Callable[[None], Vocabulary]:
-    """Give the function that loads or trains a run's tokenizer and saves it in `folder`."""
+def tokenizer_maker(run: Run, texts: list[Text], folder: Path) -> Callable[[None], Vocabulary]:
+    """Give the function that loads or makes a run's tokenizer and saves it in `folder`."""
 
     def make(_: None) -> Vocabulary:
-        if vocabulary.origin(run) is None:
-            texts = _training_texts(run, reading, blocks, documents)
-            made = vocabulary.trained(texts, run.tokenizer.vocabulary_tokens)
-        else:
+        if vocabulary.origin(run) is not None:
             made = vocabulary.load(run)
+        elif run.tokenizer.kind == "characters":
+            made = vocabulary.characters(_all_texts(texts))
+        else:
+            train = vocabulary.TRAINED[run.tokenizer.kind]
+            made = train(_training_texts(run, texts[0]), run.tokenizer.vocabulary_tokens)
         vocabulary.save(made, folder)
         return vocabulary.describe(folder)
 
@@ -104,10 +123,17 @@ def training_blocks(blocks: list[Block], documents: int) -> list[Block]:
     return blocks[:: max(1, len(blocks) // wanted)]
 
 
-def _training_texts(
-    run: Run, reading: Reading, blocks: list[Block], documents: int
-) -> Iterator[str]:
-    """At most `documents` documents of the training split, an even share from each block."""
+def _all_texts(texts: list[Text]) -> Iterator[str]:
+    for reading, blocks in texts:
+        for block in blocks:
+            yield from sources.texts(reading.text, block)
+
+
+def _training_texts(run: Run, text: Text) -> Iterator[str]:
+    """Some documents of the training split, an even share from each block."""
+    reading = text.reading
+    documents = min(run.tokenizer.training_documents, sum(b.documents for b in text.blocks))
+    blocks = training_blocks(text.blocks, documents)
     taken = 0
     for number, block in enumerate(blocks):
         share = documents * (number + 1) // len(blocks) - taken
@@ -119,17 +145,44 @@ def _training_texts(
         yield from (_filled(run.data.template, text) for text in evenly)
 
 
-def _encoded(tokenizer: Any, end_id: int, dtype: str, template: str, texts: list[str]) -> Encoded:
+def _encoded(
+    tokenizer: Any, end_id: int | None, dtype: str, template: str, texts: list[str]
+) -> Encoded:
     pieces: list[bytes] = []
     lengths: list[int] = []
-    end = np.array([end_id], dtype=dtype).tobytes()
+    end = np.array([] if end_id is None else [end_id], dtype=dtype)
     filled = [_filled(template, text) for text in texts if text]
     for encoding in tokenizer.encode_batch_fast(filled, add_special_tokens=False):
         ids = np.array(encoding.ids, dtype=dtype)
-        pieces += (ids.tobytes(), end)
-        lengths.append(len(ids) + 1)
+        pieces += (ids.tobytes(), end.tobytes())
+        lengths.append(len(ids) + len(end))
     blank = len(texts) - len(lengths)
     return Encoded(b"".join(pieces), np.array(lengths, dtype=np.int64), blank)
+
+
+def _labelled(tokenizer: Any, dtype: str, classes: Classes, rows: list[tuple[Any, ...]]) -> Encoded:
+    """Rows of number, text, perhaps a second text, and label; with the model's special tokens."""
+    labels = [_label(classes, row[0], row[-1]) for row in rows]
+    inputs = [row[1] if len(row) == 3 else (row[1], str(row[2] or "")) for row in rows]
+    ids = [np.array(found.ids, dtype=dtype) for found in tokenizer.encode_batch(inputs)]
+    lengths = np.array([len(one) for one in ids], dtype=np.int64)
+    tokens = b"".join(one.tobytes() for one in ids)
+    return Encoded(tokens, lengths, 0, np.array(labels, dtype=np.float32))
+
+
+def _label(classes: Classes, number: int, value: Any) -> float:
+    """The label's index, or the score itself where there are no labels to choose from."""
+    mend = f"mend the row, or set data.classes.labels; field: {classes.label_field}"
+    if not classes.labels:
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            return float(value)
+        raise UserError(f"row {number} has the label {value!r}, which is no score", mend)
+    if isinstance(value, str) and value in classes.labels:
+        return float(classes.labels.index(value))
+    if isinstance(value, int) and 0 <= value < len(classes.labels):
+        return float(value)
+    known = f"0 to {len(classes.labels) - 1} ({', '.join(classes.labels)})"
+    raise UserError(f"row {number} has the label {value!r}; labels are {known}", mend)
 
 
 def _filled(template: str, text: str) -> str:

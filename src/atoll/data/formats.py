@@ -35,6 +35,8 @@ class Part:
     field: str = ""
     split: str = ""
     rows: Any = None
+    others: tuple[str, ...] = ()  # more columns of the same rows
+    share: tuple[float, float] = (0.0, 1.0)  # of a whole file's characters
 
 
 class Span(NamedTuple):
@@ -52,6 +54,8 @@ class Format(NamedTuple):
 
     ends: Callable[[Part], Ends]
     read: Callable[[Part, Span], list[str]]
+    # the other columns of the same rows, where there are any
+    read_others: Callable[[Part, Span], list[tuple[Any, ...]]] | None = None
 
 
 def file_ends(part: Part) -> Ends:
@@ -106,7 +110,9 @@ def hub_ends(part: Part) -> Ends:
 
 
 def read_file(part: Part, span: Span) -> list[str]:
-    return [_decoded(part, span, _bytes(part, span))]
+    text = _decoded(part, span, _bytes(part, span))
+    begin, end = (int(len(text) * share) for share in part.share)
+    return [text[begin:end]]
 
 
 def read_source(part: Part, span: Span) -> list[str]:
@@ -131,18 +137,19 @@ def read_paragraphs(part: Part, span: Span) -> list[str]:
 
 def read_jsonl(part: Part, span: Span) -> list[str]:
     """The text field of each line; a blank line is an empty document."""
-    lines = _bytes(part, span).removesuffix(b"\n").split(b"\n")
-    return [_record(part, span.first + i + 1, line) for i, line in enumerate(lines)]
+    return [str(row[0]) if row else "" for row in _jsonl_rows(part, span, (part.field,), str)]
+
+
+def read_jsonl_others(part: Part, span: Span) -> list[tuple[Any, ...]]:
+    return _jsonl_rows(part, span, part.others, object)
 
 
 def read_parquet(part: Part, span: Span) -> list[str]:
-    found: list[str | None] = []
-    first, stop = span.first, span.first + span.documents
-    for group, start, rows in _row_groups(part.path):
-        if start < stop and first < start + rows:
-            begin, end = max(first - start, 0), min(stop - start, rows)
-            found += _column(part.path, group, part.field)[begin:end].to_pylist()
-    return [text or "" for text in found]
+    return [text or "" for text in _parquet_values(part, span, part.field)]
+
+
+def read_parquet_others(part: Part, span: Span) -> list[tuple[Any, ...]]:
+    return list(zip(*(_parquet_values(part, span, name) for name in part.others), strict=True))
 
 
 def read_hub(part: Part, span: Span) -> list[str]:
@@ -150,14 +157,19 @@ def read_hub(part: Part, span: Span) -> list[str]:
     return [text or "" for text in rows]
 
 
+def read_hub_others(part: Part, span: Span) -> list[tuple[Any, ...]]:
+    rows = part.rows[span.first : span.first + span.documents]
+    return list(zip(*(rows[name] for name in part.others), strict=True))
+
+
 FORMATS = {
     "source": Format(file_ends, read_source),
     "txt-file": Format(file_ends, read_file),
     "txt-paragraph": Format(paragraph_ends, read_paragraphs),
     "txt-line": Format(line_ends, read_lines),
-    "jsonl": Format(line_ends, read_jsonl),
-    "parquet": Format(parquet_ends, read_parquet),
-    "hub": Format(hub_ends, read_hub),
+    "jsonl": Format(line_ends, read_jsonl, read_jsonl_others),
+    "parquet": Format(parquet_ends, read_parquet, read_parquet_others),
+    "hub": Format(hub_ends, read_hub, read_hub_others),
 }
 
 
@@ -178,9 +190,30 @@ def _decoded(part: Part, span: Span, content: bytes) -> str:
         ) from None
 
 
-def _record(part: Part, line_number: int, line: bytes) -> str:
-    if not line.strip():
-        return ""
+def _parquet_values(part: Part, span: Span, field: str) -> list[Any]:
+    found: list[Any] = []
+    first, stop = span.first, span.first + span.documents
+    for group, start, rows in _row_groups(part.path):
+        if start < stop and first < start + rows:
+            begin, end = max(first - start, 0), min(stop - start, rows)
+            found += _column(part.path, group, field)[begin:end].to_pylist()
+    return found
+
+
+def _jsonl_rows(
+    part: Part, span: Span, fields: tuple[str, ...], kind: type
+) -> list[tuple[Any, ...]]:
+    """The fields of each line; nothing for a blank line."""
+    lines = _bytes(part, span).removesuffix(b"\n").split(b"\n")
+    return [
+        _record(part, span.first + number, line, fields, kind) if line.strip() else ()
+        for number, line in enumerate(lines, 1)
+    ]
+
+
+def _record(
+    part: Part, line_number: int, line: bytes, fields: tuple[str, ...], kind: type
+) -> tuple[Any, ...]:
     where = f"{part.path}:{line_number}"
     try:
         record = json.loads(line)
@@ -190,13 +223,15 @@ def _record(part: Part, line_number: int, line: bytes) -> str:
         ) from None
     if not isinstance(record, dict):
         raise UserError(f"{where}: not a JSON object", 'each line is one object: {"text": "…"}')
-    if not isinstance(record.get(part.field), str):
-        names = ", ".join(record) or "none"
-        raise UserError(
-            f"{where}: no text in the field {part.field!r}; its fields are: {names}",
-            "set data.text_field to the field that holds the text",
-        )
-    return str(record[part.field])
+    for field in fields:
+        if field not in record or not isinstance(record[field], kind):
+            names = ", ".join(record) or "none"
+            raise UserError(
+                f"{where}: no {'text' if kind is str else 'value'} in the field {field!r}; "
+                f"its fields are: {names}",
+                "set data.text_field (or data.classes) to the fields that are there",
+            )
+    return tuple(record[field] for field in fields)
 
 
 def _parquet(part: Part) -> Any:
@@ -221,6 +256,12 @@ def _parquet_column(part: Part, file: Any) -> int:
         raise UserError(
             f"{part.path} has no column {part.field!r}; its columns are: {', '.join(schema.names)}",
             "set data.text_field to the column that holds the text",
+        )
+    missing = [name for name in part.others if name not in schema.names]
+    if missing:
+        raise UserError(
+            f"{part.path} has no column {missing[0]!r}; its columns are: {', '.join(schema.names)}",
+            "set data.classes.text_fields and .label_field to columns that are there",
         )
     kind = schema.field(part.field).type
     if pyarrow.types.is_dictionary(kind):
@@ -248,7 +289,7 @@ def _row_groups(path: Path) -> list[tuple[int, int, int]]:
     return found
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)
 def _column(path: Path, group: int, field: str) -> Any:
     """One row group's text; kept, since the next block often lies in the same one."""
     from pyarrow.parquet import ParquetFile

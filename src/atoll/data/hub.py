@@ -48,13 +48,14 @@ def _of_split(found: Any, split: str, name: str, setting: str) -> Any:
     return found[split]
 
 
-def refuse_column(rows: Any, name: str, field: str) -> None:
-    """Raise `UserError` unless `field` is a column of text."""
-    if field not in rows.column_names:
-        raise UserError(
-            f"{name} has no column {field!r}; its columns are: {', '.join(rows.column_names)}",
-            "set data.text_field to the column that holds the text",
-        )
+def refuse_column(rows: Any, name: str, field: str, others: tuple[str, ...] = ()) -> None:
+    """Raise `UserError` unless `field` is a column of text, and the others are columns."""
+    for wanted in (field, *others):
+        if wanted not in rows.column_names:
+            raise UserError(
+                f"{name} has no column {wanted!r}; its columns are: {', '.join(rows.column_names)}",
+                "set data.text_field (or data.classes) to the columns that are there",
+            )
     kind = str(rows.features[field])
     if "string" not in kind:
         raise UserError(

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from atoll.data import shards
-from atoll.data.batch import Batch
+from atoll.data.batch import TENSORS, Batch
 from atoll.data.order import rank_share, sample_ids
 from atoll.data.pack import Ints, Plan, pack
 from atoll.data.shards import Manifest, Shard, Split
@@ -46,6 +46,9 @@ class Samples:
         self._pad_id = manifest.pad_id
         self._targets, self._useful = plan.targets, plan.useful
         self._shards = manifest.shards(split)
+        self._classes = _classes(folder, split, self._shards)
+        if self._classes is not None:
+            self._targets = np.ones_like(self._targets)
         self._shard_ends = np.cumsum([shard.tokens for shard in self._shards])
         dtype = np.dtype(manifest.dtype).newbyteorder("<")
 
@@ -60,7 +63,7 @@ class Samples:
         return self.plan.samples
 
     def targets(self, ids: Ints) -> npt.NDArray[np.int32]:
-        """The number of predicted tokens of each sample."""
+        """What is predicted of each sample: so many tokens, or one label."""
         return self._targets[ids]
 
     def useful(self, ids: Ints) -> npt.NDArray[np.int32]:
@@ -81,7 +84,10 @@ class Samples:
         self._copy(tokens, begin, self.plan.piece_start[pieces], lengths)
         row_ends = (np.arange(len(ids)) + 1) * tokens_per_row
         ends = np.unique(np.concatenate([[0], begin + lengths, row_ends]))
-        return _batch(tokens, ends, useful, len(ids))
+        batch = _batch(tokens, ends, useful, len(ids))
+        if self._classes is None:
+            return batch
+        return replace(batch, classes_B=torch.from_numpy(self._classes[ids]))
 
     def _pieces(self, ids: Ints) -> tuple[Ints, Ints]:
         """The pieces of samples, in order, and the row each is in."""
@@ -195,6 +201,16 @@ def _document_tokens(folder: Path, split: Split, shard: Shard) -> Ints:
     return lengths
 
 
+def _classes(
+    folder: Path, split: Split, shards_of_split: list[Shard]
+) -> npt.NDArray[np.float32] | None:
+    """The label of each document, where they have one; with labels a document is a sample."""
+    if not shards_of_split or shards_of_split[0].labels_sha256 is None:
+        return None
+    paths = [shards.labels_file(folder, split, shard.number) for shard in shards_of_split]
+    return np.concatenate([np.fromfile(path, dtype="<f4") for path in paths]).astype(np.float32)
+
+
 def _batch(tokens: Ints, ends: Ints, useful: Ints, rows: int) -> Batch:
     """Labels and positions from the borders of segments; nothing is predicted across one."""
     lengths = np.diff(ends)
@@ -216,10 +232,5 @@ def _batch(tokens: Ints, ends: Ints, useful: Ints, rows: int) -> Batch:
 
 def _pinned(batch: Batch) -> Batch:
     """The batch in page-locked memory, which a device copies from while it computes."""
-    return replace(
-        batch,
-        tokens_BT=batch.tokens_BT.pin_memory(),
-        labels_BT=batch.labels_BT.pin_memory(),
-        positions_BT=batch.positions_BT.pin_memory(),
-        segment_ends=batch.segment_ends.pin_memory(),
-    )
+    found = {name: getattr(batch, name) for name in TENSORS}
+    return replace(batch, **{n: x.pin_memory() for n, x in found.items() if x is not None})

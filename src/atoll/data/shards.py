@@ -8,7 +8,8 @@ FOLDER/
     00000.ds               little-endian uint16 or uint32 tokens, documents end to end
     00000.ds.index         uint64: where each document ends, in tokens
     00000.ds.metadata      tokenizer|bytes per token, tokens, tokens for people
-    00000.json             this shard's record, written when the three are whole
+    00000.labels           float32: the label of each document, where they have one
+    00000.json             this shard's record, written when all of these are whole
 """
 
 import errno
@@ -50,6 +51,7 @@ class Shard(Record):
     largest_token: int
     tokens_sha256: str
     index_sha256: str
+    labels_sha256: str | None = None
 
 
 class Plan(Record):
@@ -61,7 +63,7 @@ class Plan(Record):
     tokenizer_fingerprint: str
     tokenizer_sha256: str
     vocabulary_tokens: int
-    end_id: int
+    end_id: int | None
     pad_id: int
     dtype: Literal["uint16", "uint32"]
 
@@ -113,6 +115,10 @@ def index_file(folder: Path, split: Split, number: int) -> Path:
     return folder / split / f"{number:05d}.ds.index"
 
 
+def labels_file(folder: Path, split: Split, number: int) -> Path:
+    return folder / split / f"{number:05d}.labels"
+
+
 def record_file(folder: Path, split: Split, number: int) -> Path:
     return folder / split / f"{number:05d}.json"
 
@@ -130,12 +136,21 @@ class ShardWriter:
         self.lengths: list[npt.NDArray[np.int64]] = []
         self.bytes = 0
         self.blank = 0
+        self.labels: list[npt.NDArray[np.float32]] = []
         self.largest = -1
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = self.partial.open("wb")
 
-    def add(self, tokens: bytes, lengths: npt.NDArray[np.int64], blank: int) -> None:
+    def add(
+        self,
+        tokens: bytes,
+        lengths: npt.NDArray[np.int64],
+        blank: int,
+        labels: npt.NDArray[np.float32] | None = None,
+    ) -> None:
         """Append documents: their tokens end to end, and the length of each; count blank ones."""
+        if labels is not None:
+            self.labels.append(labels)
         self.file.write(tokens)
         self.hasher.update(tokens)
         self.lengths.append(lengths)
@@ -158,6 +173,9 @@ class ShardWriter:
             write_whole(self.path.with_name(self.path.name + ".index"), index)
             human = f"../tokenizer|{self.dtype.itemsize}\n{count}\n{count / 1e6:.2f} MT"
             write_whole(self.path.with_name(self.path.name + ".metadata"), human)
+        labels = np.concatenate(self.labels).astype("<f4").tobytes() if self.labels else None
+        if len(ends) and labels is not None:
+            write_whole(self.path.with_suffix(".labels"), labels)
         shard = Shard(
             number=self.number,
             documents=len(ends),
@@ -166,6 +184,7 @@ class ShardWriter:
             largest_token=self.largest,
             tokens_sha256=self.hasher.hexdigest(),
             index_sha256=hashlib.sha256(index).hexdigest(),
+            labels_sha256=None if labels is None else hashlib.sha256(labels).hexdigest(),
         )
         write_whole(self.record, _json(shard))
         return shard
@@ -264,9 +283,14 @@ def refuse_wrong_content(folder: Path, manifest: Manifest, rank: int, world_size
     """Read this rank's part of the shards; raise `UserError` naming one that has changed."""
     all_shards = [(split, shard) for split in SPLITS for shard in manifest.shards(split)]
     for split, shard in all_shards[rank::world_size]:
-        tokens = tokens_file(folder, split, shard.number)
-        index = index_file(folder, split, shard.number)
-        for path, expected in ((tokens, shard.tokens_sha256), (index, shard.index_sha256)):
+        vouched = {
+            tokens_file(folder, split, shard.number): shard.tokens_sha256,
+            index_file(folder, split, shard.number): shard.index_sha256,
+            labels_file(folder, split, shard.number): shard.labels_sha256,
+        }
+        for path, expected in vouched.items():
+            if expected is None:
+                continue
             found = sha256_of(path)
             if found != expected:
                 raise UserError(
@@ -323,6 +347,8 @@ def _wrong_sizes(
         tokens_file(folder, split, shard.number): shard.tokens * np.dtype(dtype).itemsize,
         index_file(folder, split, shard.number): shard.documents * 8,
     }
+    if shard.labels_sha256 is not None:
+        expected[labels_file(folder, split, shard.number)] = shard.documents * 4
     for path, size in expected.items():
         try:
             found = path.stat().st_size

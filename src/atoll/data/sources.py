@@ -44,6 +44,7 @@ class Input:
 
     parts: tuple[Part, ...]
     fingerprint: str
+    max_documents: int | None = None
 
 
 class Block(NamedTuple):
@@ -61,21 +62,26 @@ def train_input(data: Data) -> Input:
     Raises `UserError` where files are missing, unknown or empty, or the hub cannot be reached.
     """
     if data.source == "python_stdlib":
-        return _stdlib()
+        return _stdlib(data.max_documents)
     if data.source == "hub":
-        return _hub(data, data.hub_split, "data.hub_split")
+        return _hub(data, data.hub_split, "data.hub_split", data.max_documents)
     if not data.files:
         raise UserError(
             "data.source is files, but data.files is empty",
             "name files, folders or globs: data.files=[corpus/*.jsonl]",
         )
-    return _files(data, data.files, "data.files")
+    tail = data.validation.tail
+    share = (0.0, 1.0) if tail is None else (0.0, 1.0 - tail)
+    return _files(data, data.files, "data.files", share, data.max_documents)
 
 
 def validation_input(data: Data) -> Input | None:
     """The held-out text where it has files or a split of its own, else nothing."""
+    count = data.validation.max_documents
+    if data.validation.tail is not None:
+        return _files(data, data.files, "data.files", (1.0 - data.validation.tail, 1.0), count)
     if data.validation.files:
-        return _files(data, data.validation.files, "data.validation.files")
+        return _files(data, data.validation.files, "data.validation.files", count=count)
     if data.validation.split is None:
         return None
     if data.source != "hub":
@@ -83,13 +89,17 @@ def validation_input(data: Data) -> Input | None:
             f"data.validation.split = {data.validation.split!r}, but data.source is {data.source}",
             "only the hub has splits: use data.validation.fraction or data.validation.files",
         )
-    return _hub(data, data.validation.split, "data.validation.split")
+    return _hub(data, data.validation.split, "data.validation.split", count)
 
 
 def refuse_overlap(train: Input, validation: Input) -> None:
     """Raise `UserError` where held-out text would also be trained on."""
-    seen = {(part.path.resolve(), part.split) for part in train.parts}
-    both = [part for part in validation.parts if (part.path.resolve(), part.split) in seen]
+    trained_until = {(part.path.resolve(), part.split): part.share[1] for part in train.parts}
+    both = [
+        part
+        for part in validation.parts
+        if part.share[0] < trained_until.get((part.path.resolve(), part.split), 0.0)
+    ]
     if both:
         raise UserError(
             f"{len(both)} of {len(validation.parts)} parts of the validation text are trained on "
@@ -98,11 +108,11 @@ def refuse_overlap(train: Input, validation: Input) -> None:
         )
 
 
-def blocks(text: Input, documents_per_shard: int, max_documents: int | None) -> Iterator[Block]:
+def blocks(text: Input, documents_per_shard: int) -> Iterator[Block]:
     """Cut an input into blocks; no block crosses the border of a shard."""
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         ends = _ahead(pool, text.parts)
-        yield from cut(ends, documents_per_shard, max_documents or 1 << 62)
+        yield from cut(ends, documents_per_shard, text.max_documents or 1 << 62)
 
 
 def cut(
@@ -150,6 +160,17 @@ def texts(text: Input, block: Block) -> list[str]:
     return [document if not document.isspace() else "" for document in found]
 
 
+def others(text: Input, block: Block) -> list[tuple[Any, ...]]:
+    """The other columns of a block's rows, in the order of `Part.others`."""
+    found: list[tuple[Any, ...]] = []
+    for span in block.spans:
+        part = text.parts[span.part]
+        read = formats.FORMATS[part.format].read_others
+        assert read is not None, "settings let labels through for text without columns"
+        found += read(part, span)
+    return found
+
+
 def _ahead(pool: ThreadPoolExecutor, parts: tuple[Part, ...]) -> Iterator[npt.NDArray[np.int64]]:
     """Scan parts in order, a few ahead of the one that is asked for."""
     waiting = iter(parts)
@@ -163,7 +184,7 @@ def _ends(part: Part) -> npt.NDArray[np.int64]:
     return formats.FORMATS[part.format].ends(part)
 
 
-def _stdlib() -> Input:
+def _stdlib(count: int | None) -> Input:
     root = Path(sysconfig.get_path("stdlib"))
     found = sorted(
         path.relative_to(root).as_posix()
@@ -178,21 +199,38 @@ def _stdlib() -> Input:
             f"no Python sources under {root}: this interpreter came without them",
             "use text of your own: data=text_files data.files=[FILE]",
         )
-    return Input(parts, _fingerprint(parts, f"python {platform.python_version()}"))
+    return Input(parts, _fingerprint(parts, f"python {platform.python_version()}"), count)
 
 
-def _files(data: Data, entries: list[str], setting: str) -> Input:
+def _files(
+    data: Data,
+    entries: list[str],
+    setting: str,
+    share: tuple[float, float] = (0.0, 1.0),
+    count: int | None = None,
+) -> Input:
     found: dict[Path, Part] = {}
+    field, others = _columns(data)
     for entry in entries:
         for name, path in _expand(entry, setting):
-            part = Part(name, path, _format(path, data, setting), field=data.text_field)
+            format = _format(path, data, setting)
+            part = Part(name, path, format, field=field, others=others, share=share)
             found.setdefault(path.resolve(), part)
     parts = tuple(found.values())
     if not any(part.path.stat().st_size for part in parts):
         raise UserError(
             f"{setting} holds no text: {len(parts)} files, 0 bytes", "give files that are not empty"
         )
-    return Input(parts, _fingerprint(parts, f"{data.document} {data.text_field}"))
+    about = [data.document, field, *others, *(map(str, share) if share != (0.0, 1.0) else ())]
+    return Input(parts, _fingerprint(parts, " ".join(about)), count)
+
+
+def _columns(data: Data) -> tuple[str, tuple[str, ...]]:
+    """The column of the text, and the others: of rows with labels, a second text and the label."""
+    if data.classes is None:
+        return data.text_field, ()
+    first, *second = data.classes.text_fields
+    return first, (*second, data.classes.label_field)
 
 
 def _expand(entry: str, setting: str) -> list[tuple[str, Path]]:
@@ -225,6 +263,16 @@ def _expand(entry: str, setting: str) -> list[tuple[str, Path]]:
 
 
 def _format(path: Path, data: Data, setting: str) -> str:
+    if data.classes is not None and path.suffix == ".txt":
+        raise UserError(
+            f"{setting}: {path} has no columns, and data.classes names some",
+            "give jsonl or parquet files",
+        )
+    if data.validation.tail is not None and path.suffix != ".txt":
+        raise UserError(
+            f"{setting}: data.validation.tail cuts text files, and {path} is another kind",
+            "use data.validation.fraction",
+        )
     if path.suffix == ".txt":
         return f"txt-{data.document}"
     if path.suffix in SUFFIXES:
@@ -235,16 +283,17 @@ def _format(path: Path, data: Data, setting: str) -> str:
     )
 
 
-def _hub(data: Data, split: str, setting: str) -> Input:
+def _hub(data: Data, split: str, setting: str, count: int | None) -> Input:
     if data.hub is None:
         raise UserError(
             "data.source is hub, but data.hub is empty",
             "name a data set, or a folder saved with save_to_disk: data.hub=NAME",
         )
     rows = hub.load(data.hub, data.hub_config, split, setting)
-    hub.refuse_column(rows, data.hub, data.text_field)
-    part = Part(data.hub, Path(data.hub), "hub", field=data.text_field, split=split, rows=rows)
-    return Input((part,), hub.fingerprint(rows, data.text_field))
+    field, others = _columns(data)
+    hub.refuse_column(rows, data.hub, field, others)
+    part = Part(data.hub, Path(data.hub), "hub", field=field, split=split, rows=rows, others=others)
+    return Input((part,), hub.fingerprint(rows, field), count)
 
 
 def _fingerprint(parts: tuple[Part, ...], about: str) -> str:

@@ -69,6 +69,9 @@ def prepare(run: Run, log: Log) -> Path:
     an unusable tokenizer, an empty split, or a full disk.
     """
     folder = run_dir.prepared(run)
+    if run.folders.bundle is not None and run_dir.bundle_manifest(run.folders.bundle).is_file():
+        log(f"tokens are ready: {folder}")  # as they were when the bundle was made
+        return folder
     try:
         readings = _readings(run)
     except UserError as error:
@@ -128,7 +131,7 @@ def _readings(run: Run) -> list[Reading]:
 
 def _cut(run: Run, reading: Reading) -> Work:
     data = run.data
-    found = sources.blocks(reading.text, data.documents_per_shard, data.max_documents)
+    found = sources.blocks(reading.text, data.documents_per_shard)
     work = Work(reading, list(found))
     if not work.blocks:
         raise UserError(
@@ -226,7 +229,7 @@ def _begin(folder: Path, run: Run, works: list[Work], log: Log) -> Plan:
     if plan is not None and _is_planned(folder, identity):
         return plan
     shards.clear(folder)
-    made = _make_tokenizer(folder, run, works[0], log)
+    made = _make_tokenizer(folder, run, works, log)
     plan = Plan(
         **identity,
         tokenizer_sha256=made.sha256,
@@ -239,15 +242,14 @@ def _begin(folder: Path, run: Run, works: list[Work], log: Log) -> Plan:
     return plan
 
 
-def _make_tokenizer(folder: Path, run: Run, work: Work, log: Log) -> Vocabulary:
+def _make_tokenizer(folder: Path, run: Run, works: list[Work], log: Log) -> Vocabulary:
     name = vocabulary.origin(run)
-    log(f"loading the tokenizer of {name} …" if name else "training the tokenizer …")
+    log(f"loading the tokenizer of {name} …" if name else "making the tokenizer …")
     began = time.monotonic()
-    documents = min(run.tokenizer.training_documents, work.documents)
-    blocks = [] if name else encode.training_blocks(work.blocks, documents)
     made_in = folder / ".tokenizer.partial"
     # In a process of its own: neither its threads nor torch stay in this one.
-    start = partial(encode.tokenizer_maker, run, work.reading, blocks, documents, made_in)
+    texts = [encode.Text(work.reading, work.blocks) for work in works]
+    start = partial(encode.tokenizer_maker, run, texts, made_in)
     with closing(ordered_map(start, [None], 1, threads=run.data.workers or cores())) as results:
         made = next(results)
     shards.sync_all(made_in)
@@ -267,7 +269,7 @@ def _write_shards(folder: Path, run: Run, plan: Plan, works: list[Work], log: Lo
         shards.tokenizer_folder(folder) / "tokenizer.json",
         plan.end_id,
         plan.dtype,
-        run.data.template,
+        run.data,
         [work.reading for work in works],
     )
     workers = min(run.data.workers or cores(), len(jobs))
@@ -308,7 +310,9 @@ def _write_shard(
         }
         for found in encoded:
             for split, documents in found.items():
-                writers[split].add(documents.tokens, documents.lengths, documents.blank)
+                writers[split].add(
+                    documents.tokens, documents.lengths, documents.blank, documents.labels
+                )
         for writer in writers.values():
             writer.finish()
 

@@ -22,7 +22,7 @@ class Vocabulary(NamedTuple):
     """What the tokens of a run mean: `tokens` is the largest possible id + 1."""
 
     tokens: int
-    end_id: int
+    end_id: int | None  # nothing is put between documents where the tokenizer knows no end
     pad_id: int
     sha256: str
 
@@ -41,7 +41,9 @@ def fingerprint(run: Run) -> str:
     """A word that changes when another tokenizer would come out."""
     name = origin(run)
     if name is None:
-        return f"trained {run.tokenizer.vocabulary_tokens} {run.tokenizer.training_documents}"
+        if run.tokenizer.kind == "characters":
+            return "characters"
+        return f"{run.tokenizer.kind} {run.tokenizer.vocabulary_tokens} {run.tokenizer.training_documents}"
     path = Path(name).expanduser()
     if path.is_file():
         return sha256_of(path)
@@ -101,6 +103,39 @@ def trained(texts: Iterable[str], vocabulary_tokens: int) -> Any:
     )
 
 
+def wordpiece(texts: Iterable[str], vocabulary_tokens: int) -> Any:
+    """BERT's kind: words and pieces of them, [CLS] before a text or two and [SEP] after each."""
+    from tokenizers import BertWordPieceTokenizer, processors
+    from transformers import PreTrainedTokenizerFast
+
+    pieces: Any = BertWordPieceTokenizer(lowercase=False)
+    pieces.train_from_iterator(texts, vocabulary_tokens, show_progress=False)
+    ends = {name: pieces.token_to_id(name) for name in ("[SEP]", "[CLS]")}
+    pieces._tokenizer.post_processor = processors.BertProcessing(*ends.items())
+    special = {
+        f"{name.lower()}_token": f"[{name}]" for name in ("UNK", "SEP", "PAD", "CLS", "MASK")
+    }
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=pieces._tokenizer, **special)
+
+
+def characters(texts: Iterable[str]) -> Any:
+    """Every character of the texts is a token, in the order of their code points; nothing else."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = sorted(set().union(*texts))
+    split = Tokenizer(models.WordLevel({one: number for number, one in enumerate(known)}, ""))
+    split.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    split.decoder = decoders.Fuse()
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=split, clean_up_tokenization_spaces=False)
+
+
+# kind -> how one is trained on texts, to so many tokens
+TRAINED = {"bpe": trained, "wordpiece": wordpiece}
+
+
 def save(tokenizer: Any, folder: Path) -> None:
     """Write a tokenizer as Hugging Face does."""
     tokenizer.save_pretrained(str(folder))
@@ -117,12 +152,12 @@ def describe(folder: Path) -> Vocabulary:
     # Encoders such as BERT separate texts rather than end them.
     ends = [saved.eos_token_id, saved.sep_token_id]
     end_id = next((found for found in ends if found is not None), None)
-    if end_id is None:
+    if end_id is None and any(len(token) > 1 for token in saved.get_vocab()):
         raise UserError(
             "the tokenizer has neither an end-of-text nor a separator token",
             f"give it one: tokenizer.eos_token = '{END_OF_TEXT}', then save_pretrained",
         )
-    pad_id = end_id if saved.pad_token_id is None else saved.pad_token_id
+    pad_id = (end_id or 0) if saved.pad_token_id is None else saved.pad_token_id
     tokens = max(saved.get_vocab().values()) + 1
     return Vocabulary(tokens, end_id, pad_id, sha256_of(folder / "tokenizer.json"))
 

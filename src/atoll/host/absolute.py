@@ -18,6 +18,7 @@ def with_absolute_paths(run: Run, start: Path) -> Run:
                 "runs": Path(absolute(run.folders.runs, start)),
                 "prepared": Path(absolute(run.folders.prepared, start)),
                 "images": Path(absolute(run.folders.images, start)),
+                "bundle": run.folders.bundle and Path(absolute(run.folders.bundle, start)),
             }
         ),
         "image": run.image.model_copy(

@@ -30,6 +30,7 @@ from omegaconf.errors import (
 
 from atoll.errors import UserError
 from atoll.host.absolute import with_absolute_paths, with_image_file
+from atoll.host.bundle import with_bundle
 from atoll.host.identity import derived_name
 from atoll.host.provenance import DERIVED, annotated, leaves, origins
 from atoll.host.slurm import sbatch_exports
@@ -141,7 +142,7 @@ def compose(overrides: Sequence[str], tree: Path | None = None) -> Composition:
     if not named:
         run = run.model_copy(update={"name": derived_name(run)})
         sources["name"] = DERIVED
-    return Composition(run, sources)
+    return Composition(with_bundle(run), sources)
 
 
 def check_model(run: Run) -> None:

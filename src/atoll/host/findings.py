@@ -150,8 +150,11 @@ def offline(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
         if folder.is_dir():
             yield Finding(OK, "hub cache", f"{name} is in {cache}")
         else:
-            mend = f"where the nodes are offline: HF_HUB_CACHE={cache} hf download {name} first"
-            yield Finding(UNKNOWN, "hub cache", f"{name} is not in {cache}", mend)
+            mend = (
+                "atoll prepare --into BUNDLE … where there is a network, then folders.bundle=BUNDLE"
+            )
+            verdict = WRONG if run.facility.node_network is False else UNKNOWN
+            yield Finding(verdict, "hub cache", f"{name} is not in {cache}", mend)
     if hub:
         token = "HF_TOKEN" in environment or (home / "token").exists()
         found = "a token is set (its value is never shown)" if token else "no token is set"

@@ -32,6 +32,8 @@ attend() {{
 GO_ON = """\
 trap 'if [[ -e $restart_file ]]; then again; exit {code}; fi' EXIT
 """
+# The hub's libraries ask the network before they look beside them, and wait for its answer.
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 # scheduler -> the shell function by which a job queues the run again.
 AGAIN = {"slurm": slurm.again, "pbs": pbs.again}
 
@@ -58,9 +60,11 @@ def launch_script(
 
 def preparation(run: Run, run_folder: Path) -> list[list[str]]:
     """What comes before any rank: the facility's variables, and the image's checks."""
-    variables = run.facility.environment.items()
+    variables = dict(run.facility.environment)
+    if run.facility.node_network is False:
+        variables |= OFFLINE
     return [
-        *(["export", f"{name}={text}"] for name, text in variables),
+        *(["export", f"{name}={text}"] for name, text in variables.items()),
         *_image_checks(run, run_folder),
     ]
 
@@ -71,8 +75,8 @@ def training(run: Run, run_folder: Path) -> list[list[str]]:
     return [
         [*atoll, "tokenize", str(run_folder)],
         _ranks(run, run_folder, None),
-        [*atoll, "generate", str(run_folder)],
-        _where_everything_is(run_folder),
+        *([[*atoll, "generate", str(run_folder)]] if _writes_text(run) else []),
+        _where_everything_is(run, run_folder),
     ]
 
 
@@ -84,6 +88,10 @@ def _going_on(run: Run, run_folder: Path, batch_file: Path | None) -> str:
     }
     again = AGAIN[run.facility.scheduler](run, run_folder, batch_file)
     return HEED.format(**files) + again + GO_ON.format(code=run_dir.RESTART_CODE)
+
+
+def _writes_text(run: Run) -> bool:
+    return run.task.name == "causal_lm" and run.training.steps != 0
 
 
 def _lines(commands: list[list[str]]) -> str:
@@ -105,13 +113,12 @@ def _image_checks(run: Run, run_folder: Path) -> list[list[str]]:
     return [*verify, [*atoll_command(run), "image", "check", str(run_folder)]]
 
 
-def _where_everything_is(run_folder: Path) -> list[str]:
-    places = {
-        "run": run_folder,
-        "metrics": run_dir.metrics_file(run_folder),
-        "checkpoints": run_dir.checkpoints(run_folder),
-        "export": run_dir.export(run_folder),
-        "sample": run_dir.sample_file(run_folder),
-    }
+def _where_everything_is(run: Run, run_folder: Path) -> list[str]:
+    places = {"run": run_folder, "metrics": run_dir.metrics_file(run_folder)}
+    if run.training.steps != 0:
+        places["checkpoints"] = run_dir.checkpoints(run_folder)
+        places["export"] = run_dir.export(run_folder)
+    if _writes_text(run):
+        places["sample"] = run_dir.sample_file(run_folder)
     words = [str(word) for place in places.items() for word in place]
     return ["printf", "%-12s %s\\n", *words]

@@ -9,10 +9,11 @@ import torch
 from atoll.errors import UserError
 from atoll.models import attention
 from atoll.models.causal_lm import CausalLM
+from atoll.models.classifier import Classifier, head_name
 from atoll.models.parts import parts_of
 from atoll.models.source import load_config, local_folder
 from atoll.models.weights import Reader, random_reader, stored_reader
-from atoll.settings import Model, Training
+from atoll.settings import Classes, Model, Training
 
 
 def build_config(
@@ -24,11 +25,32 @@ def build_config(
     """
     config = load_config(model, special_ids)
     parts_of(config.model_type)
+    _check_sizes(config, vocabulary_tokens, sequence_tokens)
     if config.model_type == "bert" and not config.is_decoder:
         raise UserError(
             "BERT learns to continue text only as a decoder, and its configuration says it is none",
             "set model.config.is_decoder=true",
         )
+    return config
+
+
+def classifier_config(
+    model: Model, classes: Classes, vocabulary_tokens: int, sequence_tokens: int, pad_id: int
+) -> Any:
+    """The checked configuration of a classifier, with the names of its labels."""
+    config = load_config(model, {"pad_token_id": pad_id})
+    parts_of(config.model_type)
+    _check_sizes(config, vocabulary_tokens, sequence_tokens)
+    config.num_labels = len(classes.labels) or 1
+    if classes.labels:
+        config.id2label = dict(enumerate(classes.labels))
+        config.label2id = {name: number for number, name in config.id2label.items()}
+    config.problem_type = "single_label_classification" if classes.labels else "regression"
+    config.is_decoder = False
+    return config
+
+
+def _check_sizes(config: Any, vocabulary_tokens: int, sequence_tokens: int) -> None:
     if vocabulary_tokens > config.vocab_size:
         raise UserError(
             f"the tokenizer has {vocabulary_tokens} tokens, the model's vocabulary only "
@@ -41,14 +63,21 @@ def build_config(
             f"max_position_embeddings ({config.max_position_embeddings})",
             f"set data.sequence_tokens={config.max_position_embeddings} or less",
         )
-    return config
 
 
-def build_model(config: Any, training: Training) -> CausalLM:
-    """The model on the meta device: shapes and ties, no memory."""
-    model = CausalLM(_skeleton(config), parts_of(config.model_type), training.loss_chunk_tokens)
+def build_model(config: Any, training: Training, separator_id: int | None = None) -> Any:
+    """The model of a configuration on the meta device: shapes and ties, no memory."""
+    hf, parts = _skeleton(config), parts_of(config.model_type)
+    model: CausalLM | Classifier
+    if _classifies(config):
+        model = Classifier(hf, parts, separator_id)
+    else:
+        model = CausalLM(hf, parts, training.loss_chunk_tokens)
     if training.recompute != "none":
-        model.hf.gradient_checkpointing_enable(_recompute_arguments(training.recompute))
+        # the older name goes with transformers 6, the newer one is not in every 5
+        enable = getattr(model.hf, "activation_checkpointing_enable", None)
+        enable = enable or model.hf.gradient_checkpointing_enable
+        enable(_recompute_arguments(training.recompute))
     return model.train()
 
 
@@ -56,21 +85,27 @@ def build_model(config: Any, training: Training) -> CausalLM:
 def weights_for(model: Model, config: Any, seed: int) -> Iterator[Reader]:
     """The reader of the model's weights: of its source, or of random ones."""
     skeleton = _skeleton(config)
+    made = random_reader(skeleton, parts_of(config.model_type), seed)
     if model.source is None:
-        yield random_reader(skeleton, parts_of(config.model_type), seed)
+        yield made
         return
-    with stored_reader(local_folder(model.source, model.revision), skeleton) as read:
+    # a model of text alone has no classifier yet
+    new = head_name(config.model_type) if _classifies(config) else None
+    with stored_reader(local_folder(model.source, model.revision), skeleton, new, made) as read:
         yield read
 
 
+def _classifies(config: Any) -> bool:
+    return getattr(config, "problem_type", None) is not None
+
+
 def _skeleton(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     attention.register()
+    auto: Any = AutoModelForSequenceClassification if _classifies(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention.NAME, dtype=torch.float32
-        )
+        hf = auto.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
     hf.tie_weights()
     return hf
 

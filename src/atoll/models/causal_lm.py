@@ -52,6 +52,8 @@ class CausalLM(nn.Module):
         In a pipeline: of stage `stage`, from the hidden states of the one before; all stages but
         the last return hidden states.
         """
+        if self.training and batch.seed is not None:
+            torch.manual_seed(batch.seed)
         if stage is None:
             return self._loss(self._hidden(batch, compute_dtype, None), batch)
         with self.stages.shown(self, stage):
@@ -66,15 +68,10 @@ class CausalLM(nn.Module):
             part = cut.in_attention if self.parts.positions is None else cut.own
             positions_BT = part(positions_BT)
         inputs = {"input_ids": tokens_BT} if hidden_BTD is None else {"inputs_embeds": hidden_BTD}
-        dropout = _attention_dropout(self.hf) if self.training else 0.0
         more = {} if cut is None or cut.attention is None else {"heads_for_tokens": cut.attention}
-        hidden: Tensor = self.hf.get_submodule(self.parts.backbone)(
-            **inputs,
-            position_ids=positions_BT,
-            use_cache=False,
-            **_segments(batch, dtype, dropout),
-            **more,
-        ).last_hidden_state
+        backbone = self.hf.get_submodule(self.parts.backbone)
+        more |= inputs | {"position_ids": positions_BT}
+        hidden: Tensor = backbone_output(backbone, self, batch, dtype, more).last_hidden_state
         return hidden
 
     def _loss(self, hidden_BTD: Tensor, batch: Batch) -> Tensor:
@@ -92,6 +89,17 @@ class CausalLM(nn.Module):
     def own_labels(self, batch: Batch) -> Tensor:
         """The targets whose loss this rank computes."""
         return batch.labels_BT if self.cut is None else self.cut.own(batch.labels_BT)
+
+
+def backbone_output(
+    backbone: nn.Module, model: Any, batch: Batch, dtype: torch.dtype, more: dict[str, Any]
+) -> Any:
+    """What the backbone says of a batch; `more` goes with the call or takes the place of inputs."""
+    dropout = _attention_dropout(model.hf) if model.training else 0.0
+    inputs = {"position_ids": batch.positions_BT}
+    if "inputs_embeds" not in more:
+        inputs["input_ids"] = batch.tokens_BT
+    return backbone(use_cache=False, **(inputs | _segments(batch, dtype, dropout) | more))
 
 
 def _segments(batch: Batch, dtype: torch.dtype, dropout: float) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from atoll import run_dir
+from atoll.models.adapter import Merged
 
 Pieces = list[list[str]]
 
@@ -49,7 +50,7 @@ class Numbered:
 @torch.no_grad()
 def write_weights(
     folder: Path,
-    parameters: dict[str, Tensor],
+    parameters: dict[str, Any],
     dtype: torch.dtype,
     files: Pieces,
     numbered: Numbered,
@@ -141,7 +142,9 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     run_dir.sync_file(path)
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def _whole(parameter: Any) -> Tensor:
+    if isinstance(parameter, Merged):
+        return parameter.whole()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 

@@ -9,7 +9,8 @@ from atoll.errors import UserError
 from atoll.settings import Model
 
 FILE_NAME = re.compile(r"^[A-Za-z0-9._-]+\.safetensors$")
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt"]
+HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
+EVERY_FILE = (*HUB_FILES, "pytorch_model*.bin")
 
 
 def local_folder(source: str, revision: str | None) -> Path:
@@ -17,19 +18,37 @@ def local_folder(source: str, revision: str | None) -> Path:
 
     Downloads only where HF_HUB_OFFLINE is unset. Raises `UserError` if there is no copy to be had.
     """
-    if Path(source).is_dir():
-        return Path(source)
+    return Path(source) if Path(source).is_dir() else snapshot(source, revision, None, HUB_FILES)
+
+
+def snapshot(
+    source: str, revision: str | None, into: Path | None, patterns: tuple[str, ...]
+) -> Path:
+    """A model of the hub in a folder, or (None) in the local cache; goes on where it stopped.
+
+    A gated model needs a token, which the hub's library takes from HF_TOKEN or HF_TOKEN_PATH.
+    Raises `UserError` where it may not be had, naming the page to ask on.
+    """
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError
 
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=HUB_FILES))
+        found = snapshot_download(
+            source, revision=revision, local_dir=into, allow_patterns=list(patterns)
+        )
+    except GatedRepoError:
+        raise UserError(
+            f"the hub does not give {source} to whoever asks: its licence must be accepted first",
+            f"ask on https://huggingface.co/{source}, then export HF_TOKEN (or HF_TOKEN_PATH)",
+        ) from None
     except Exception as error:
         raise UserError(
             f"model {source!r} is no folder here and cannot be had from the hub "
             f"({type(error).__name__})",
-            "give model.source as a folder, or download it once where there is a network "
-            f"(`hf download {source}`) and keep HF_HOME",
+            "where there is a network make a bundle, `atoll prepare --into BUNDLE …`, and give "
+            "folders.bundle=BUNDLE here; or give model.source as a folder",
         ) from error
+    return Path(found)
 
 
 def load_config(model: Model, special_ids: dict[str, int]) -> Any:
@@ -69,8 +88,8 @@ def weight_files(folder: Path) -> dict[str, Path]:
     if not single.is_file():
         raise UserError(
             f"no model.safetensors in {folder}",
-            "only safetensors are read: convert other formats with "
-            "`save_pretrained` of transformers",
+            "only safetensors are read: `atoll prepare --into BUNDLE …` converts pytorch_model.bin "
+            "and Meta's own Llama files",
         )
     try:
         with safe_open(single, framework="pt") as file:

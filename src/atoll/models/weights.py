@@ -30,6 +30,8 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     made: dict[int, Tensor] = {}
 
     def real(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor  # it was read and narrowed on the way
         return made.setdefault(id(tensor), torch.empty_like(tensor, device=device))
 
     tied = _tied_names(model)
@@ -46,7 +48,7 @@ def fill(model: nn.Module, read: Reader) -> None:
     """Copy into each parameter of the Hugging Face model the slice this rank holds."""
     for name, parameter in model.named_parameters():
         local, slices = _local_part(parameter)
-        if local.numel():
+        if local.numel() and local.is_floating_point():
             local.copy_(read(name, slices))
 
 
@@ -77,8 +79,13 @@ def random_reader(skeleton: Any, parts: Parts, seed: int) -> Reader:
 
 
 @contextmanager
-def stored_reader(folder: Path, hf: Any) -> Iterator[Reader]:
-    """Slices read straight from safetensors files; names of older files are understood."""
+def stored_reader(
+    folder: Path, hf: Any, new: str | None = None, made: Reader | None = None
+) -> Iterator[Reader]:
+    """Slices read straight from safetensors files; names of older files are understood.
+
+    The weights of module `new` are `made` where the files have none.
+    """
     from safetensors import SafetensorError, safe_open
 
     files = weight_files(folder)
@@ -86,6 +93,9 @@ def stored_reader(folder: Path, hf: Any) -> Iterator[Reader]:
     with ExitStack() as stack:
 
         def read(name: str, slices: Slices) -> Tensor:
+            is_new = new is not None and name.startswith(new + ".")
+            if is_new and made is not None and not files.keys() & set(_candidates(name, hf)):
+                return made(name, slices)
             stored = _stored_name(name, files, hf, folder)
             path = files[stored]
             try:

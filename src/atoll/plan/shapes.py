@@ -46,6 +46,7 @@ class Shape:
     positions: int
     tied: bool
     embedded: int  # width of an embedding, where it differs from hidden
+    labels: int = 0  # of a classifier, which has no head as wide as the vocabulary
 
     @property
     def head_width(self) -> int:
@@ -70,6 +71,8 @@ class Shape:
 
     @property
     def rest_parameters(self) -> int:
+        if self.labels:
+            return FAMILIES[self.family].rest(self) + self.labels * self.hidden
         return FAMILIES[self.family].rest(self) + (0 if self.tied else self.head_parameters)
 
     @property
@@ -77,6 +80,8 @@ class Shape:
         """Those that every token is multiplied with."""
         transform = self.hidden**2 if self.family == "bert" else 0
         block = FAMILIES[self.family].block(self)[0]
+        if self.labels:
+            return self.layers * block
         return self.layers * block + self.head_parameters + transform
 
     @property

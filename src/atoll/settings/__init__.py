@@ -13,8 +13,10 @@ from atoll.settings.check import (
     setting_names,
 )
 from atoll.settings.learning import (
+    Classes,
     Data,
     Generation,
+    Lora,
     Model,
     Optimizer,
     Precision,
@@ -27,6 +29,7 @@ from atoll.settings.machine import Facility, Folders, Image, Launcher, Limits, N
 from atoll.settings.run import Federation, Run, Sharding
 
 __all__ = [
+    "Classes",
     "Data",
     "Facility",
     "Federation",
@@ -35,6 +38,7 @@ __all__ = [
     "Image",
     "Launcher",
     "Limits",
+    "Lora",
     "Model",
     "Node",
     "Optimizer",

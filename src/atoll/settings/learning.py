@@ -7,6 +7,15 @@ from pydantic import Field, model_validator
 from atoll.settings.fields import Count, CountOrZero, FileNames, Fraction, Positive, Settings, Word
 
 
+class Lora(Settings):
+    """Low-rank adapters that learn while the model's own weights stay (Hu et al. 2021)."""
+
+    rank: Count = 16
+    alpha: Positive = 32.0
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+
+
 class Model(Settings):
     """A Hugging Face model: a folder, a hub name, or a configuration to initialise at random."""
 
@@ -14,6 +23,17 @@ class Model(Settings):
     source: str | None = None
     revision: str | None = None
     config: dict[str, Any] = {}
+    lora: Lora | None = None
+    quantisation: Literal["none", "int8", "nf4"] = "none"  # of weights that stay
+
+    @model_validator(mode="after")
+    def _quantised_weights_stay(self) -> "Model":
+        if self.quantisation != "none" and self.lora is None:
+            raise ValueError(
+                f"model.quantisation={self.quantisation}: quantised weights cannot learn",
+                "set model.lora.rank=16, or model.quantisation=none",
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_an_origin(self) -> "Model":
@@ -23,26 +43,41 @@ class Model(Settings):
 
 
 class Tokenizer(Settings):
-    """A tokenizer by path or hub name; unset: the model's own, else one trained on the data."""
+    """A tokenizer by path or hub name; unset: the model's own, else one made from the data."""
 
     path: str | None = None
+    kind: Literal["bpe", "wordpiece", "characters"] = "bpe"  # of one that is made
     vocabulary_tokens: Annotated[int, Field(ge=258)] = 8192
     training_documents: Count = 20_000
 
 
 class Validation(Settings):
-    """The held-out text: a fraction of the documents, other files, or a split of the hub."""
+    """The held-out text: a share of the documents, the end of each file, other files, a split."""
 
     fraction: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
+    tail: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None  # of each file's characters
     files: FileNames = []
     split: str | None = None
+    max_documents: CountOrZero | None = None  # of files or a split; 0 or null: all
 
     @model_validator(mode="after")
     def _one_way(self) -> "Validation":
-        ways = [self.fraction is not None, bool(self.files), self.split is not None]
-        if sum(ways) != 1:
-            raise ValueError("choose one of data.validation.fraction, .files, .split")
+        ways = [self.fraction, self.tail, self.files or None, self.split]
+        if sum(way is not None for way in ways) != 1:
+            raise ValueError("choose one of data.validation.fraction, .tail, .files, .split")
         return self
+
+
+class Classes(Settings):
+    """Rows of one or two texts and a label: an index, a name of `labels`, or (no labels) a score.
+
+    Metrics are those of the GLUE benchmark (Wang et al. 2019).
+    """
+
+    text_fields: Annotated[list[str], Field(min_length=1, max_length=2)]
+    label_field: str = "label"
+    labels: list[str] = []
+    metrics: list[Literal["accuracy", "f1", "matthews", "pearson", "spearman"]] = ["accuracy"]
 
 
 class Data(Settings):
@@ -56,8 +91,9 @@ class Data(Settings):
     hub_split: str = "train"
     text_field: str = "text"
     document: Literal["file", "paragraph", "line"] = "file"
+    classes: Classes | None = None
     template: str = "{text}"
-    max_documents: Count | None = None
+    max_documents: CountOrZero | None = None  # 0 or null: all
     validation: Validation
     batching: Literal["packing", "padding"] = "packing"
     packing: Literal["best_fit", "concat"] = "best_fit"
@@ -71,11 +107,29 @@ class Data(Settings):
             raise ValueError(f"data.template holds no {{text}}: {self.template!r}")
         return self
 
+    @model_validator(mode="after")
+    def _tail_of_whole_files(self) -> "Data":
+        if self.validation.tail is not None and (self.source, self.document) != ("files", "file"):
+            raise ValueError(
+                f"data.validation.tail={self.validation.tail} cuts whole text files, and these "
+                f"documents are otherwise (data.source={self.source} document={self.document})",
+                "set data.source=files and data.document=file, or data.validation.fraction",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rows_with_labels(self) -> "Data":
+        if self.classes is not None and self.source == "python_stdlib":
+            raise ValueError("data.classes needs rows with labels: data.source=files or hub")
+        if self.classes is not None and self.batching != "padding":
+            raise ValueError("rows with labels are padded, one a sample: data.batching=padding")
+        return self
+
 
 class Task(Settings):
     """What is learned."""
 
-    name: Literal["causal_lm"]
+    name: Literal["causal_lm", "classification"]
 
 
 class Optimizer(Settings):
@@ -102,7 +156,7 @@ class Precision(Settings):
 class Training(Settings):
     """The length of the run and the shape of a step."""
 
-    steps: Count | None = None
+    steps: CountOrZero | None = None  # 0: evaluate only
     epochs: Positive | None = None
     global_batch_samples: Count
     microbatch_samples: Count
@@ -128,9 +182,10 @@ class Checkpoint(Settings):
 
 
 class Evaluation(Settings):
-    """Perplexity on held-out text: before, after, and every so many steps (0: not between)."""
+    """On the held-out text: before, after, and every so many steps or epochs (0: not between)."""
 
     every_steps: CountOrZero = 0
+    every_epochs: CountOrZero = 0
     max_samples: Count | None = None
 
 

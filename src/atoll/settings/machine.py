@@ -76,6 +76,7 @@ class Facility(Settings):
     binds: list[str] = []
     limits: Limits = Limits()
     requeue: bool = Field(True, description="may a job put itself back in the queue")
+    node_network: bool | None = Field(None, description="do compute nodes reach the internet")
     driver: str | None = None
     address_suffix: str = ""
     port: Port | None = None
@@ -137,3 +138,4 @@ class Folders(Settings):
     runs: Path = Path("runs")
     prepared: Path = Path("prepared")
     images: Path = Path("images")
+    bundle: Path | None = None  # of `atoll prepare`, where nodes have no network

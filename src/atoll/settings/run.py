@@ -110,6 +110,38 @@ class Run(Settings):
         return self.nodes * self.ranks_per_node
 
     @model_validator(mode="after")
+    def _task_has_its_data(self) -> "Run":
+        labelled, task = self.data.classes is not None, self.task.name
+        if labelled != (task == "classification"):
+            has = "has rows with labels" if labelled else "has no data.classes"
+            raise ValueError(
+                f"task={task}, but data={self.data.name} {has}",
+                "task=classification" if labelled else "choose data with classes: data=glue_rte",
+            )
+        used = {"tensor": self.sharding.tensor, "context": self.sharding.context}
+        used |= {"pipeline": self.sharding.pipeline}
+        wide = [f"sharding.{name}={size}" for name, size in used.items() if size > 1]
+        if task == "classification" and wide:
+            raise ValueError(
+                f"task=classification with {', '.join(wide)}: its ranks share no sample",
+                "choose ddp, full_shard, all_reduce or gather_scatter",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_are_whole(self) -> "Run":
+        if self.model.lora is None:
+            return self
+        divided = self.axes.data < self.axes.world or self.sharding.engine != "plain"
+        if divided or (self.model.quantisation != "none" and "fsdp" in self.sharding.layouts):
+            what = f"model.quantisation={self.model.quantisation}" if not divided else "model.lora"
+            raise ValueError(
+                f"{what} with sharding={self.sharding.name}: its weights are not divided so",
+                "choose ddp or single" + (", or full_shard" if divided else ""),
+            )
+        return self
+
+    @model_validator(mode="after")
     def _launcher_has_its_scheduler(self) -> "Run":
         scheduler, launcher = self.facility.scheduler, self.launcher.name
         if (scheduler == "pbs") and launcher != "mpiexec":

@@ -15,8 +15,8 @@ from atoll import run_dir
 from atoll.data.loader import Samples, open_samples
 from atoll.data.tokenize import open_prepared
 from atoll.errors import UserError
-from atoll.models.build import build_config, build_model, weights_for
-from atoll.models.causal_lm import CausalLM
+from atoll.models.adapter import adapt, adapted_reader, check_device, fill_narrow
+from atoll.models.build import weights_for
 from atoll.models.parts import blocks_of
 from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.plan.shapes import Shape, check_architecture, shape_of
@@ -32,6 +32,7 @@ from atoll.sharding.tensor import split_matrices
 from atoll.train import metrics
 from atoll.train.optimizer import Stepper, make_stepper
 from atoll.train.precision import compute_dtype
+from atoll.train.tasks import TASKS
 from atoll.train.world import World, say, together
 
 
@@ -43,7 +44,7 @@ class Trainee:
     run_folder: Path
     world: World
     config: Any
-    model: CausalLM  # as sharded; its parameters carry the names
+    model: Any  # the task's, as sharded; its parameters carry the names
     wrapped: nn.Module  # as called; the same, or inside DDP
     plan: StepPlan
     stepper: Stepper
@@ -72,17 +73,12 @@ def assemble(run: Run, run_folder: Path, world: World) -> Trainee:
     prepared = run_dir.prepared(run)
     training = together(world, lambda: open_samples(run.data, prepared, "train"))
     validation = together(world, lambda: open_samples(run.data, prepared, "validation"))
-    # no pad id: an embedding's padding row is never learned, and here it is the end's as well
-    special = {"bos_token_id": manifest.end_id, "eos_token_id": manifest.end_id}
-    config = together(
-        world,
-        lambda: build_config(
-            run.model, manifest.vocabulary_tokens, run.data.sequence_tokens, special
-        ),
-    )
+    task = TASKS[run.task.name]
+    config = together(world, lambda: task.config(run, manifest))
     dtype, reason = together(world, lambda: compute_dtype(run.precision, world.device))
     say(world, f"arithmetic in {reason}")
-    model, wrapped = build_sharded(run, config, world, dtype)
+    empty = task.model(config, run, manifest)
+    model, wrapped = build_sharded(run, config, empty, world, dtype)
     stepper = together(world, lambda: make_stepper(run.optimizer, model))
     if run.sharding.step_engine == "deepspeed":
         wrapped = together(world, lambda: initialize(run, model, stepper.optimizer, dtype))
@@ -94,7 +90,8 @@ def assemble(run: Run, run_folder: Path, world: World) -> Trainee:
         exchange=run.sharding.exchange,
         ranks=world.size,
     )
-    shape = shape_of(config.to_dict())
+    labels = 0 if run.data.classes is None else config.num_labels
+    shape = dataclasses.replace(shape_of(config.to_dict()), labels=labels)
     peak = together(world, lambda: metrics.peak_tflops(run.facility.node, world.device, dtype))
     return Trainee(
         run=run,
@@ -122,10 +119,11 @@ def as_computed(run: Run, dtype: torch.dtype) -> Run:
 
 
 def build_sharded(
-    run: Run, config: Any, world: World, dtype: torch.dtype
-) -> tuple[CausalLM, nn.Module]:
+    run: Run, config: Any, model: Any, world: World, dtype: torch.dtype
+) -> tuple[Any, nn.Module]:
     """Meta, sharded, given memory, filled slice by slice, then wrapped."""
-    model = build_model(config, run.training)
+    together(world, lambda: check_device(run.model.quantisation, world.device))
+    together(world, lambda: adapt(model.hf, run.model))
     if run.training.compile:
         together(world, lambda: check_compiler(world))
         for block in blocks_of(model.hf, model.parts):
@@ -134,10 +132,13 @@ def build_sharded(
     spread = Spread(run.sharding, dtype, world.device)
     together(world, lambda: divide(run, model, meshes))
     apply_layouts(BEFORE_WEIGHTS, model, meshes, spread)
-    materialize(model, torch.device("cpu") if run.sharding.offload else world.device)
+    shapes = {name: tuple(p.shape) for name, p in model.hf.named_parameters()}
 
     def fill_all() -> None:
         with weights_for(run.model, config, run.seed) as read:
+            read = adapted_reader(read, run.seed, shapes)
+            fill_narrow(model.hf, read, world.device)
+            materialize(model, torch.device("cpu") if run.sharding.offload else world.device)
             fill(model.hf, read)
             fill_buffers(model.hf)
 
@@ -145,7 +146,7 @@ def build_sharded(
     return model, apply_layouts(AFTER_WEIGHTS, model, meshes, spread)
 
 
-def divide(run: Run, model: CausalLM, meshes: Meshes | None) -> None:
+def divide(run: Run, model: Any, meshes: Meshes | None) -> None:
     """Give this rank its layers, its part of their matrices and its part of the tokens."""
     if meshes is not None:
         check_architecture(shape_of(model.hf.config.to_dict()), run.sharding)

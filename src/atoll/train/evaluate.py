@@ -1,8 +1,8 @@
-"""Perplexity on held-out text."""
+"""Loss and figures on the held-out part."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,50 +10,66 @@ from torch import Tensor
 
 from atoll.data.batch import Batch
 from atoll.data.loader import Samples
-from atoll.models.causal_lm import CausalLM
-from atoll.models.loss import IGNORED
-from atoll.settings.axes import Axes
+from atoll.settings import Run
 from atoll.sharding.engines import StepPlan
-from atoll.train.world import World, summed
+from atoll.train.tasks import TASKS, Judged
+from atoll.train.world import World, gathered, summed
 
 
 @dataclass(frozen=True)
-class Perplexity:
-    """Mean loss per target token (nats), its exponential, and how many targets there were."""
+class Evaluated:
+    """Mean loss per target (nats), how many targets there were, and the task's figures."""
 
     loss: float
-    perplexity: float
     targets: int
+    figures: dict[str, float]
+
+    def record(self) -> dict[str, float]:
+        return {"loss": self.loss, "targets": self.targets, **self.figures}
 
 
 @torch.no_grad()
 def evaluate(
-    model: CausalLM,
+    run: Run,
+    model: Any,
     forward: Callable[[Batch, StepPlan], Tensor],
     samples: Samples,
     world: World,
-    axes: Axes,
     plan: StepPlan,
-    microbatch_samples: int,
-    max_samples: int | None,
-) -> Perplexity:
+) -> Evaluated:
     """The mean loss over the samples, each counted once, the same at any world size."""
+    task, axes = TASKS[run.task.name], run.axes
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    kept: list[Judged] = []
     model.eval()
     is_last = axes.stage(world.rank) == axes.pipeline - 1  # the one that knows the loss
-    count = _count(samples, max_samples)
-    for ids in _shares(count, axes.data_rank(world.rank), axes.data, microbatch_samples):
+    count = _count(samples, run.evaluation.max_samples)
+    microbatch = run.training.microbatch_samples
+    for ids in _shares(count, axes.data_rank(world.rank), axes.data, microbatch):
         counted = ids[ids >= 0]
         # a rank without samples still runs the pass: sharded layers gather on all ranks
         batch = samples.batch(counted if len(counted) else np.zeros(1, np.int64)).to(world.device)
-        loss = forward(batch, plan)
+        output = forward(batch, plan)
         if len(counted) and is_last:
-            targets = (model.own_labels(batch) != IGNORED).sum()
-            total += torch.stack([loss.double(), targets.double()])
+            judged = task.judge(model, batch, output)
+            targets = judged.targets.to(judged.loss_sum.device)
+            total += torch.stack([judged.loss_sum.double(), targets.double()])
+            kept += [judged] if judged.outputs_BL is not None else []
     model.train()
     loss_sum, target_count = summed(world, total).tolist()
     mean = loss_sum / target_count
-    return Perplexity(mean, math.exp(min(mean, 700.0)), int(target_count))
+    outputs, classes = _all_outputs(world, kept)
+    return Evaluated(mean, int(target_count), task.figures(run, mean, outputs, classes))
+
+
+def _all_outputs(world: World, kept: list[Judged]) -> tuple[Tensor | None, Tensor | None]:
+    """Every rank's outputs and classes together, where the task keeps them."""
+    own = [(j.outputs_BL.cpu(), j.classes_B.cpu()) for j in kept if j.outputs_BL is not None]
+    every = [pair for pairs in gathered(world, own) for pair in pairs]
+    if not every:
+        return None, None
+    outputs, classes = zip(*every, strict=True)
+    return torch.cat(outputs), torch.cat(classes)
 
 
 def _count(samples: Samples, max_samples: int | None) -> int:

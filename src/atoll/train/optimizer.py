@@ -35,7 +35,8 @@ class Stepper:
 def make_stepper(settings: Optimizer, model: nn.Module) -> Stepper:
     """AdamW over the model's parameters; vectors (norms, biases) are not decayed."""
     local = settings.name == "adamw_8bit"
-    pairs = {name: (p, _own_shard(p) if local else p) for name, p in model.named_parameters()}
+    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    pairs = {name: (p, _own_shard(p) if local else p) for name, p in learning.items()}
     groups = []
     # one kernel takes all parameters of a group, so those of another mesh are another group
     for same in by_mesh([own for _, own in pairs.values()]):

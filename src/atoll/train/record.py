@@ -1,6 +1,5 @@
 """The lines of metrics.jsonl: the start, the steps, the evaluations, the result."""
 
-import dataclasses
 import json
 import math
 import time
@@ -14,7 +13,7 @@ from atoll import run_dir
 from atoll.sharding.engines import FORWARDS
 from atoll.train import metrics
 from atoll.train.assemble import Trainee
-from atoll.train.evaluate import Perplexity, evaluate
+from atoll.train.evaluate import Evaluated, evaluate
 from atoll.train.traffic import Observed
 from atoll.train.world import say, summed
 
@@ -123,27 +122,26 @@ def record_communication(trainee: Trainee, step: int, seen: Observed) -> None:
         metrics.append(trainee.run_folder, record)
 
 
-def record_evaluation(trainee: Trainee, step: int) -> Perplexity:
-    """Perplexity on the held-out text, shown and recorded."""
+def record_evaluation(trainee: Trainee, step: int) -> Evaluated:
+    """Loss and figures on the held-out part, shown and recorded."""
     run, world = trainee.run, trainee.world
     result = evaluate(
+        run,
         trainee.model,
         partial(FORWARDS[run.sharding.step_engine], trainee.wrapped),
         trainee.validation,
         world,
-        run.axes,
         trainee.plan,
-        run.training.microbatch_samples,
-        run.evaluation.max_samples,
     )
-    say(world, f"step {step}: held-out perplexity {result.perplexity:.2f} (loss {result.loss:.4f})")
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in result.figures.items())
+    say(world, f"step {step}: held-out {figures} (loss {result.loss:.4f})")
     if world.rank == 0:
-        record = {"event": "evaluation", "step": step, **dataclasses.asdict(result)}
+        record = {"event": "evaluation", "step": step, **result.record()}
         metrics.append(trainee.run_folder, record)
     return result
 
 
-def record_result(trainee: Trainee, final: Perplexity) -> None:
+def record_result(trainee: Trainee, final: Evaluated) -> None:
     if trainee.world.rank == 0:
-        result = {"steps": trainee.total_steps, **dataclasses.asdict(final)}
+        result = {"steps": trainee.total_steps, **final.record()}
         run_dir.write_whole(run_dir.result_file(trainee.run_folder), json.dumps(result, indent=1))

@@ -17,7 +17,12 @@ def state_of(trainee: Trainee) -> dict[str, Tensor]:
         return deepspeed.state_of(trainee.wrapped)
     own = trainee.run.optimizer.name == "adamw_8bit" and trainee.world.size > 1
     suffix = f"/rank{trainee.world.rank}" if own else ""
-    parameters = {f"model/{name}": p.detach() for name, p in trainee.model.named_parameters()}
+    # what stays is read from the model's source again
+    parameters = {
+        f"model/{name}": p.detach()
+        for name, p in trainee.model.named_parameters()
+        if p.requires_grad
+    }
     moments = {
         f"optimizer/{name}{suffix}": value
         for name, value in optimizer_state(trainee.stepper).items()

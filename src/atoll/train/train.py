@@ -1,17 +1,19 @@
 """The trainer, top to bottom: join, build, resume, evaluate, loop, evaluate, export."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from atoll import run_dir
+from atoll.data.batch import Batch
 from atoll.data.loader import batches_ahead
 from atoll.errors import UserError
 from atoll.launch import Placement
 from atoll.models import export
+from atoll.models.adapter import gathered_adapter, merged, write_adapter
 from atoll.settings import Run, load_run
 from atoll.sharding.engines import ENGINES
 from atoll.train import checkpoint, metrics
@@ -65,6 +67,10 @@ def train(run: Run, run_folder: Path, world: World, asked: Asked) -> int:
     Returns 0, or the exit code of a run that was asked to stop and saved its state.
     """
     trainee = assemble(run, run_folder, world)
+    if trainee.total_steps == 0:
+        record_start(trainee)
+        record_result(trainee, record_evaluation(trainee, 0))
+        return 0
     progress = resume(trainee)
     if progress.step == 0:
         record_start(trainee)
@@ -153,8 +159,10 @@ def loop(trainee: Trainee, start: checkpoint.Progress, asked: Asked) -> Stopped:
     ):
         for step in range(start.step + 1, trainee.total_steps + 1):
             share = meter.waited(lambda: next(batches))
-            microbatches = [batch.to(world.device) for batch in share.microbatches]
-            seed_dropout(run.seed, step, world)
+            microbatches = [
+                batch.to(world.device)
+                for batch in seeded(share.microbatches, run, step, world.rank)
+            ]
             rate = learning_rate(run.optimizer, step, trainee.total_steps, world.size)
             # one step is profiled: not the first, which warms up, and not again
             with observed(world, step == start.step + 2, run.ranks_per_node) as seen:
@@ -180,7 +188,7 @@ def loop(trainee: Trainee, start: checkpoint.Progress, asked: Asked) -> Stopped:
                 meter.checkpoint_seconds += saving.blocked_seconds
                 if not run.checkpoint.asynchronous:
                     meter.checkpoint_seconds += checkpoint.finish(saving)
-            if is_due(step, run.evaluation.every_steps) and not last:
+            if is_evaluation_due(trainee, step) and not last:
                 record_evaluation(trainee, step)
                 meter.restart()
             if code:
@@ -193,9 +201,25 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def seed_dropout(seed: int, step: int, world: World) -> None:
-    """Random numbers of a step depend on nothing before it, so a resumed run draws the same."""
-    torch.manual_seed(int(run_dir.digest([seed, step, world.rank], 15), 16))
+def is_evaluation_due(trainee: Trainee, step: int) -> bool:
+    """After so many steps, or with the step that ends so many epochs."""
+    every, size = trainee.run.evaluation, trainee.run.training.global_batch_samples
+    before, now = ((s * size) // len(trainee.training) for s in (step - 1, step))
+    ends_epochs = now > before and is_due(now, every.every_epochs)
+    return ends_epochs or is_due(step, every.every_steps)
+
+
+def seeded(batches: list[Batch], run: Run, step: int, rank: int) -> list[Batch]:
+    """Batches with the seeds of their dropout, which depend on nothing before this step.
+
+    Nor on how many ranks there are: a microbatch is the n-th of the global batch, whoever has it.
+    Ranks that work on one sample draw each for its own part.
+    """
+    axes = run.axes
+    part = rank if axes.data < axes.world else 0
+    numbers = [n * axes.data + axes.data_rank(rank) for n in range(len(batches))]
+    words = [run_dir.digest([run.seed, step, number, part], 15) for number in numbers]
+    return [replace(b, seed=int(word, 16)) for b, word in zip(batches, words, strict=True)]
 
 
 def save(trainee: Trainee, step: int, samples: int, tokens: int) -> checkpoint.Pending:
@@ -214,7 +238,9 @@ def export_model(trainee: Trainee) -> None:
     """Write the Hugging Face folder: weights by all ranks, the rest by one, then one rename."""
     world, final = trainee.world, run_dir.export(trainee.run_folder)
     dtype = getattr(torch, trainee.run.export.dtype)
-    parameters = parameters_of(trainee)
+    plain, lora = parameters_of(trainee), trainee.run.model.lora
+    adapter = {} if lora is None else gathered_adapter(plain)
+    parameters = plain if lora is None else merged(trainee.model.hf, lora, plain)
     sizes = {name: p.numel() * dtype.itemsize for name, p in parameters.items()}
     limit = int(trainee.run.export.max_file_gib * 2**30)
     axes = trainee.run.axes
@@ -235,6 +261,8 @@ def export_model(trainee: Trainee) -> None:
     )
 
     def rest() -> None:
+        if adapter:
+            write_adapter(partial / "adapter", trainee.run.model, adapter)
         total = sum(sum(one.values()) for one in every)
         architecture = type(trainee.model.hf).__name__
         export.write_rest(

@@ -1,0 +1,74 @@
+"""A bundle: one folder with all that a run reads, for facilities without a network.
+
+BUNDLE/
+  request.yaml   the run it is made for, written first
+  model/         weights (safetensors), config and tokenizer, where the model has a source
+  tokens/        the prepared data with its own manifest
+  bundle.json    written last: what it was made for, and the sha256 of every file
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from atoll import run_dir
+from atoll.errors import UserError
+from atoll.settings import Run
+
+
+def with_bundle(run: Run) -> Run:
+    """The run with its model read from the bundle it names; any other run stays as it is.
+
+    Raises `UserError` where the bundle is incomplete, cut short or made for another run.
+    """
+    folder = run.folders.bundle
+    if folder is None:
+        return run
+    manifest = read_manifest(folder)
+    _refuse_another(run, folder, manifest)
+    _refuse_wrong_sizes(folder, manifest)
+    if run.model.source is None:
+        return run
+    model = run.model.model_copy(update={"source": str(folder / "model"), "revision": None})
+    return run.model_copy(update={"model": model})
+
+
+def made_for(run: Run) -> dict[str, Any]:
+    """What must be the same in the run that made a bundle and in one that uses it."""
+    source = {"model.source": run.model.source, "model.revision": run.model.revision}
+    return source | {"data": run_dir.prepared_digest(run)}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a whole bundle says of itself."""
+    path = run_dir.bundle_manifest(folder)
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(
+            f"folders.bundle={folder} holds no bundle.json: it is no bundle, or not a whole one",
+            "where there is a network: atoll prepare --into BUNDLE …; typed again, it goes on",
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}", "copy the bundle again") from None
+    return manifest
+
+
+def _refuse_another(run: Run, folder: Path, manifest: dict[str, Any]) -> None:
+    before, now = manifest["made_for"], made_for(run)
+    for name in now:
+        if before.get(name) != now[name]:
+            raise UserError(
+                f"the bundle {folder} was made with {name}={before.get(name)}, this run has "
+                f"{now[name]}",
+                "make one with the settings of this run: atoll prepare --into ANOTHER …",
+            )
+
+
+def _refuse_wrong_sizes(folder: Path, manifest: dict[str, Any]) -> None:
+    for name, facts in manifest["files"].items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != facts["bytes"]:
+            found = "is missing" if size is None else f"has {size:,} bytes, not {facts['bytes']:,}"
+            raise UserError(f"{path} {found}", "copy the bundle again: rsync -a goes on from there")

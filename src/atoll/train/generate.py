@@ -1,0 +1,132 @@
+"""`atoll generate WHERE`: continue prompts with a run, a checkpoint, an export or an adapter."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atoll import run_dir
+from atoll.data.tokenize import open_prepared
+from atoll.errors import UserError
+from atoll.models.adapter import adapt, adapted_reader
+from atoll.models.build import weights_for
+from atoll.models.generate import Speaker, continue_text, from_folder
+from atoll.models.weights import fill, fill_buffers, materialize
+from atoll.settings import Generation, Run, load_run
+from atoll.train import checkpoint
+from atoll.train.tasks import TASKS
+from atoll.train.world import World
+
+
+def main(argv: list[str]) -> int:
+    """Print a sampled text as it comes; of a whole run, keep it in the run folder."""
+    parser = argparse.ArgumentParser(prog="atoll generate", description=__doc__)
+    parser.add_argument("where", type=Path, metavar="WHERE", help="folder of one of these")
+    parser.add_argument("--prompt", help="default: generation.prompt of the run")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines: prompt and text")
+    parser.add_argument("--max-new-tokens", type=int)
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--seed", type=int)
+    arguments = parser.parse_args(argv)
+    run = run_of(arguments.where)
+    settings = _settings(run, arguments)
+    prompts = [settings.prompt]
+    if arguments.prompts is not None:
+        prompts = _lines(arguments.prompts)
+    elif arguments.prompt is not None:
+        prompts = [arguments.prompt]
+    seed = arguments.seed if arguments.seed is not None else (run.seed if run else 0)
+    texts = speak(speaker_of(arguments.where, run), prompts, settings, seed, arguments.out is None)
+    if arguments.out is not None:
+        pairs = zip(prompts, texts, strict=True)
+        lines = [json.dumps({"prompt": p, "text": t}, ensure_ascii=False) for p, t in pairs]
+        run_dir.write_whole(arguments.out, "\n".join(lines) + "\n")
+    elif run_dir.settings_file(arguments.where).is_file():
+        run_dir.write_whole(run_dir.sample_file(arguments.where), "\n".join(texts) + "\n")
+    return 0
+
+
+def run_of(where: Path) -> Run | None:
+    """The run that a folder belongs to: its own, or the one that it lies in."""
+    for folder in (where, *where.resolve().parents[:3]):
+        if run_dir.settings_file(folder).is_file():
+            return load_run(run_dir.settings_file(folder))
+    return None
+
+
+def speaker_of(where: Path, run: Run | None) -> Speaker:
+    """The model of a folder; a run's own is its export."""
+    if (where / "manifest.json").is_file() and where.parent.name == "checkpoints":
+        if run is None:
+            raise UserError(
+                f"{where} is a checkpoint outside of its run folder",
+                "leave it in runs/NAME/checkpoints: run.yaml says what it is made of",
+            )
+        return from_checkpoint(where, run)
+    is_run = run_dir.settings_file(where).is_file()
+    return from_folder(run_dir.export(where) if is_run else where)
+
+
+def from_checkpoint(path: Path, run: Run) -> Speaker:
+    """The model of a training state, in one process whatever the ranks that saved it."""
+    from transformers import AutoTokenizer
+
+    cpu = torch.device("cpu")
+    alone = World(0, 1, cpu, None)
+    manifest = open_prepared(run)
+    task = TASKS[run.task.name]
+    config = task.config(run, manifest)
+    model = task.model(config, run, manifest)
+    adapt(model.hf, run.model.model_copy(update={"quantisation": "none"}))
+    shapes = {name: tuple(p.shape) for name, p in model.hf.named_parameters()}
+    materialize(model, cpu)
+    if run.model.lora is not None:  # the weights that stay are not in a checkpoint
+        with weights_for(run.model, config, run.seed) as read:
+            fill(model.hf, adapted_reader(read, run.seed, shapes))
+    fill_buffers(model.hf)
+    learning = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    checkpoint.load(path, {f"model/{name}": p for name, p in learning.items()}, alone)
+    model.hf.set_attn_implementation("sdpa")
+    tokenizer = AutoTokenizer.from_pretrained(run_dir.prepared(run) / "tokenizer")
+    return Speaker(model.hf.eval(), tokenizer)
+
+
+def speak(
+    speaker: Speaker, prompts: list[str], settings: Generation, seed: int, aloud: bool
+) -> list[str]:
+    """Continue each prompt, the same for the same seed; aloud: on the terminal, as it comes."""
+    from transformers import TextStreamer
+
+    texts = []
+    for prompt in prompts:
+        torch.manual_seed(seed)
+        streamer: Any = TextStreamer(speaker.tokenizer, skip_special_tokens=True) if aloud else None
+        texts.append(continue_text(speaker, prompt, settings, streamer))
+    return texts
+
+
+def _settings(run: Run | None, arguments: argparse.Namespace) -> Generation:
+    settings = run.generation if run is not None else Generation(prompt="")
+    if run is None and arguments.prompt is None and arguments.prompts is None:
+        raise UserError(
+            f"{arguments.where} lies in no run folder, so there is no prompt",
+            "give one: --prompt TEXT, or --prompts FILE",
+        )
+    given = {"max_new_tokens": arguments.max_new_tokens, "temperature": arguments.temperature}
+    for name, value in given.items():
+        if value is not None and value <= 0:
+            raise UserError(f"--{name.replace('_', '-')} is {value}", "give a number above 0")
+    return settings.model_copy(update={n: v for n, v in given.items() if v is not None})
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}", "check the path") from None
+    if not lines:
+        raise UserError(f"{path} holds no prompt", "write one a line")
+    return lines

@@ -1,0 +1,102 @@
+"""What is learned: a task supplies the model that ends in its loss, and what is said of it.
+
+A new one is a function for each field, and a line in TASKS.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.data.batch import Batch
+from atoll.data.shards import Manifest
+from atoll.models.build import build_config, build_model, classifier_config
+from atoll.models.classifier import summed_loss
+from atoll.models.loss import IGNORED
+from atoll.settings import Run
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One microbatch held out: its summed loss, its targets, and where needed its outputs."""
+
+    loss_sum: Tensor
+    targets: Tensor
+    outputs_BL: Tensor | None = None
+    classes_B: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """The parts of a run that depend on what is learned."""
+
+    config: Callable[[Run, Manifest], Any]
+    model: Callable[[Any, Run, Manifest], Any]
+    judge: Callable[[Any, Batch, Tensor], Judged]  # (model, batch, what its forward pass gave)
+    # (run, mean loss, all outputs [N, L], all classes [N]) -> figures to show and record
+    figures: Callable[[Run, float, Tensor | None, Tensor | None], dict[str, float]]
+
+
+def _causal_config(run: Run, manifest: Manifest) -> Any:
+    # no pad id: an embedding's padding row is never learned, and here it is the end's as well
+    special = {"bos_token_id": manifest.end_id, "eos_token_id": manifest.end_id}
+    return build_config(run.model, manifest.vocabulary_tokens, run.data.sequence_tokens, special)
+
+
+def _causal_model(config: Any, run: Run, manifest: Manifest) -> Any:
+    return build_model(config, run.training)
+
+
+def _judge_tokens(model: Any, batch: Batch, loss_sum: Tensor) -> Judged:
+    return Judged(loss_sum, (model.own_labels(batch) != IGNORED).sum())
+
+
+def _perplexity(
+    run: Run, loss: float, outputs: Tensor | None, classes: Tensor | None
+) -> dict[str, float]:
+    return {"perplexity": math.exp(min(loss, 700.0))}
+
+
+def _classifier_config(run: Run, manifest: Manifest) -> Any:
+    assert run.data.classes is not None
+    tokens = (manifest.vocabulary_tokens, run.data.sequence_tokens)
+    return classifier_config(run.model, run.data.classes, *tokens, manifest.pad_id)
+
+
+def _classifier_model(config: Any, run: Run, manifest: Manifest) -> Any:
+    return build_model(config, run.training, separator_id=manifest.end_id)
+
+
+def _judge_rows(model: Any, batch: Batch, logits_BL: Tensor) -> Judged:
+    assert batch.classes_B is not None
+    loss = summed_loss(logits_BL, batch.classes_B)
+    return Judged(loss, torch.tensor(len(logits_BL)), logits_BL, batch.classes_B)
+
+
+def _metrics(
+    run: Run, loss: float, outputs: Tensor | None, classes: Tensor | None
+) -> dict[str, float]:
+    """The metrics that the data set names, by scikit-learn and SciPy."""
+    from scipy import stats
+    from sklearn import metrics
+
+    assert run.data.classes is not None and outputs is not None and classes is not None
+    told = classes.numpy()
+    found = outputs[:, 0].numpy() if outputs.shape[1] == 1 else outputs.argmax(1).numpy()
+    known: dict[str, Callable[[Any, Any], Any]] = {
+        "accuracy": metrics.accuracy_score,
+        "f1": metrics.f1_score,
+        "matthews": metrics.matthews_corrcoef,
+        "pearson": lambda a, b: stats.pearsonr(a, b).statistic,
+        "spearman": lambda a, b: stats.spearmanr(a, b).statistic,
+    }
+    return {name: float(known[name](told, found)) for name in run.data.classes.metrics}
+
+
+TASKS = {
+    "causal_lm": Task(_causal_config, _causal_model, _judge_tokens, _perplexity),
+    "classification": Task(_classifier_config, _classifier_model, _judge_rows, _metrics),
+}

@@ -1,0 +1,137 @@
+"""Adapters begin as no change, learn alone, and are merged into what they were beside."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from atoll.errors import UserError
+from atoll.models import adapter
+from atoll.models.build import build_config, build_model, weights_for
+from atoll.models.weights import fill, fill_buffers, materialize
+from atoll.settings import Lora, Model, Training
+
+CPU = torch.device("cpu")
+TRAINING = Training(steps=1, global_batch_samples=1, microbatch_samples=1)
+
+
+def adapted(folder: Path, model: Model) -> Any:
+    config = build_config(model, tiny.VOCABULARY, tiny.SEQUENCE, {})
+    built = build_model(config, TRAINING)
+    adapter.adapt(built.hf, model)
+    shapes = {name: tuple(p.shape) for name, p in built.hf.named_parameters()}
+    with weights_for(model, config, 0) as read:
+        read = adapter.adapted_reader(read, 0, shapes)
+        adapter.fill_narrow(built.hf, read, CPU)
+        materialize(built, CPU)
+        fill(built.hf, read)
+        fill_buffers(built.hf)
+    return built.hf
+
+
+def saved(architecture: str, folder: Path, **changes: Any) -> Any:
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(**(tiny.CONFIGS[architecture] | changes))
+    theirs = AutoModelForCausalLM.from_config(config)
+    theirs.save_pretrained(folder)
+    return theirs.eval()
+
+
+@pytest.mark.parametrize("architecture", tiny.CONFIGS)
+def test_an_adapter_is_no_change_until_it_learns(tmp_path: Path, architecture: str) -> None:
+    theirs = saved(architecture, tmp_path)
+    hf = adapted(tmp_path, Model(name="x", source=str(tmp_path), lora=Lora(rank=2)))
+    tokens = tiny.batch(1).tokens_BT
+    with torch.no_grad():
+        torch.testing.assert_close(hf.eval()(tokens).logits, theirs(tokens).logits)
+    learning = [name for name, p in hf.named_parameters() if p.requires_grad]
+    assert learning and all(".lora_" in name for name in learning)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "quantisation"),
+    [*((name, "none") for name in tiny.CONFIGS), ("llama", "nf4"), ("llama", "int8")],
+)
+def test_a_merged_adapter_answers_as_the_two_parts_did(
+    tmp_path: Path, architecture: str, quantisation: Any
+) -> None:
+    theirs = saved(
+        architecture, tmp_path, **({"hidden_size": 64} if quantisation != "none" else {})
+    )
+    model = Model(
+        name="x", source=str(tmp_path), lora=Lora(rank=2, alpha=4), quantisation=quantisation
+    )
+    hf = adapted(tmp_path, model)
+    torch.manual_seed(1)
+    for name, parameter in hf.named_parameters():
+        if ".lora_B." in name:
+            nn.init.normal_(parameter, std=0.2)
+    assert model.lora is not None
+    whole = adapter.merged(hf, model.lora, dict(hf.named_parameters()))
+    state = {n: x.whole() if isinstance(x, adapter.Merged) else x for n, x in whole.items()}
+    assert set(state) == {name for name, _ in theirs.named_parameters()}
+    theirs.load_state_dict(state, strict=False)
+    tokens = tiny.batch(1).tokens_BT
+    with torch.no_grad():
+        two, one = hf.eval()(tokens).logits, theirs(tokens).logits
+    # int8 also narrows what is multiplied with the weights; nf4 multiplies in half precision
+    tolerance = {"none": 1e-4, "nf4": 5e-3, "int8": 5e-2}[quantisation]
+    torch.testing.assert_close(two, one, atol=tolerance, rtol=0)
+
+
+def test_narrow_weights_take_less_and_are_near(tmp_path: Path) -> None:
+    theirs = saved("llama", tmp_path, hidden_size=64)
+    hf = adapted(
+        tmp_path, Model(name="x", source=str(tmp_path), lora=Lora(rank=2), quantisation="nf4")
+    )
+    layer = hf.get_submodule("model.layers.0.mlp.up_proj.base_layer")
+    wide = theirs.get_submodule("model.layers.0.mlp.up_proj").weight
+    assert layer.weight.numel() * layer.weight.element_size() <= wide.numel() / 2
+    near = adapter._wide(layer, layer.weight)
+    assert float((near - wide).detach().norm() / wide.detach().norm()) < 0.12
+
+
+def test_widths_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    with pytest.raises(UserError, match="a matrix is 32 wide"):
+        adapted(
+            tmp_path, Model(name="x", source=str(tmp_path), lora=Lora(rank=2), quantisation="nf4")
+        )
+
+
+def test_the_adapter_alone_is_loaded_by_peft(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    theirs = saved("llama", tmp_path / "base")
+    model = Model(name="x", source=str(tmp_path / "base"), lora=Lora(rank=2, alpha=4))
+    hf = adapted(tmp_path, model)
+    for name, parameter in hf.named_parameters():
+        if ".lora_B." in name:
+            nn.init.normal_(parameter, std=0.2)
+    tensors = adapter.gathered_adapter(dict(hf.named_parameters()))
+    adapter.write_adapter(tmp_path / "adapter", model, tensors)
+    loaded = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter")).eval()
+    tokens = tiny.batch(1).tokens_BT
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, hf.eval()(tokens).logits)
+
+
+def test_targets_that_are_not_there_are_named(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    with pytest.raises(UserError, match=r"model\.lora\.targets fits no layer"):
+        adapted(tmp_path, Model(name="x", source=str(tmp_path), lora=Lora(targets=["q_prog"])))
+
+
+def test_a_device_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter.check_device("nf4", CPU)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no kernel for this device")
+
+    monkeypatch.setattr(adapter, "_narrowed", fail)
+    with pytest.raises(UserError, match="does not work on this cpu: RuntimeError: no kernel"):
+        adapter.check_device("nf4", CPU)
