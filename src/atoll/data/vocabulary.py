@@ -43,7 +43,8 @@ def fingerprint(run: Run) -> str:
     if name is None:
         if run.tokenizer.kind == "characters":
             return "characters"
-        return f"{run.tokenizer.kind} {run.tokenizer.vocabulary_tokens} {run.tokenizer.training_documents}"
+        made = run.tokenizer
+        return f"{made.kind} {made.vocabulary_tokens} {made.training_documents}"
     path = Path(name).expanduser()
     if path.is_file():
         return sha256_of(path)

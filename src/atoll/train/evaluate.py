@@ -18,7 +18,7 @@ from atoll.train.world import World, gathered, summed
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Mean loss per target (nats), how many targets there were, and the task's figures."""
+    """Mean loss per target (nats), how many targets, and (on the first rank) the figures."""
 
     loss: float
     targets: int
@@ -59,7 +59,8 @@ def evaluate(
     loss_sum, target_count = summed(world, total).tolist()
     mean = loss_sum / target_count
     outputs, classes = _all_outputs(world, kept)
-    return Evaluated(mean, int(target_count), task.figures(run, mean, outputs, classes))
+    figures = task.figures(run, mean, outputs, classes) if world.rank == 0 else {}
+    return Evaluated(mean, int(target_count), figures)
 
 
 def _all_outputs(world: World, kept: list[Judged]) -> tuple[Tensor | None, Tensor | None]:

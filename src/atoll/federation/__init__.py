@@ -1,0 +1,1 @@
+"""Several facilities train one model: updates, their aggregation, and the campaign around it."""

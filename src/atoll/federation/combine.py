@@ -1,0 +1,132 @@
+"""How the updates of facilities become one: weights, and rules that look at each value alone.
+
+Legend: K updates, N values of a stretch. A new rule is one function and one line in its table.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from atoll.errors import UserError
+from atoll.federation.update import Manifest
+from atoll.settings.federation import Rule
+
+Weigh = Callable[[list[Manifest], Rule], list[float]]
+Combine = Callable[[Tensor, Tensor, Rule], Tensor]
+
+
+def by_tokens(manifests: list[Manifest], rule: Rule) -> list[float]:
+    return [float(one.tokens) for one in manifests]
+
+
+def by_steps(manifests: list[Manifest], rule: Rule) -> list[float]:
+    return [float(one.steps) for one in manifests]
+
+
+def equally(manifests: list[Manifest], rule: Rule) -> list[float]:
+    return [1.0 for _ in manifests]
+
+
+def capped(manifests: list[Manifest], rule: Rule) -> list[float]:
+    """By tokens, but nobody has more than `rule.cap` of the whole; the rest goes to the others."""
+    shares = _normalised(by_tokens(manifests, rule))
+    if rule.cap * len(shares) < 1.0:
+        raise UserError(
+            f"rule.cap={rule.cap} of {len(shares)} updates leaves some weight to nobody",
+            f"set rule.cap to {1 / len(shares):.3f} or more",
+        )
+    for _ in shares:
+        over = [share > rule.cap + 1e-12 for share in shares]
+        if not any(over):
+            break
+        fixed = [share >= rule.cap - 1e-12 for share in shares]
+        free = 1.0 - rule.cap * sum(fixed)
+        rest = sum(share for share, is_fixed in zip(shares, fixed, strict=True) if not is_fixed)
+        shares = [
+            rule.cap if is_fixed else share * free / rest
+            for share, is_fixed in zip(shares, fixed, strict=True)
+        ]
+    return shares
+
+
+WEIGH: dict[str, Weigh] = {
+    "tokens": by_tokens,
+    "steps": by_steps,
+    "equal": equally,
+    "capped": capped,
+}
+
+
+def weights_of(manifests: list[Manifest], rule: Rule) -> list[float]:
+    """The share of each update; they add up to one."""
+    return _normalised(WEIGH[rule.weigh](manifests, rule))
+
+
+def mean(values_KN: Tensor, weights_K: Tensor, rule: Rule) -> Tensor:
+    """In the order of the updates, so that a repeated sum has the same bits."""
+    total = values_KN[0] * weights_K[0]
+    for values_N, weight in zip(values_KN[1:], weights_K[1:], strict=True):
+        total.add_(values_N * weight)
+    return total
+
+
+def median(values_KN: Tensor, weights_K: Tensor, rule: Rule) -> Tensor:
+    """Of each coordinate, the mean of the middle two where there is no middle (Yin et al. 2018)."""
+    ordered = values_KN.sort(dim=0).values
+    count = len(ordered)
+    return (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+
+
+def trimmed_mean(values_KN: Tensor, weights_K: Tensor, rule: Rule) -> Tensor:
+    """Without the `rule.trim` largest and smallest of each coordinate (Yin et al. 2018)."""
+    ordered = values_KN.sort(dim=0).values
+    return ordered[rule.trim : len(ordered) - rule.trim].mean(dim=0)
+
+
+# krum chooses one update by the distances between all; the stretch is then that one's
+COMBINE: dict[str, Combine] = {
+    "mean": mean,
+    "median": median,
+    "trimmed_mean": trimmed_mean,
+    "krum": mean,
+}
+
+
+def refuse_too_few(count: int, rule: Rule) -> None:
+    """Rules that bear f bad updates need enough good ones beside them."""
+    least = {"trimmed_mean": 2 * rule.trim + 1, "krum": 2 * rule.krum_bad + 3}.get(rule.combine, 1)
+    if count < least:
+        raise UserError(
+            f"combine={rule.combine} needs at least {least} updates, {count} are there",
+            "wait for more facilities, or choose another rule",
+        )
+
+
+def krum_weights(gram_KK: Tensor, bad: int) -> list[float]:
+    """All weight on the update nearest to its K - bad - 2 neighbours (Blanchard et al. 2017).
+
+    gram_KK: the inner products of all updates; the distances follow from them.
+    """
+    squares = gram_KK.diagonal()
+    distances = (squares[:, None] + squares[None] - 2 * gram_KK).clamp_min(0)
+    count = len(squares)
+    nearest = distances.sort(dim=1).values[:, 1 : count - bad - 1]
+    best = int(nearest.sum(dim=1).argmin())
+    return [float(number == best) for number in range(count)]
+
+
+def clip_factors(norms: list[float], clip_norm: float | None) -> list[float]:
+    """What each update is multiplied with so that none is longer than `clip_norm`."""
+    if clip_norm is None:
+        return [1.0 for _ in norms]
+    return [min(1.0, clip_norm / norm) if norm > 0 else 1.0 for norm in norms]
+
+
+def _normalised(weights: list[float]) -> list[float]:
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def needs_norms_first(rule: Rule) -> bool:
+    """Whether all updates must be measured before any is combined."""
+    return rule.combine == "krum" or rule.clip_norm is not None

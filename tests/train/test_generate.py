@@ -1,0 +1,120 @@
+"""Texts from a checkpoint, an export and an adapter; many prompts from a file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_run
+import tiny
+from rank_pool import RankPool
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from atoll import run_dir
+from atoll.errors import UserError
+from atoll.train import checkpoint, generate
+
+SIZES = tiny.CONFIGS["llama"] | {"vocab_size": 300, "hidden_size": 64}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("speaking")
+    small_run.write_text(path)
+    config = AutoConfig.for_model(**SIZES)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path / "base")
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(ranks: RankPool, folder: Path) -> Path:
+    run = small_run.settings(folder, 2, name="plain", model__config=SIZES, export__dtype="float32")
+    run_folder = small_run.ready(run)
+    ranks.run(small_run.train_here, run)
+    return run_folder
+
+
+@pytest.fixture(scope="module", params=["none", "nf4"])
+def adapted(ranks: RankPool, folder: Path, request: pytest.FixtureRequest) -> Path:
+    changes: dict[str, Any] = {
+        "name": f"adapted-{request.param}",
+        "model": {
+            "name": "llama",
+            "source": str(folder / "base"),
+            "lora": {"rank": 4, "alpha": 8},
+            "quantisation": request.param,
+        },
+        "tokenizer": {"vocabulary_tokens": 290, "path": str(small_tokenizer(folder))},
+        "sharding": small_run.sharding("ddp"),
+        "export": {"dtype": "float32"},
+    }
+    run = small_run.settings(folder, 2, **changes)
+    run_folder = small_run.ready(run)
+    ranks.run(small_run.train_here, run)
+    return run_folder
+
+
+def small_tokenizer(folder: Path) -> Path:
+    """The one that a run on the same text trains."""
+    run = small_run.settings(folder, 1, sharding=small_run.sharding("single"), name="words")
+    small_run.ready(run)
+    return run_dir.prepared(run) / "tokenizer"
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert generate.main([str(word) for word in words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_checkpoint_speaks_like_the_export(
+    plain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = checkpoint.latest(plain)
+    assert last is not None
+    cold = ["--prompt", "the reef", "--temperature", "0.01"]
+    assert said(capsys, last, *cold) == said(capsys, run_dir.export(plain), *cold)
+    assert said(capsys, plain, *cold) == run_dir.sample_file(plain).read_text()
+
+
+def test_an_adapter_speaks_like_the_merged_export(
+    adapted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = small_run.losses(adapted)
+    assert steps[6] < steps[1]
+    cold = ["--prompt", "the reef", "--temperature", "0.01"]
+    merged = said(capsys, run_dir.export(adapted), *cold)
+    last = checkpoint.latest(adapted)
+    assert last is not None
+    if "nf4" not in adapted.name:  # an adapter beside wide weights is another model
+        assert said(capsys, last, *cold) == merged
+        assert said(capsys, run_dir.export(adapted) / "adapter", *cold).startswith("the reef")
+    files = {path.name for path in last.iterdir()}
+    assert sum((last / name).stat().st_size for name in files) < 200_000, "adapters alone"
+
+
+def test_prompts_come_from_a_file(plain: Path, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
+    prompts.write_text("the reef\na wind\n\none lagoon\n")
+    words = [str(plain), "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "3"]
+    assert generate.main(words) == 0
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [one["prompt"] for one in found] == ["the reef", "a wind", "one lagoon"]
+    assert all(one["text"].startswith(one["prompt"]) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--prompt", "the reef " * 80], r"the prompt has \d+ tokens, the model 64 positions"),
+        (["--prompts", "/no/such/file"], "cannot read /no/such/file"),
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
+    ],
+)
+def test_mistakes(plain: Path, words: list[str], found: str) -> None:
+    with pytest.raises(UserError, match=found):
+        generate.main([str(plain), *words])
+
+
+def test_a_folder_without_a_prompt(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="lies in no run folder"):
+        generate.main([str(tmp_path)])
