@@ -45,7 +45,7 @@ def measured(rank: int, strategy: str, rounds: int) -> dict[str, list[float]]:
     """Seconds of a step, ours and bare, A B B A."""
     import small_run
 
-    from atoll.models.build import build_config
+    from atoll.models.build import build_config, build_model
     from atoll.settings import Run
     from atoll.sharding.engines import ENGINES, StepPlan
     from atoll.train.assemble import build_sharded
@@ -88,7 +88,8 @@ def measured(rank: int, strategy: str, rounds: int) -> dict[str, list[float]]:
         stepper.optimizer.step()
         stepper.optimizer.zero_grad()
 
-    model, wrapped = build_sharded(run, hf_config, world, torch.float32)
+    empty = build_model(hf_config, run.training)
+    model, wrapped = build_sharded(run, hf_config, empty, world, torch.float32)
     stepper = make_stepper(run.optimizer, model)
     times: dict[str, list[float]] = {"ours": [], "bare": []}
     with agreement(world, lambda: 0) as agreed:

@@ -19,6 +19,11 @@ VERBS = {
     "evaluate": ("atoll.host.evaluate", "perplexity or metrics of a model, on any data"),
     "tokenize": ("atoll.data.tokenize", "turn text into token shards"),
     "launch": ("atoll.launch", "start this task's rank, or this node's ranks, of a run"),
+    "federate": ("atoll.host.federate", "rounds of training at facilities, averaged here"),
+    "site": ("atoll.host.site", "one round at one facility, a step further"),
+    "aggregate": ("atoll.federation.aggregate", "the next global model from updates"),
+    "difference": ("atoll.federation.make_update", "a run's update to its global model"),
+    "rebase": ("atoll.federation.model", "a facility's copy of the global model"),
     "generate": ("atoll.train.generate", "continue a prompt with a run, checkpoint or adapter"),
 }
 

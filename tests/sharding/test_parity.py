@@ -15,7 +15,7 @@ from rank_pool import RankPool
 from torch.distributed.tensor import DTensor
 
 from atoll.errors import UserError
-from atoll.models.build import build_config
+from atoll.models.build import build_config, build_model
 from atoll.settings import Run
 from atoll.sharding import deepspeed
 from atoll.sharding.engines import ENGINES, StepPlan
@@ -104,7 +104,8 @@ def train(
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, gradient norms and final weights of a few steps on one repeated batch."""
     config = build_config(run.model, tiny.VOCABULARY, tiny.SEQUENCE, {})
-    model, wrapped = build_sharded(run, config, world, torch.float32)
+    empty = build_model(config, run.training)
+    model, wrapped = build_sharded(run, config, empty, world, torch.float32)
     stepper = make_stepper(run.optimizer, model)
     plan = StepPlan(
         torch.float32,

@@ -5,6 +5,8 @@ measures and combines together, and only if what it measured forbids an update i
 Legend: K updates, N values of a stretch.
 """
 
+import argparse
+import json
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from atoll.errors import UserError
@@ -22,7 +25,12 @@ from atoll.federation import combine, model, step
 from atoll.federation.codec import CODECS
 from atoll.federation.model import Shapes, Stretch
 from atoll.federation.tensors import Reader, Writer
-from atoll.federation.update import Manifest, refuse_wrong_tensors
+from atoll.federation.update import (
+    Manifest,
+    read_manifest,
+    refuse_wrong_files,
+    refuse_wrong_tensors,
+)
 from atoll.settings.federation import Rule
 
 THREADS = 2
@@ -58,6 +66,52 @@ class Outcome:
     norms: dict[str, float]
     cosines: dict[str, float]
     rejected: dict[str, str] = field(default_factory=dict)
+
+
+def main(argv: list[str]) -> int:
+    """`atoll aggregate`: the next global model from updates whose senders are known."""
+    parser = argparse.ArgumentParser(prog="atoll aggregate", description=main.__doc__)
+    parser.add_argument("updates", nargs="+", type=Path)
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rule", default="{}", help="JSON: weigh, combine, update and the rest")
+    parser.add_argument("--codec", default="fp32", choices=list(CODECS), help="of the difference")
+    parser.add_argument("--about", default="{}", help="JSON: kept in the manifest")
+    arguments = parser.parse_args(argv)
+    rule = checked_rule(json.loads(arguments.rule))
+    digest = model.read_global(arguments.base)["digest"]
+    found, rejected = [], dict[str, str]()
+    for folder in arguments.updates:
+        try:
+            found.append(verified(folder, digest))
+        except UserError as error:
+            rejected[folder.parent.name] = error.found
+    about = json.loads(arguments.about) | {"unreadable": rejected}
+    outcome = aggregate(arguments.base, found, rule, arguments.codec, arguments.out, about)
+    print(json.dumps(asdict(outcome) | {"unreadable": rejected}))
+    return 0
+
+
+def verified(folder: Path, base: str) -> Update:
+    """An update whose files are as its manifest says, and that began from this global model."""
+    manifest = read_manifest(folder)
+    if manifest.base != base:
+        raise UserError(
+            f"the update of {manifest.facility} began from {manifest.base[:12]}, this round from "
+            f"{base[:12]}",
+            "train the model of this round",
+        )
+    refuse_wrong_files(folder, manifest)
+    return Update(manifest, folder)
+
+
+def checked_rule(values: dict[str, Any]) -> Rule:
+    try:
+        return Rule.model_validate(values)
+    except ValidationError as error:
+        one = error.errors()[0]
+        name = ".".join(map(str, one["loc"]))
+        raise UserError(f"rule.{name}: {one['msg']}", "see settings/federation.py") from None
 
 
 def aggregate(

@@ -1,5 +1,7 @@
 """What a facility's training changed, encoded, with what the encoding left out kept for later."""
 
+import argparse
+import json
 import secrets
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +19,42 @@ from atoll.federation.tensors import Reader, Writer
 from atoll.federation.update import FORMAT_VERSION, Manifest, facts_of, manifest_file
 
 LOSSLESS = "fp32"
+
+
+def main(argv: list[str]) -> int:
+    """`atoll difference`: the update of a finished run to the global model it began from."""
+    parser = argparse.ArgumentParser(prog="atoll difference", description=main.__doc__)
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--codec", required=True, choices=list(CODECS))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--left-before", type=Path)
+    parser.add_argument("--left-after", type=Path, required=True)
+    parser.add_argument("--about", required=True, help="JSON: the rest of the manifest")
+    arguments = parser.parse_args(argv)
+    result = json.loads(run_dir.result_file(arguments.run).read_text())
+    about = json.loads(arguments.about) | {
+        "tokens": trained_tokens(arguments.run),
+        "steps": result["steps"],
+        "loss": result["loss"],
+    }
+    make_update(
+        arguments.base,
+        run_dir.export(arguments.run),
+        arguments.left_before,
+        arguments.codec,
+        arguments.out,
+        arguments.left_after,
+        about,
+    )
+    return 0
+
+
+def trained_tokens(run_folder: Path) -> int:
+    """The tokens that a run was trained on, from the last line that counts them."""
+    lines = run_dir.metrics_file(run_folder).read_text().splitlines()
+    counts = [record["tokens"] for record in map(json.loads, lines) if record["event"] == "train"]
+    return int(counts[-1])
 
 
 def make_update(

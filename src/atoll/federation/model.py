@@ -8,7 +8,9 @@ GLOBAL/
   manifest.json   digests of the files, written last
 """
 
+import argparse
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -149,6 +151,48 @@ def read_global(folder: Path) -> dict[str, Any]:
     return found
 
 
+def main(argv: list[str]) -> int:
+    """`atoll rebase CAME OUT [--base BEFORE]`: a facility's copy of a round's global model."""
+    parser = argparse.ArgumentParser(prog="atoll rebase", description=main.__doc__)
+    parser.add_argument("came", type=Path, help="the first global model whole, or a difference")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--base", type=Path, help="the global model that the difference is to")
+    parser.add_argument("--first", action="store_true", help="CAME is a Hugging Face folder")
+    arguments = parser.parse_args(argv)
+    came, out = arguments.came, arguments.out
+    if arguments.first:
+        first_global(came, out, {"round": 0})
+        return 0
+    told = read_global(came)
+    if arguments.base is None:
+        found = take_whole(came, out)
+    else:
+        found = apply_delta(arguments.base, came / "delta", told["codec"], out, {})
+    if found != told["digest"]:
+        shutil.rmtree(out)
+        raise UserError(
+            f"{came} gives the global model {found[:12]}, its manifest says {told['digest'][:12]}",
+            "delete it: it is sent again",
+        )
+    return 0
+
+
+def take_whole(came: Path, out: Path) -> str:
+    """A copy of a whole global model, in fp32; its digest, computed from the files."""
+    partial = begin(out)
+    shutil.copytree(came / "master", partial / "master")
+    _make_folder(came / "export", partial)
+    return publish(partial, out, {})
+
+
+def _make_folder(export_before: Path, partial: Path) -> None:
+    """A Hugging Face folder of the fp32 weights, which are there once under two names."""
+    (partial / "export").mkdir()
+    copy_beside_weights(export_before, partial / "export", "float32")
+    for path in files_of(partial / "master"):
+        os.link(path, partial / "export" / path.name)
+
+
 def apply_delta(base: Path, delta: Path, codec: str, out: Path, about: dict[str, Any]) -> str:
     """The next global model's master, from the one before and the difference; its digest.
 
@@ -172,8 +216,7 @@ def apply_delta(base: Path, delta: Path, codec: str, out: Path, about: dict[str,
         writer.finish()
         old.close()
         change.close()
-    (partial / "export").mkdir()
-    copy_beside_weights(base / "export", partial / "export", "float32")
+    _make_folder(base / "export", partial)
     return publish(partial, out, about)
 
 

@@ -152,6 +152,19 @@ def check_model(run: Run) -> None:
         check_architecture(shape_of(config), run.sharding)
 
 
+def campaign_values(overrides: Sequence[str], tree: Path | None = None) -> dict[str, Any]:
+    """The plain settings of a campaign, from campaign.yaml and a federation's file."""
+    tree = tree or config_tree()
+    with _hydra(tree) as loader:
+        lines = []
+        for override in (_parsed(line, loader) for line in overrides):
+            text, key = str(override.input_line).lstrip("+"), override.key_or_group
+            if key == "federation":
+                check_choice(key, override.value(), groups(tree)[key])
+            lines.append(text if key == "federation" else f"++{text}")
+        return _plain(hydra_compose("campaign", lines))
+
+
 def shardings(tree: Path) -> dict[str, dict[str, Any]]:
     """Name -> the content of each sharding's YAML."""
     files = sorted((tree / "sharding").glob("*.yaml"))

@@ -19,7 +19,6 @@ FIXED = (
     "optimizer",
     "precision",
     "training.global_batch_samples",
-    "federation",
 )
 FREE = ("data.workers",)
 

@@ -72,7 +72,8 @@ def status(folder: Path) -> tuple[str, str]:
     """State and reason of a run: what it wrote itself counts first, then what its job says."""
     run = load_run(run_dir.settings_file(folder))
     progress = _progress(folder)
-    if run_dir.result_file(folder).is_file() and run_dir.export(folder).is_dir():
+    exported = run_dir.export(folder).is_dir() or run.training.steps == 0
+    if run_dir.result_file(folder).is_file() and exported:
         return "finished", _result(folder)
     jobs = queued_jobs(folder)
     if not jobs:
@@ -147,7 +148,9 @@ def _progress(folder: Path) -> str:
 
 def _result(folder: Path) -> str:
     result = json.loads(run_dir.result_file(folder).read_text())
-    return f"{result['steps']} steps, perplexity {result['perplexity']:.2f}"
+    figures = {name: value for name, value in result.items() if name not in ("steps", "targets")}
+    said = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+    return f"{result['steps']} steps, {said}"
 
 
 def _count_lines(path: Path) -> int:

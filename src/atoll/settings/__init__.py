@@ -26,13 +26,12 @@ from atoll.settings.learning import (
     Validation,
 )
 from atoll.settings.machine import Facility, Folders, Image, Launcher, Limits, Node, Queue
-from atoll.settings.run import Federation, Run, Sharding
+from atoll.settings.run import Run, Sharding
 
 __all__ = [
     "Classes",
     "Data",
     "Facility",
-    "Federation",
     "Folders",
     "Generation",
     "Image",

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from atoll.settings.fields import Count, CountOrZero, Fraction, Positive, Settings
+from atoll.settings.fields import Count, CountOrZero, Fraction, Positive, Settings, Word
 
 
 class Rule(Settings):
@@ -31,3 +31,37 @@ class Rule(Settings):
     min_cosine: Annotated[float, Field(ge=-1.0, le=1.0)] = -0.5
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of the export
     quorum: Count = 1
+
+
+class Site(Settings):
+    """One facility of a campaign: how it is reached, and what its runs say that others' do not."""
+
+    name: Word
+    host: str | None = None  # as ssh knows it; null: this machine
+    folder: str  # where the campaign lives there
+    command: list[str] = []  # atoll there; empty: as here
+    overrides: list[str] = []  # facility=…, data=…
+    signing_key: str | None = None  # a private ssh key's path there
+
+
+class Campaign(Settings):
+    """Rounds of training at several facilities, and of averaging here."""
+
+    name: Word
+    rounds: Count = 5
+    engine: Literal["local", "streamflow"] = "local"
+    folder: str = "campaigns"
+    sites: Annotated[list[Site], Field(min_length=1)]
+    start: list[str]  # of the run that makes, or fetches, the model of round 0
+    train: list[str] = []  # of every facility's runs
+    steps: Count = 100  # of each facility in a round
+    batch_samples: Count = 64
+    rule: Rule = Rule()
+    codec: Literal["fp32", "bf16", "int8", "int4", "topk"] = "int8"
+    global_codec: Literal["fp32", "bf16", "int8", "int4"] = "bf16"
+    deadline_minutes: Positive = 1440.0
+    target_loss: Positive | None = None
+    poll_seconds: Positive = 30.0
+    attempts: Count = 3  # of a facility's job, and of a transfer, in a round
+    allowed_signers: str | None = None  # ssh-keygen's file; null: updates are not signed
+    ssh_options: list[str] = []

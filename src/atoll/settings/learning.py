@@ -145,6 +145,8 @@ class Optimizer(Settings):
     decay: Literal["cosine", "constant"] = "cosine"
     final_fraction: Fraction = 0.1
     scale_with_ranks: Literal["none", "sqrt", "linear"] = "none"
+    # of a term that pulls towards the weights the run began with (FedProx, Li et al. 2020)
+    proximal: Annotated[float, Field(ge=0.0)] = 0.0
 
 
 class Precision(Settings):
@@ -164,6 +166,7 @@ class Training(Settings):
     compile: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     loss_chunk_tokens: Count = 512
+    samples_before: CountOrZero = 0  # of the endless order: taken by earlier rounds
     timeout_minutes: Positive = 30.0
 
     @model_validator(mode="after")
@@ -194,6 +197,7 @@ class Export(Settings):
 
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     max_file_gib: Positive = 4.0
+    untrained: bool = False  # also of a run of no steps: a model to begin a campaign with
 
 
 class Generation(Settings):

@@ -72,12 +72,6 @@ class Sharding(Settings):
         return self
 
 
-class Federation(Settings):
-    """The part this run plays in a campaign; `none`: it trains alone."""
-
-    name: Literal["none"] = "none"
-
-
 class Run(Settings):
     """Everything one run needs to know."""
 
@@ -103,7 +97,6 @@ class Run(Settings):
     evaluation: Evaluation
     export: Export
     generation: Generation
-    federation: Federation = Federation()
 
     @property
     def world_size(self) -> int:

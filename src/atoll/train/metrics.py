@@ -67,7 +67,7 @@ def memory_gib(device: torch.device) -> float:
 def append(run_folder: Path, record: dict[str, Any]) -> None:
     """Add one line to metrics.jsonl; a line is written in one piece."""
     with open(run_dir.metrics_file(run_folder), "a") as file:
-        file.write(json.dumps(_finite(record)) + "\n")
+        file.write(json.dumps(_finite(record | {"time": round(time.time(), 3)})) + "\n")
 
 
 def truncate_after(run_folder: Path, step: int) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ class Stepper:
 
     optimizer: Any
     parameters: dict[str, tuple[Tensor, Tensor]]
+    # the weights a proximal term pulls to, and how strongly (FedProx, Li et al. 2020)
+    anchors: dict[str, Tensor] = field(default_factory=dict)
+    proximal: float = 0.0
 
 
 def make_stepper(settings: Optimizer, model: nn.Module) -> Stepper:
@@ -44,7 +47,11 @@ def make_stepper(settings: Optimizer, model: nn.Module) -> Stepper:
         others = [own for own in same if own.ndim < 2]
         groups.append({"params": decayed, "weight_decay": settings.weight_decay})
         groups.append({"params": others, "weight_decay": 0.0})
-    return Stepper(MAKERS[settings.name](settings, [g for g in groups if g["params"]]), pairs)
+    optimizer = MAKERS[settings.name](settings, [g for g in groups if g["params"]])
+    anchors = {}
+    if settings.proximal:
+        anchors = {name: p.detach().clone() for name, p in learning.items()}
+    return Stepper(optimizer, pairs, anchors, settings.proximal)
 
 
 def learning_rate(settings: Optimizer, step: int, total_steps: int, ranks: int) -> float:
@@ -67,6 +74,10 @@ def take_step(
 
     pipeline: the group of ranks that hold other layers of the same model.
     """
+    for name, anchor in stepper.anchors.items():
+        parameter, _ = stepper.parameters[name]
+        if parameter.grad is not None:
+            parameter.grad.add_(parameter.detach() - anchor, alpha=stepper.proximal)
     norm = gradient_norm([p.grad for p, _ in stepper.parameters.values() if p.grad is not None])
     if pipeline is not None:
         squared = norm.square()

@@ -70,6 +70,8 @@ def train(run: Run, run_folder: Path, world: World, asked: Asked) -> int:
     if trainee.total_steps == 0:
         record_start(trainee)
         record_result(trainee, record_evaluation(trainee, 0))
+        if run.export.untrained:
+            export_model(trainee)
         return 0
     progress = resume(trainee)
     if progress.step == 0:
@@ -151,7 +153,7 @@ def loop(trainee: Trainee, start: checkpoint.Progress, asked: Asked) -> Stopped:
         batches_ahead(
             trainee.training,
             run,
-            start.samples,
+            run.training.samples_before + start.samples,
             trainee.total_steps - start.step,
             run.axes.data_rank(world.rank),
         ) as batches,
