@@ -12,11 +12,19 @@ from atoll.host import compose as compose_module
 from atoll.settings import checked, dumped
 
 TREE = Path(__file__).parents[2] / "hydra_conf"
-PARTS = sorted(path for path in TREE.glob("*/*.yaml") if path.parent.name != "local")
+PARTS = sorted(
+    path for path in TREE.glob("*/*.yaml") if path.parent.name not in ("local", "federation")
+)
+GLUE = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
 # What a part leaves to the person who chooses it.
 ASKED_FOR = {
     "data=text_files": ["data.files=a.txt"],
     "data=hub": ["data.hub=a/b"],
+    "data=shakespeare_char": ["data.files=a.txt"],
+    **{f"data=glue_{name}": ["task=classification"] for name in GLUE},
+    "task=classification": ["data=glue_rte"],
+    "experiment=gpt_shakespeare_char": ["data.files=a.txt"],
+    "experiment=gpt_shakespeare_char_smoke": ["data.files=a.txt"],
     "model=from_path": ["model.source=a/b"],
     "sharding=single": ["ranks_per_node=1"],
     "sharding=pipeline": ["model.config.tie_word_embeddings=false"],

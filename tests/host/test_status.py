@@ -75,7 +75,7 @@ def test_a_result_counts_more_than_the_scheduler(run_folder, scheduler, capsys):
     run_dir.export(run_folder).mkdir()
     run_dir.result_file(run_folder).write_text(json.dumps({"steps": 6, "perplexity": 3.5}))
     assert main(["one"]) == 0
-    assert capsys.readouterr().out == "one: finished, 6 steps, perplexity 3.50\n"
+    assert capsys.readouterr().out == "one: finished, 6 steps, perplexity 3.5\n"
 
 
 def test_a_run_that_no_scheduler_knows(run_folder, scheduler):

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(ranks: RankPool, folder: Path) -> Path:
     run = small_run.settings(folder, 2, name="plain", model__config=SIZES, export__dtype="float32")
     run_folder = small_run.ready(run)
-    ranks.run(small_run.train_here, run)
+    ranks.run(small_run.train_here, run, world=2)
     return run_folder
 
 
@@ -50,7 +50,7 @@ def adapted(ranks: RankPool, folder: Path, request: pytest.FixtureRequest) -> Pa
     }
     run = small_run.settings(folder, 2, **changes)
     run_folder = small_run.ready(run)
-    ranks.run(small_run.train_here, run)
+    ranks.run(small_run.train_here, run, world=2)
     return run_folder
 
 

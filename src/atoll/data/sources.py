@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,7 +63,7 @@ def train_input(data: Data) -> Input:
     Raises `UserError` where files are missing, unknown or empty, or the hub cannot be reached.
     """
     if data.source == "python_stdlib":
-        return _stdlib(data.max_documents)
+        return _stdlib(data.files, data.max_documents)
     if data.source == "hub":
         return _hub(data, data.hub_split, "data.hub_split", data.max_documents)
     if not data.files:
@@ -184,19 +185,24 @@ def _ends(part: Part) -> npt.NDArray[np.int64]:
     return formats.FORMATS[part.format].ends(part)
 
 
-def _stdlib(count: int | None) -> Input:
+def _stdlib(patterns: list[str], count: int | None) -> Input:
+    """All of it, or the modules that match a pattern: email/*, json*."""
     root = Path(sysconfig.get_path("stdlib"))
     found = sorted(
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")
         if not LEFT_OUT & set(path.relative_to(root).parts) and "config-" not in path.parts[-2]
     )
-    parts = tuple(
-        Part(name, root / name, "source") for name in found if not name.startswith("_sysconfigdata")
-    )
+    chosen = [
+        name
+        for name in found
+        if not name.startswith("_sysconfigdata")
+        and (not patterns or any(fnmatch(name, pattern) for pattern in patterns))
+    ]
+    parts = tuple(Part(name, root / name, "source") for name in chosen)
     if not parts:
         raise UserError(
-            f"no Python sources under {root}: this interpreter came without them",
+            f"no Python sources under {root} that match {patterns or 'anything'}, of {len(found)}",
             "use text of your own: data=text_files data.files=[FILE]",
         )
     return Input(parts, _fingerprint(parts, f"python {platform.python_version()}"), count)

@@ -10,7 +10,8 @@ def with_absolute_paths(run: Run, start: Path) -> Run:
     """The run with relative paths taken from `start`; names of the hub stay as they are."""
     validation = run.data.validation
     held_out = [absolute(file, start) for file in validation.files]
-    files = [absolute(file, start) for file in run.data.files]
+    is_path = run.data.source != "python_stdlib"
+    files = [absolute(file, start) if is_path else file for file in run.data.files]
     file, key = run.image.file, run.image.verify_key
     changed = {
         "folders": run.folders.model_copy(

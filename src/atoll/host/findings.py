@@ -69,7 +69,8 @@ def image(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
 
 def folders(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
     """Each folder can be written, and has room."""
-    for setting, folder in run.folders:
+    written = [pair for pair in run.folders if pair[0] != "bundle"]
+    for setting, folder in written:
         nearest = next(path for path in (folder, *folder.parents) if path.exists())
         free_gib = shutil.disk_usage(nearest).free / 2**30
         found = f"{folder}, {free_gib:.1f} GiB free"

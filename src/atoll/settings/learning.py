@@ -85,7 +85,7 @@ class Data(Settings):
 
     name: Word
     source: Literal["python_stdlib", "files", "hub"]
-    files: FileNames = []
+    files: FileNames = []  # of python_stdlib: patterns of modules, as email/*
     hub: str | None = None
     hub_config: str | None = None
     hub_split: str = "train"

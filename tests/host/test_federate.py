@@ -1,0 +1,233 @@
+"""Whole campaigns on this machine: killed and taken up again, with a facility that is missing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll import run_dir
+from atoll.errors import UserError
+from atoll.host import federate
+from atoll.host.federate import Held, check_update, checked_campaign
+from atoll.host.signing import refuse_unsigned, sign
+
+TINY = [
+    "facility=laptop",
+    "ranks_per_node=1",
+    "sharding=single",
+    "data=python_stdlib",
+    "data.sequence_tokens=32",
+    "data.validation.fraction=0.3",
+    "precision=fp32",
+    "training.microbatch_samples=4",
+    "optimizer.warmup_steps=0",
+    "checkpoint.every_steps=0",
+    "evaluation.max_samples=8",
+]
+MODEL = [
+    "model=llama_tiny",
+    "tokenizer.vocabulary_tokens=300",
+    "model.config.vocab_size=300",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=64",
+    "model.config.num_hidden_layers=1",
+    "model.config.num_attention_heads=2",
+    "model.config.num_key_value_heads=2",
+]
+TEXT = {"reef": "json/*", "lagoon": "email/*"}
+
+
+def settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    sites = [
+        {
+            "name": name,
+            "folder": str(folder / "sites" / name),
+            "overrides": [f"data.files=[{text}]"],
+        }
+        for name, text in TEXT.items()
+    ]
+    return {
+        "name": "c",
+        "rounds": 2,
+        "folder": str(folder / "campaigns"),
+        "sites": sites,
+        "start": [*TINY, *MODEL, "data.files=[json/*,email/*]"],
+        "train": TINY,
+        "steps": 3,
+        "batch_samples": 4,
+        "poll_seconds": 0.1,
+        "rule": {"max_norm_ratio": 100},
+    } | changes
+
+
+def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:
+    """A coordinator in a process of its own, in a group with all that it starts here."""
+    code = (
+        "import json,sys; from pathlib import Path; from atoll.host import federate as f;"
+        "c=f.checked_campaign(json.loads(sys.argv[1]));"
+        "h=f.Held(c,Path(c.folder)/c.name); f._keep_settings(h); sys.exit(f.local(h))"
+    )
+    argv = [sys.executable, "-c", code, json.dumps(settings(folder, **changes))]
+    return subprocess.Popen(
+        argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def finished(folder: Path, **changes: Any) -> str:
+    coordinator = start(folder, **changes)
+    said, _ = coordinator.communicate(timeout=400)
+    assert coordinator.returncode == 0, said
+    return said
+
+
+def manifest(folder: Path, number: int) -> dict[str, Any]:
+    path = folder / "campaigns" / "c" / f"round-{number:03d}" / "global" / "manifest.json"
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted campaign."""
+    folder = tmp_path_factory.mktemp("whole")
+    finished(folder)
+    return folder
+
+
+def test_a_campaign_ends_with_a_model_that_transformers_loads(whole: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    export = whole / "campaigns" / "c" / "round-002" / "global" / "export"
+    model = AutoModelForCausalLM.from_pretrained(export)
+    assert model.config.vocab_size == 300
+    assert set(manifest(whole, 2)["weights"]) == set(TEXT)
+    events = [
+        json.loads(line)
+        for line in (whole / "campaigns" / "c" / "events.jsonl").read_text().splitlines()
+    ]
+    received = [one["bytes"] for one in events if one["event"] == "received"]
+    whole_model = next(one["bytes"] for one in events if one["event"] == "sent")
+    assert len(received) == 4 and max(received) < whole_model / 2
+
+
+@pytest.mark.parametrize("moment", ["sent", "received"])
+def test_a_killed_coordinator_goes_on_where_it_was(
+    whole: Path, tmp_path: Path, moment: str
+) -> None:
+    """SIGKILL to it and all it started here; the second start ends with the same bits."""
+    coordinator = start(tmp_path, rounds=1)
+    log = tmp_path / "campaigns" / "c" / "events.jsonl"
+    for _ in range(2000):
+        if log.is_file() and f'"event": "{moment}"' in log.read_text():
+            break
+        assert coordinator.poll() is None, coordinator.stdout and coordinator.stdout.read()
+        time.sleep(0.05)
+    os.killpg(coordinator.pid, signal.SIGKILL)
+    coordinator.communicate()
+    finished(tmp_path, rounds=1)
+    assert manifest(tmp_path, 1)["digest"] == manifest(whole, 1)["digest"]
+    assert len(list(tmp_path.glob("sites/*/runs/*"))) == 2, "a run for each facility, not more"
+
+
+def test_a_facility_that_never_answers_is_left_out(tmp_path: Path) -> None:
+    sites = settings(tmp_path)["sites"]
+    sites[1]["command"] = ["false"]
+    said = finished(tmp_path, rounds=1, sites=sites, attempts=2)
+    assert "without lagoon" in said and list(manifest(tmp_path, 1)["weights"]) == ["reef"]
+
+
+def test_below_the_quorum_the_model_stays_and_nobody_trains_twice(tmp_path: Path) -> None:
+    sites = settings(tmp_path)["sites"]
+    broken = [sites[0], sites[1] | {"command": ["false"]}]
+    coordinator = start(tmp_path, rounds=1, sites=broken, attempts=1, rule={"quorum": 2})
+    said, _ = coordinator.communicate(timeout=200)
+    assert coordinator.returncode != 0
+    assert "1 of 2 facilities sent an update, the quorum is 2" in said
+    update = tmp_path / "campaigns" / "c" / "round-001" / "reef" / "update" / "manifest.json"
+    nonce = json.loads(update.read_text())["nonce"]
+    (tmp_path / "campaigns" / "c" / "campaign.json").unlink()  # the command is mended by hand
+    finished(tmp_path, rounds=1, rule={"quorum": 2, "max_norm_ratio": 100})
+    assert json.loads(update.read_text())["nonce"] == nonce
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"round": 9}, "says round=9, this round is 1"),
+        ({"campaign": "another"}, "says campaign=another"),
+        ({"facility": "lagoon"}, "says facility=lagoon"),
+        ({"base": "0" * 64}, "says base=0000"),
+        ({"nonce": "a" * 32}, "was sent before"),
+    ],
+)
+def test_foreign_and_replayed_updates_are_refused(
+    whole: Path, tmp_path: Path, change: dict[str, Any], found: str
+) -> None:
+    campaign = checked_campaign(settings(whole))
+    held = Held(campaign, whole / "campaigns" / "c")
+    told = json.loads((held.at(1, campaign.sites[0]) / "update" / "manifest.json").read_text())
+    seen = held.at(2, campaign.sites[0]) / "update" / "manifest.json"
+    if "nonce" in change:
+        change = {"nonce": json.loads(seen.read_text())["nonce"]}
+    run_dir.write_whole(tmp_path / "manifest.json", json.dumps(told | change))
+    with pytest.raises(UserError, match=found):
+        check_update(held, 1, campaign.sites[0], tmp_path)
+
+
+def keys(folder: Path, *names: str) -> Path:
+    """A key pair for each name, and the file of allowed signers."""
+    lines = []
+    for name in names:
+        argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(folder / name)]
+        subprocess.run(argv, check=True)
+        kind, key, _ = (folder / f"{name}.pub").read_text().split()
+        lines.append(f"{name} {kind} {key}\n")
+    allowed = folder / "allowed_signers"
+    allowed.write_text("".join(lines))
+    return allowed
+
+
+def test_signatures_are_of_one_facility_and_one_text(tmp_path: Path) -> None:
+    allowed = keys(tmp_path, "reef", "lagoon")
+    file = tmp_path / "manifest.json"
+    file.write_text('{"round": 1}')
+    with pytest.raises(UserError, match="is not signed"):
+        refuse_unsigned(file, allowed, "reef")
+    sign(file, tmp_path / "reef")
+    refuse_unsigned(file, allowed, "reef")
+    with pytest.raises(UserError, match="not signed by lagoon"):
+        refuse_unsigned(file, allowed, "lagoon")
+    file.write_text('{"round": 2}')
+    with pytest.raises(UserError, match="not signed by reef"):
+        refuse_unsigned(file, allowed, "reef")
+
+
+def test_signed_campaigns(tmp_path: Path) -> None:
+    allowed = keys(tmp_path, "reef", "lagoon")
+    sites = settings(tmp_path)["sites"]
+    for site in sites:
+        site["signing_key"] = str(tmp_path / site["name"])
+    sites[1]["signing_key"] = str(tmp_path / "reef")  # another's key
+    changes = {"rounds": 1, "sites": sites, "allowed_signers": str(allowed), "attempts": 1}
+    said = finished(tmp_path, **changes)
+    assert "without lagoon" in said and "not signed by lagoon" in said
+
+
+def test_settings_stay_for_a_campaigns_life(whole: Path) -> None:
+    held = Held(checked_campaign(settings(whole, steps=4)), whole / "campaigns" / "c")
+    with pytest.raises(UserError, match="was begun with steps=3, now it is 4"):
+        federate._keep_settings(held)
+
+
+def test_mistakes_in_settings_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="campaign setting codec"):
+        federate.main(["--dry-run", "federation=demo", "codec=int7"])
+    assert federate.main(["--dry-run", "federation=demo", "rounds=3"]) == 0
+    assert "rounds: 3" in capsys.readouterr().out
