@@ -17,6 +17,7 @@ from atoll.host import federate
 from atoll.host.federate import Held, check_update, checked_campaign
 from atoll.host.signing import refuse_unsigned, sign
 
+pytestmark = pytest.mark.matrix
 TINY = [
     "facility=laptop",
     "ranks_per_node=1",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 SLURM = "munge slurmctld slurmd slurm-client slurmdbd mariadb-server slurm-wlm-torque mpich"
-CONTAINERS = "uidmap squashfs-tools squashfuse fuse2fs fakeroot containernetworking-plugins"
+CONTAINERS = "rsync openssh-client uidmap squashfs-tools squashfuse fuse2fs fakeroot containernetworking-plugins"
 BUILDING = "debootstrap patchelf ca-certificates"
 PACKAGES = f"{SLURM} {CONTAINERS} {BUILDING}".split()
 OLDEST_APPTAINER = (1, 1)

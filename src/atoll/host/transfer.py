@@ -73,7 +73,12 @@ def _rsync(campaign: Campaign, site: Site, source: str, target: str, *more: str)
     argv += ["--timeout=300", *more]
     if site.host is not None:
         argv += ["--rsh", shlex.join(ssh(campaign))]
-    done = subprocess.run([*argv, source, target], capture_output=True, text=True)
+    try:
+        done = subprocess.run([*argv, source, target], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UserError(
+            "there is no rsync on this machine", "install it: apt install rsync"
+        ) from None
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise Unreachable(
