@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NoReturn
 
 SLURM = "munge slurmctld slurmd slurm-client slurmdbd mariadb-server slurm-wlm-torque mpich"
-CONTAINERS = "rsync openssh-client uidmap squashfs-tools squashfuse fuse2fs fakeroot containernetworking-plugins"
-BUILDING = "debootstrap patchelf ca-certificates"
+CONTAINERS = "uidmap squashfs-tools squashfuse fuse2fs fakeroot containernetworking-plugins"
+BUILDING = "rsync openssh-client debootstrap patchelf ca-certificates"
 PACKAGES = f"{SLURM} {CONTAINERS} {BUILDING}".split()
 OLDEST_APPTAINER = (1, 1)
 RELEASE_WITH_APPTAINER, RELEASE_OF_ITS_LIBRARY = "sid", "trixie"

@@ -33,6 +33,9 @@ def from_folder(folder: Path) -> Speaker:
         home = _home_of(adapter)
         model: Any = AutoModelForCausalLM.from_pretrained(home, dtype="auto")
         model = PeftModel.from_pretrained(model, str(folder))
+        # in an export of ours the tokenizer stands beside the merged model, one folder up
+        places = (folder, folder.parent, home)
+        home = next((place for place in places if (place / "tokenizer.json").is_file()), home)
     else:
         _refuse_other_kinds(folder)
         home = folder
