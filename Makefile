@@ -25,7 +25,7 @@ BENCHMARKS := compose_and_submit host_start image_start launch_to_first_collecti
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two benchmarks at once would measure each other
-.PHONY: help setup demo test test-image testbed testbed-down lint format bench lock clean distclean
+.PHONY: help setup demo demo-federation test test-image testbed testbed-down lint format bench lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ $(READY): pyproject.toml setup/virtual_environment.py $(wildcard $(LOCKS)/*.txt)
 
 demo: $(READY) ## Train, evaluate, export and sample a small model on this machine
 	sbatch/train.sbatch facility=laptop experiment=demo $(ARGS)
+
+demo-federation: $(READY) ## Three facilities on this machine, against each alone
+	$(BIN)/python benchmarks/federation_against_alone.py $(ARGS)
 
 test: $(READY) ## Run every test (ARGS="-k launch" for some)
 	$(BIN)/python -m pytest $(ARGS)

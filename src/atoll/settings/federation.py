@@ -49,7 +49,7 @@ class Campaign(Settings):
 
     name: Word
     rounds: Count = 5
-    engine: Literal["local", "streamflow"] = "local"
+    engine: Literal["local"] = "local"
     folder: str = "campaigns"
     sites: Annotated[list[Site], Field(min_length=1)]
     start: list[str]  # of the run that makes, or fetches, the model of round 0
