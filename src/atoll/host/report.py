@@ -45,7 +45,7 @@ class Told:
 
     @property
     def step_seconds(self) -> float:
-        return float(statistics.median(line["step_seconds"] for line in self.steady))
+        return statistics.fmean(line["step_seconds"] for line in self.steady)
 
 
 def main(argv: list[str]) -> int:
