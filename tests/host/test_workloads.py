@@ -69,6 +69,15 @@ def test_smoke_size(home: Path, name: str) -> None:
         assert (run_dir.export(folder) / "adapter" / "adapter_config.json").is_file()
 
 
+def test_one_device_has_the_losses_of_two(home: Path) -> None:
+    line = ["facility=laptop", "ranks_per_node=1", "experiment=opt_125m_yelp_smoke", "name=one"]
+    atoll(home, "submit", *line)
+    two, one = (records(home / "runs" / name, "train") for name in ("opt_125m_yelp", "one"))
+    assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], abs=1e-5)
+    said = atoll(home, "report", "one", "opt_125m_yelp")
+    assert "loss 3" in said and "speed-up" in said
+
+
 def test_evaluate_says_what_training_said(home: Path) -> None:
     line = ["facility=laptop", "ranks_per_node=1", "sharding=single", "name=judged"]
     line += ["experiment=gpt_shakespeare_char_smoke", "data.files=[play.txt]", "model=from_path"]

@@ -46,10 +46,11 @@ def joined(run: Run, placement: Placement) -> Iterator[World]:
     device = _own_device(placement)
     if run.deterministic:
         _be_deterministic()
-    if placement.world_size == 1:
-        yield World(0, 1, device, None)
-        return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if placement.world_size == 1:
+        with _alone(run, backend):
+            yield World(0, 1, device, None)
+        return
     timeout = timedelta(minutes=run.training.timeout_minutes)
     dist.init_process_group(
         backend,
@@ -62,6 +63,19 @@ def joined(run: Run, placement: Placement) -> Iterator[World]:
     try:
         group = dist.new_group(backend="gloo", timeout=timeout)
         yield World(placement.rank, placement.world_size, device, group)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _alone(run: Run, backend: str) -> Iterator[None]:
+    """DeepSpeed wants a process group even of one; nothing else does."""
+    if run.sharding.step_engine != "deepspeed":
+        yield
+        return
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
     finally:
         dist.destroy_process_group()
 
