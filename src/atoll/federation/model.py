@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def stretches(shapes: dict[str, Shapes]) -> Iterator[Stretch]:
     """All values of a model, in the order in which they are always taken."""
     for file, tensors in shapes.items():
         for name, shape in tensors.items():
-            total = _numel(shape)
+            total = prod(shape)
             for first in range(0, total, STRETCH):
                 yield Stretch(file, name, first, min(STRETCH, total - first))
 
@@ -73,7 +74,7 @@ def part_of(stretch: Stretch, per_block: int) -> tuple[int, int]:
 def encoded_shapes(shapes: Shapes, codec: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Tensor of an encoded file -> its format and length."""
     return {
-        name + suffix: (dtype, (stored_length(per_block, _numel(shape)),))
+        name + suffix: (dtype, (stored_length(per_block, prod(shape)),))
         for name, shape in shapes.items()
         for suffix, (dtype, per_block) in CODECS[codec].parts.items()
     }
@@ -218,10 +219,3 @@ def apply_delta(base: Path, delta: Path, codec: str, out: Path, about: dict[str,
         change.close()
     _make_folder(base / "export", partial)
     return publish(partial, out, about)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total

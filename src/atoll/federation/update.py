@@ -7,6 +7,7 @@ UPDATE/
 """
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -109,7 +110,7 @@ def refuse_wrong_tensors(
     """The tensors of the global model, each once, in the encoding that the manifest names."""
     parts = CODECS[manifest.encoding].parts
     expected = {
-        name + suffix: (dtype, stored_length(per_block, _numel(shape)))
+        name + suffix: (dtype, stored_length(per_block, prod(shape)))
         for name, shape in shapes.items()
         for suffix, (dtype, per_block) in parts.items()
     }
@@ -125,13 +126,6 @@ def refuse_wrong_tensors(
 
 def facts_of(path: Path) -> FileFacts:
     return FileFacts(bytes=path.stat().st_size, sha256=run_dir.sha256_of(path))
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total
 
 
 def _said(about: Any) -> str:
