@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from atoll import run_dir
 from atoll.settings import Run
+from atoll.train.tasks import TASKS
 
 WAYS = {"single": 1, "gather_scatter": 4, "all_reduce": 4, "ddp": 4, "full_shard": 4}
 COLOURS = ("red", "blue", "green", "white")
@@ -134,3 +135,24 @@ def test_a_stopped_run_goes_on_with_the_same_losses(
     ranks.run(small_run.train_here, run)
     expected = small_run.losses(runs["full_shard"])
     assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("labels", "told", "outputs", "expected"),
+    [
+        (["a", "b"], [0, 1, 1, 0], [[2, 1], [0, 1], [3, 1], [5, 0]], (0.75, 2 / 3, 1 / 3**0.5)),
+        ([], [1.0, 2.0, 3.0, 4.0], [[1.0], [4.0], [9.0], [16.0]], (0.9843740387, 1.0)),
+    ],
+)
+def test_metrics_of_labels_and_of_scores(
+    folder: Path, labels: list[str], told: list[float], outputs: Any, expected: tuple[float, ...]
+) -> None:
+    """Worked out by hand: one of two found, nothing found that is not there; squares in order."""
+    names = ("accuracy", "f1", "matthews") if labels else ("pearson", "spearman")
+    run = settings(folder, "single")
+    assert run.data.classes is not None
+    classes = run.data.classes.model_copy(update={"labels": labels, "metrics": list(names)})
+    run = run.model_copy(update={"data": run.data.model_copy(update={"classes": classes})})
+    logits, classes_N = torch.tensor(outputs, dtype=torch.float32), torch.tensor(told)
+    found = TASKS["classification"].figures(run, 0.0, logits, classes_N)
+    assert found == pytest.approx(dict(zip(names, expected, strict=True)))
