@@ -25,7 +25,7 @@ BENCHMARKS := compose_and_submit host_start image_start launch_to_first_collecti
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two benchmarks at once would measure each other
-.PHONY: help setup demo demo-federation test test-image testbed testbed-down lint format bench lock clean distclean
+.PHONY: help setup demo demo-federation test test-image testbed testbed-down streamflow lint format bench lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,15 @@ demo: $(READY) ## Train, evaluate, export and sample a small model on this machi
 
 demo-federation: $(READY) ## Three facilities on this machine, against each alone
 	$(BIN)/python benchmarks/federation_against_alone.py $(ARGS)
+
+streamflow: .venv-streamflow/.ready ## Install StreamFlow, for campaigns with engine=streamflow
+
+# Its antlr4 is not Hydra's, so it has an environment of its own.
+.venv-streamflow/.ready: $(READY) $(LOCKS)/streamflow.txt
+	$(PYTHON) setup/virtual_environment.py .venv-streamflow
+	.venv-streamflow/bin/python -Im pip --disable-pip-version-check install --quiet --require-hashes \
+		--no-deps -r $(LOCKS)/streamflow.txt
+	@touch $@
 
 test: $(READY) ## Run every test (ARGS="-k launch" for some)
 	$(BIN)/python -m pytest $(ARGS)
@@ -88,6 +97,8 @@ bench-%: $(READY) ## Run one of them: benchmarks/%.py
 lock: $(READY) ## Pin again what pyproject.toml asks for (ARGS=--upgrade: at the newest versions)
 	$(BIN)/uv pip compile --group build --quiet --universal --python-version 3.10 \
 		--generate-hashes --no-header --output-file $(LOCKS)/build.txt $(ARGS)
+	$(BIN)/uv pip compile --group streamflow --quiet --universal --python-version 3.10 \
+		--prerelease=allow --generate-hashes --no-header --output-file $(LOCKS)/streamflow.txt $(ARGS)
 	$(LOCK) --extra dev --output-file $(LOCKS)/dev.txt $(ARGS)
 	$(LOCK) --extra train --constraint $(LOCKS)/dev.txt --output-file $(LOCKS)/train.txt
 	$(LOCK) --extra test --constraint $(LOCKS)/dev.txt --output-file $(LOCKS)/image.txt
@@ -98,4 +109,4 @@ clean: ## Remove caches and build leftovers
 	find src tests benchmarks setup -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove .venv too; runs/ and prepared/ stay
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-streamflow

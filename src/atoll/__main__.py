@@ -20,6 +20,7 @@ VERBS = {
     "tokenize": ("atoll.data.tokenize", "turn text into token shards"),
     "launch": ("atoll.launch", "start this task's rank, or this node's ranks, of a run"),
     "federate": ("atoll.host.federate", "rounds of training at facilities, averaged here"),
+    "round": ("atoll.host.round", "one step of a campaign's round, for its engine"),
     "site": ("atoll.host.site", "one round at one facility, a step further"),
     "aggregate": ("atoll.federation.aggregate", "the next global model from updates"),
     "difference": ("atoll.federation.make_update", "a run's update to its global model"),

@@ -96,10 +96,10 @@ ATTACKS = [
 @pytest.mark.parametrize(("attack", "found"), ATTACKS, ids=lambda x: getattr(x, "__name__", ""))
 def test_attacks_are_named(given: tuple[Update, str], attack: Any, found: str) -> None:
     update, base = given
-    assert verified(update.folder, base).manifest == update.manifest
+    assert verified(update.folder, [base]).manifest == update.manifest
     attack(update.folder)
     with pytest.raises(UserError, match=found):
-        verified(update.folder, base)
+        verified(update.folder, [base])
 
 
 def header(content: Any, length: int | None = None) -> bytes:

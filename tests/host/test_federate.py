@@ -14,7 +14,8 @@ import pytest
 from atoll import run_dir
 from atoll.errors import UserError
 from atoll.host import federate
-from atoll.host.federate import Held, check_update, checked_campaign
+from atoll.host.campaign import Held, checked_campaign, keep_settings
+from atoll.host.round import check_update
 from atoll.host.signing import refuse_unsigned, sign
 
 pytestmark = pytest.mark.matrix
@@ -72,7 +73,7 @@ def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:
     code = (
         "import json,sys; from pathlib import Path; from atoll.host import federate as f;"
         "c=f.checked_campaign(json.loads(sys.argv[1]));"
-        "h=f.Held(c,Path(c.folder)/c.name); f._keep_settings(h); sys.exit(f.local(h))"
+        "sys.exit(f.run(f.Held(c,Path(c.folder)/c.name)))"
     )
     argv = [sys.executable, "-c", code, json.dumps(settings(folder, **changes))]
     return subprocess.Popen(
@@ -224,7 +225,7 @@ def test_signed_campaigns(tmp_path: Path) -> None:
 def test_settings_stay_for_a_campaigns_life(whole: Path) -> None:
     held = Held(checked_campaign(settings(whole, steps=4)), whole / "campaigns" / "c")
     with pytest.raises(UserError, match="was begun with steps=3, now it is 4"):
-        federate._keep_settings(held)
+        keep_settings(held)
 
 
 def test_mistakes_in_settings_are_named(capsys: pytest.CaptureFixture[str]) -> None:

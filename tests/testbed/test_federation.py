@@ -16,7 +16,8 @@ from testbed_site import ROOT, TINY, Site
 
 from atoll.errors import UserError
 from atoll.host import federate
-from atoll.host.federate import Held, checked_campaign
+from atoll.host import round as one_round
+from atoll.host.campaign import Held, checked_campaign
 from atoll.host.transfer import Unreachable, ask
 
 
@@ -126,11 +127,11 @@ def test_a_round_over_ssh_through_slurm(
     monkeypatch.chdir(folder)
     campaign = checked_campaign(settings(site, door, folder))
     held = Held(campaign, folder / "campaigns" / campaign.name)
-    federate.begin(held)
+    one_round.begin(held)
     for _ in range(2):  # as a coordinator that was killed after it had asked everyone
         for one in campaign.sites:
-            federate.go_on(held, 1, one)
-    assert federate.local(held) == 0
+            one_round.go_on(held, 1, one)
+    assert federate.run(held) == 0
     manifest = json.loads((held.model(1) / "manifest.json").read_text())
     assert set(manifest["weights"]) == {"north", "south"} and not manifest["rejected"]
     for one in campaign.sites:
@@ -149,12 +150,12 @@ def test_a_cancelled_job_is_queued_again_and_no_more(
     values["rule"]["quorum"] = 1
     campaign = checked_campaign(values)
     held = Held(campaign, folder / "campaigns" / campaign.name)
-    federate.begin(held)
-    federate.go_on(held, 1, campaign.sites[0])
+    one_round.begin(held)
+    one_round.go_on(held, 1, campaign.sites[0])
     [jobs] = Path(campaign.sites[0].folder).glob("runs/*/jobs.txt")
     first = jobs.read_text().split()[1]
     subprocess.run(["scancel", first], check=True)
-    assert federate.local(held) == 0
+    assert federate.run(held) == 0
     assert len(jobs.read_text().splitlines()) == 2
 
 

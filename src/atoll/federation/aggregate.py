@@ -44,6 +44,7 @@ class Update:
 
     manifest: Manifest
     folder: Path
+    rounds_late: int = 0
 
 
 @dataclass
@@ -73,17 +74,18 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="atoll aggregate", description=main.__doc__)
     parser.add_argument("updates", nargs="+", type=Path)
     parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--older", action="append", default=[], help="digest of the model before")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rule", default="{}", help="JSON: weigh, combine, update and the rest")
     parser.add_argument("--codec", default="fp32", choices=list(CODECS), help="of the difference")
     parser.add_argument("--about", default="{}", help="JSON: kept in the manifest")
     arguments = parser.parse_args(argv)
     rule = checked_rule(json.loads(arguments.rule))
-    digest = model.read_global(arguments.base)["digest"]
+    bases = [model.read_global(arguments.base)["digest"], *arguments.older]
     found, rejected = [], dict[str, str]()
     for folder in arguments.updates:
         try:
-            found.append(verified(folder, digest))
+            found.append(verified(folder, bases))
         except UserError as error:
             rejected[folder.parent.name] = error.found
     about = json.loads(arguments.about) | {"unreadable": rejected}
@@ -92,17 +94,20 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def verified(folder: Path, base: str) -> Update:
-    """An update whose files are as its manifest says, and that began from this global model."""
+def verified(folder: Path, bases: list[str]) -> Update:
+    """An update whose files are as its manifest says, and that began from a known global model.
+
+    bases: digests of this round's model, and of those before it from which work is still taken.
+    """
     manifest = read_manifest(folder)
-    if manifest.base != base:
+    if manifest.base not in bases:
         raise UserError(
             f"the update of {manifest.facility} began from {manifest.base[:12]}, this round from "
-            f"{base[:12]}",
-            "train the model of this round",
+            f"{bases[0][:12]}",
+            "train the model of this round, or allow late work: rule.max_staleness",
         )
     refuse_wrong_files(folder, manifest)
-    return Update(manifest, folder)
+    return Update(manifest, folder, bases.index(manifest.base))
 
 
 def checked_rule(values: dict[str, Any]) -> Rule:
@@ -368,7 +373,8 @@ def _weights(
     updates: list[Update], rule: Rule, measured: Measured | None
 ) -> tuple[list[float], list[float]]:
     """The share of each update, and what clipping multiplies it with."""
-    weights = combine.weights_of([one.manifest for one in updates], rule)
+    late = [one.rounds_late for one in updates]
+    weights = combine.weights_of([one.manifest for one in updates], late, rule)
     factors = [1.0] * len(updates)
     if measured is not None:
         factors = combine.clip_factors(measured.norms, rule.clip_norm)

@@ -57,9 +57,11 @@ WEIGH: dict[str, Weigh] = {
 }
 
 
-def weights_of(manifests: list[Manifest], rule: Rule) -> list[float]:
-    """The share of each update; they add up to one."""
-    return _normalised(WEIGH[rule.weigh](manifests, rule))
+def weights_of(manifests: list[Manifest], rounds_late: list[int], rule: Rule) -> list[float]:
+    """The share of each update, less for late work; they add up to one."""
+    shares = _normalised(WEIGH[rule.weigh](manifests, rule))
+    older = [float((1 + late) ** -rule.staleness_exponent) for late in rounds_late]
+    return _normalised([share * factor for share, factor in zip(shares, older, strict=True)])
 
 
 def mean(values_KN: Tensor, weights_K: Tensor, rule: Rule) -> Tensor:

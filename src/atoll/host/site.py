@@ -5,10 +5,12 @@ FOLDER (the campaign, at the facility)/
   bases/round-000/           the global model a round begins from; bit for bit the coordinator's
   rounds/round-001/          request.json, job.json, update/, left/
   runs/ prepared/ tokenizer/
+  .streamflow/               scratch of the workflow system, emptied each round
 Everything is decided by which files are whole, so asking twice does nothing twice.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -27,6 +29,13 @@ from atoll.host.transfer import atoll_here
 from atoll.settings import Run
 
 ANOTHER_IS_AT_IT = "is running already"
+WORK = ".streamflow"
+WAITING = (
+    "queued",
+    "running",
+    "retry",
+    "unknown",
+)  # answers that come to another one by themselves
 
 
 def main(argv: list[str]) -> int:
@@ -35,11 +44,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("round", type=int)
     parser.add_argument("--request", help="JSON; the first time a round is asked for")
+    parser.add_argument("--receive", action="store_true", help="stop when the models are here")
+    parser.add_argument("--until", type=float, default=0.0, help="wait for the job up to this time")
+    parser.add_argument("--poll-seconds", type=float, default=30.0)
     arguments = parser.parse_args(argv)
-    folder = arguments.folder.absolute()
+    folder, number = arguments.folder.absolute(), arguments.round
     if arguments.request is not None:
-        _take_request(folder, arguments.round, arguments.request)
-    print(json.dumps(advance(folder, arguments.round)))
+        _take_request(folder, number, arguments.request)
+    if arguments.receive:
+        shutil.rmtree(folder / WORK, ignore_errors=True)
+    answer = wait if arguments.until else advance
+    print(json.dumps(answer(folder, number, arguments)))
     return 0
 
 
@@ -47,17 +62,43 @@ def round_name(number: int) -> str:
     return f"round-{number:03d}"
 
 
-def advance(folder: Path, number: int) -> dict[str, Any]:
+def wait(folder: Path, number: int, how: argparse.Namespace) -> dict[str, Any]:
+    """Ask until the job has ended or the time is over; what is refused is an answer too."""
+    try:
+        said = advance(folder, number, how)
+        while said["state"] in WAITING and time.time() < how.until:
+            time.sleep(how.poll_seconds)
+            said = advance(folder, number, how)
+    except UserError as error:
+        said = {"state": "refused", "why": error.found}
+    return said
+
+
+def advance(folder: Path, number: int, how: argparse.Namespace) -> dict[str, Any]:
     """Do the next thing of a round that can be done now; say where it stands."""
     here = folder / "rounds" / round_name(number)
-    request = _request(here)
     if (here / "update" / "manifest.json").is_file():
         return {"state": "ready", **_told(here)}
+    request = _request(here)
+    with open(here / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return {"state": "running", "why": "another `atoll site` is at it"}
+        return _advance(folder, number, request, how.receive)
+
+
+def _advance(
+    folder: Path, number: int, request: dict[str, Any], only_receive: bool
+) -> dict[str, Any]:
+    here = folder / "rounds" / round_name(number)
     have = _make_bases(folder, number, request)
     if have < number - 1:
         return {"state": "needs", "have": have}
     base = folder / "bases" / round_name(number - 1)
     _refuse_wrong_base(base, request)
+    if only_receive:
+        return {"state": "received"}
     run = _run_of(folder, number, request, base)
     state, why = _submitted(here, run, request)
     if state != "finished":
@@ -206,10 +247,6 @@ def _own_lines(run: Run) -> list[str]:
 
 def _make_update(folder: Path, here: Path, run: Run, request: dict[str, Any], base: Path) -> None:
     """What training changed, encoded; signed before it has its name."""
-    if request.get("evaluate"):
-        (here / "update").mkdir(exist_ok=True)
-        run_dir.write_whole(here / "update" / "manifest.json", json.dumps({"evaluated": True}))
-        return
     ready, run_folder = here / "made", run_dir.folder(run)
     left = sorted((folder / "rounds").glob("*/left"))
     before = [path for path in left if path.parent.name < here.name][-1:]

@@ -34,14 +34,23 @@ def ssh(campaign: Campaign) -> list[str]:
     return [*SSH, *campaign.ssh_options]
 
 
+def home_of(campaign: Campaign, site: Site) -> Path | None:
+    """The home folder at a facility that answers now, where relative paths begin; None: here."""
+    if site.host is None:
+        return None
+    return Path(_said(campaign, site, [*ssh(campaign), site.host, "pwd"]).strip())
+
+
 def ask(campaign: Campaign, site: Site, words: list[str]) -> str:
     """What a verb at a facility prints.
 
     Raises `Unreachable` where the line is down, and `UserError` where the verb says no.
     """
-    done = subprocess.run(
-        at_site(campaign, site, words), capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
+    return _said(campaign, site, at_site(campaign, site, words))
+
+
+def _said(campaign: Campaign, site: Site, argv: list[str]) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode == 0:
         return done.stdout
     said = [line.strip() for line in done.stderr.strip().splitlines() if line.strip()]

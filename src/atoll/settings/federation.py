@@ -29,6 +29,10 @@ class Rule(Settings):
     max_norm_ratio: Positive = 10.0
     # nor one that points away from the sum of the others by more than this
     min_cosine: Annotated[float, Field(ge=-1.0, le=1.0)] = -0.5
+    # rounds that an update may be late, and what that takes off its weight: (1 + rounds)^-exponent
+    # (FedAsync, Xie et al. 2019, the polynomial rule)
+    max_staleness: CountOrZero = 0
+    staleness_exponent: Annotated[float, Field(ge=0.0)] = 0.5
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of the export
     quorum: Count = 1
 
@@ -49,7 +53,8 @@ class Campaign(Settings):
 
     name: Word
     rounds: Count = 5
-    engine: Literal["local"] = "local"
+    # local: asked in turn, over ssh or on this machine; streamflow: a workflow for each round
+    engine: Literal["local", "streamflow"] = "local"
     folder: str = "campaigns"
     sites: Annotated[list[Site], Field(min_length=1)]
     start: list[str]  # of the run that makes, or fetches, the model of round 0
