@@ -5,6 +5,7 @@ inside a process group of its own, and its results come back in order of rank.
 """
 
 import multiprocessing
+import os
 import socket
 import sys
 import traceback
@@ -13,23 +14,37 @@ from datetime import timedelta
 from typing import Any
 
 RANKS = 4
-PRELOADED = ["torch", "torch.distributed.checkpoint", "transformers", "atoll.train.train"]
+PRELOADED = [
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "transformers",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "opt", "bert")),
+    "atoll.train.train",
+]
 TIMEOUT_SECONDS = 180.0
+# Some of what a test makes keeps its process groups, and each gloo group has threads that wake up a
+# hundred times a second: beyond this many a worker makes room for a fresh one.
+MOST_THREADS = 48
 
 
 class RankPool:
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOADED, "rank_pool"])
-        self.pipes = []
-        self.processes = []
-        for _ in range(RANKS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        self.context = context
+        self.pipes: list[Any] = [None] * RANKS
+        self.processes: list[Any] = [None] * RANKS
+        for rank in range(RANKS):
+            self._start(rank)
+
+    def _start(self, rank: int) -> None:
+        self.pipes[rank], theirs = self.context.Pipe()
+        self.processes[rank] = self.context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.processes[rank].start()
+        theirs.close()
 
     def run(self, function: Callable[..., Any], *args: Any, world: int = RANKS) -> list[Any]:
         """The result of every rank; the first rank's exception is raised with its own text."""
@@ -42,10 +57,15 @@ class RankPool:
                 self.close()
                 raise TimeoutError(f"rank {rank} of {world} gave no answer: {function.__name__}")
             answers.append(self.pipes[rank].recv())
-        failures = [f"rank {r}: {text}" for r, (_, text) in enumerate(answers) if text]
+        for rank, (*_, threads) in enumerate(answers):
+            if threads > MOST_THREADS:
+                self.processes[rank].kill()
+                self.processes[rank].join()
+                self._start(rank)
+        failures = [f"rank {r}: {text}" for r, (_, text, _) in enumerate(answers) if text]
         if failures:
             raise AssertionError("\n".join(failures))
-        return [result for result, _ in answers]
+        return [result for result, *_ in answers]
 
     def close(self) -> None:
         for process in self.processes:
@@ -69,9 +89,10 @@ def _serve(pipe: Any) -> None:
         except EOFError:
             return
         try:
-            pipe.send((_in_group(function, args, rank, size, port), None))
+            answer = (_in_group(function, args, rank, size, port), None)
         except BaseException:
-            pipe.send((None, traceback.format_exc()))
+            answer = (None, traceback.format_exc())
+        pipe.send((*answer, len(os.listdir("/proc/self/task"))))
 
 
 def _in_group(function: Any, args: Any, rank: int, size: int, port: int) -> Any:
@@ -94,17 +115,8 @@ def _in_group(function: Any, args: Any, rank: int, size: int, port: int) -> Any:
         return function(World(rank, size, device, dist.new_group(backend="gloo")), *args)
     finally:
         dist.destroy_process_group()
-        _forget_groups()
-
-
-def _forget_groups() -> None:
-    """DTensor remembers meshes for the life of a process; ours see one world after another."""
-    from torch.distributed.tensor import debug
-
-    for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
-        getattr(debug, name, lambda: None)()
-    if "deepspeed" in sys.modules:
-        _forget_groups_of_deepspeed()
+        if "deepspeed" in sys.modules:
+            _forget_groups_of_deepspeed()
 
 
 def _forget_groups_of_deepspeed() -> None:

@@ -1,5 +1,8 @@
 """The next global model against plain arithmetic and against torch.optim; attacks left out."""
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from atoll.errors import UserError
 from atoll.federation import model
-from atoll.federation.aggregate import Outcome, Update, aggregate
+from atoll.federation.aggregate import Outcome, Update, aggregate, verified
 from atoll.settings.federation import Rule
 
 LOOSE = {"max_norm_ratio": 1e9, "min_cosine": -1.0}
@@ -223,3 +226,48 @@ def test_another_models_update_is_left_out(tmp_path: Path) -> None:
     foreign = made_up.update(other, other / "global-0", "f9", shapes)
     outcome = run(base, [*found, foreign], tmp_path / "next", **LOOSE)
     assert "the global model asks for" in outcome.rejected["f9"]
+
+
+@contextmanager
+def at_most(file_bytes: int) -> Iterator[None]:
+    """Files may not grow beyond this, as where a disk or a quota is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_the_model_as_it_is(tmp_path: Path) -> None:
+    base = made_up.first(tmp_path)
+    found = updates(tmp_path, base, deltas(2))
+    before = made_up.read(base / "master")
+    with at_most(1000), pytest.raises(UserError, match=r"needs [\d,]+ bytes: File too large"):
+        run(base, found, tmp_path / "next", **LOOSE)
+    assert not (tmp_path / "next").exists()
+    run(base, found, tmp_path / "next", **LOOSE)
+    assert all(torch.equal(x, before[n]) for n, x in made_up.read(base / "master").items())
+
+
+def test_late_work_counts_less_and_too_late_work_is_refused(tmp_path: Path) -> None:
+    """Made from the model before, it is added to this one with (1 + rounds)^-exponent of its share.
+
+    FedAsync's polynomial rule (Xie et al. 2019, section 5).
+    """
+    old, given = made_up.first(tmp_path), deltas(3)
+    [*_, late] = updates(tmp_path, old, given)
+    run(old, updates(tmp_path / "now", old, given[:2]), tmp_path / "now-1", **LOOSE)
+    base = tmp_path / "now-1"
+    bases = [str(model.read_global(one)["digest"]) for one in (base, old)]
+    with pytest.raises(UserError, match=r"(?s)began from .*allow late work: rule.max_staleness"):
+        verified(late.folder, bases[:1])
+    one = made_up.update(tmp_path / "one", base, "f0", given[0], tokens=3000)
+    found = [verified(one.folder, bases), verified(late.folder, bases)]
+    assert [update.rounds_late for update in found] == [0, 1]
+    outcome = run(base, found, tmp_path / "next", staleness_exponent=1.0, **LOOSE)
+    assert outcome.weights == pytest.approx({"f0": 2 / 3, "f2": 1 / 3})
+    start, end = made_up.read(base / "master"), made_up.read(tmp_path / "next" / "master")
+    for name, values in start.items():
+        wanted = values + given[0][name] * 2 / 3 + given[2][name] / 3
+        torch.testing.assert_close(end[name], wanted, atol=2e-8, rtol=1e-5)

@@ -145,6 +145,27 @@ def test_a_facility_that_never_answers_is_left_out(tmp_path: Path) -> None:
     assert "without lagoon" in said and list(manifest(tmp_path, 1)["weights"]) == ["reef"]
 
 
+def test_late_work_has_its_part_in_the_next_round(tmp_path: Path) -> None:
+    """One facility answers when round 1 is over; in round 2 what it makes for round 1 is taken."""
+    sites = settings(tmp_path)["sites"]
+    slow = tmp_path / "slow"
+    slow.write_text(
+        f"#!/bin/sh\n[ -e {tmp_path}/campaigns/c/round-002/began.json ] || exit 255\n"
+        f'exec {sys.executable} -m atoll "$@"\n'
+    )
+    slow.chmod(0o755)
+    sites[1]["command"] = [str(slow)]
+    rule = {"max_norm_ratio": 100, "max_staleness": 1}
+    said = finished(tmp_path, sites=sites, rule=rule, deadline_minutes=0.5, attempts=1000)
+    assert "without lagoon: no update after 0.5 minutes" in said
+    assert list(manifest(tmp_path, 1)["weights"]) == ["reef"]
+    assert set(manifest(tmp_path, 2)["weights"]) == set(TEXT)
+    update = tmp_path / "campaigns" / "c" / "round-002" / "lagoon" / "update" / "manifest.json"
+    assert json.loads(update.read_text())["round"] == 1
+    shares = manifest(tmp_path, 2)["weights"]
+    assert shares["lagoon"] == pytest.approx(2**-0.5 / (1 + 2**-0.5))
+
+
 def test_below_the_quorum_the_model_stays_and_nobody_trains_twice(tmp_path: Path) -> None:
     sites = settings(tmp_path)["sites"]
     broken = [sites[0], sites[1] | {"command": ["false"]}]

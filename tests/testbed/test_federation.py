@@ -1,24 +1,29 @@
-"""A campaign whose facilities are reached over real ssh and train through a real Slurm."""
+"""Campaigns of two facilities: two Slurms, each with its own user, reached over real ssh."""
 
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from testbed_site import ROOT, TINY, Site
+from testbed import CLUSTERS
+from testbed_site import HOW, ROOT, TINY, Site
 
 from atoll.errors import UserError
 from atoll.host import federate
 from atoll.host import round as one_round
 from atoll.host.campaign import Held, checked_campaign
-from atoll.host.transfer import Unreachable, ask
+from atoll.host.transfer import Unreachable, ask, send
+
+STREAMFLOW = ROOT / ".venv-streamflow" / "bin" / "streamflow"
+TEXTS = {"testbed": "data-*.txt", "east": "host-*.txt"}
 
 
 class Door(NamedTuple):
@@ -35,11 +40,12 @@ class Door(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def door(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def door(site: Site) -> Iterator[Door]:
     """An ssh server of our own, with keys of its own."""
     server = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
     assert server is not None, "make testbed installs openssh-server"
-    folder = tmp_path_factory.mktemp("ssh")
+    folder = site.clone.parent / "ssh"  # sshd reads the allowed keys as the one who logs in
+    folder.mkdir()
     for name in ("host", "user"):
         argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
         subprocess.run(argv, check=True)
@@ -54,11 +60,14 @@ def door(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]
         "StrictModes": "no",
         "UsePAM": "no",
         "PasswordAuthentication": "no",
-        "PermitRootLogin": "prohibit-password",
         "PidFile": "none",
     }
+    lines = [f"{name} {value}\n" for name, value in options.items()]
+    for cluster in CLUSTERS:  # as a login node's profile would
+        lines.append(f"Match User {cluster.user}\n")
+        lines.append(f"SetEnv SLURM_CONF={cluster.settings / 'slurm.conf'}\n")
     config = folder / "sshd_config"
-    config.write_text("".join(f"{name} {value}\n" for name, value in options.items()))
+    config.write_text("".join(lines))
     Path("/run/sshd").mkdir(exist_ok=True)
     known = folder / "known_hosts"
     kind, key, *_ = (folder / "host.pub").read_text().split()
@@ -76,99 +85,202 @@ def door(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]
         running.wait()
 
 
-def settings(site: Site, door: Door, folder: Path) -> dict[str, Any]:
-    model = [word for word in TINY if word.startswith(("model", "tokenizer"))]
-    rest = [word for word in site.settings if word not in model]
-    rest = [word.replace("texts/", f"{site.clone}/texts/") for word in rest]
-    rest = [word for word in rest if not word.startswith(("data.files", "training.global"))]
-    slurm = ["facility=testbed", "nodes=1", f"image.file={site.image}"]
-    command = ["env", f"PYTHONPATH={ROOT / 'src'}", sys.executable, "-m", "atoll"]
-    texts = {"north": "data-*.txt", "south": "host-*.txt"}
+@pytest.fixture(scope="module")
+def host_python(site: Site) -> Path:
+    """A Python that every user may start, with what a login node needs: nothing of torch."""
+    folder, locks = site.clone.parent / "host", ROOT / "containers" / "locks"
+    steps = [["/usr/bin/python3", str(ROOT / "setup" / "virtual_environment.py"), str(folder)]]
+    for lock in ("build", "host"):
+        pip = [str(folder / "bin" / "python"), "-Im", "pip", "install", "--quiet", "--no-deps"]
+        steps.append([*pip, "--no-build-isolation", "-r", str(locks / f"{lock}.txt")])
+    for step in steps:
+        subprocess.run(step, check=True)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture
+def federation(site: Site, door: Door, host_python: Path) -> Iterator[dict[str, Any]]:
+    """The settings of a campaign; each facility keeps its part in its user's home."""
+    place = f"campaign-{time.monotonic_ns()}"
+    texts = site.clone / "texts"
+    own = [word for word in site.settings if not word.startswith(("data.files", "training.global"))]
+    of_model = tuple(word for word in TINY if word.startswith(("model", "tokenizer")))
+    train = [word for word in own if word not in of_model]
+    start = [word for word in own if not word.startswith("image.")]
+    laptop = ["facility=laptop", "ranks_per_node=1", "sharding=single"]
     sites = [
         {
-            "name": name,
-            "host": "root@127.0.0.1",
-            "folder": str(folder / name),
-            "command": command,
-            "overrides": [*slurm, f"data.files=[{site.clone}/texts/{text}]"],
+            "name": cluster.name,
+            "host": f"{cluster.user}@127.0.0.1",
+            "folder": place,
+            "command": ["env", f"PYTHONPATH={site.clone}/src", str(host_python), "-m", "atoll"],
+            "overrides": [
+                *("facility=testbed", "nodes=1", f"image.file={site.image}"),
+                f"data.files=[{texts}/{TEXTS[cluster.name]}]",
+            ],
         }
-        for name, text in texts.items()
+        for cluster in CLUSTERS
     ]
-    laptop = ["facility=laptop", "ranks_per_node=1", "sharding=single"]
-    start = [word for word in rest if not word.startswith("image.")]
-    return {
-        "name": "over-ssh",
+    here = site.clone.parent / place
+    here.mkdir()
+    yield {
+        "name": "islands",
         "rounds": 1,
-        "folder": str(folder / "campaigns"),
+        "folder": str(here / "campaigns"),
         "sites": sites,
-        "start": [*laptop, *start, *model, f"data.files=[{site.clone}/texts/data-*.txt]"],
-        "train": [*rest, "checkpoint.every_steps=0"],
+        "start": [*laptop, *start, f"data.files=[{texts}/data-*.txt]"],
+        "train": [*train, "checkpoint.every_steps=0"],
         "steps": 4,
         "batch_samples": 8,
         "poll_seconds": 1,
         "rule": {"max_norm_ratio": 100, "quorum": 2},
         "ssh_options": door.options,
     }
+    for cluster in CLUSTERS:
+        shutil.rmtree(home(cluster.user) / place, ignore_errors=True)
 
 
-@pytest.fixture
-def folder(site: Site) -> Path:
-    """One that the nodes' containers may bind."""
-    made = site.clone.parent / f"federation-{time.monotonic_ns()}"
-    made.mkdir()
-    return made
+def home(user: str) -> Path:
+    return Path(os.path.expanduser(f"~{user}"))
 
 
-def test_a_round_over_ssh_through_slurm(
-    site: Site, door: Door, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed at its first answer and asked again: each facility has queued one job."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
-    monkeypatch.chdir(folder)
-    campaign = checked_campaign(settings(site, door, folder))
-    held = Held(campaign, folder / "campaigns" / campaign.name)
-    one_round.begin(held)
-    for _ in range(2):  # as a coordinator that was killed after it had asked everyone
-        for one in campaign.sites:
-            one_round.go_on(held, 1, one)
-    assert federate.run(held) == 0
-    manifest = json.loads((held.model(1) / "manifest.json").read_text())
-    assert set(manifest["weights"]) == {"north", "south"} and not manifest["rejected"]
-    for one in campaign.sites:
-        [jobs] = Path(one.folder).glob("runs/*/jobs.txt")
-        assert len(jobs.read_text().splitlines()) == 1
-        assert jobs.read_text().startswith("slurm ")
+def coordinator(values: dict[str, Any]) -> subprocess.Popen[str]:
+    """`atoll federate` with these settings, in a process that can be killed."""
+    code = (
+        "import json,sys; from pathlib import Path; from atoll.host import federate as f;"
+        "c=f.checked_campaign(json.loads(sys.argv[1]));"
+        "sys.exit(f.run(f.Held(c,Path(c.folder)/c.name)))"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, json.dumps(values)],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
-def test_a_cancelled_job_is_queued_again_and_no_more(
-    site: Site, door: Door, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
-    monkeypatch.chdir(folder)
-    values = settings(site, door, folder)
-    values["sites"] = values["sites"][:1]
-    values["rule"]["quorum"] = 1
+def jobs(values: dict[str, Any], number: int) -> list[list[str]]:
+    """Ids of the jobs that each facility has queued for a round."""
+    found = []
+    for cluster, site in zip(CLUSTERS, values["sites"], strict=True):
+        folder = home(cluster.user) / site["folder"] / "runs"
+        files = list(folder.glob(f"*-round-{number:03d}-*/jobs.txt"))
+        lines = [line for path in files for line in path.read_text().splitlines()]
+        found.append([line.split()[1] for line in lines])
+    return found
+
+
+def until(ready: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(process.communicate()[0])
+        time.sleep(0.2)
+
+
+def test_two_facilities_through_streamflow(federation: dict[str, Any]) -> None:
+    """In round 1 a job is cancelled and another one's ranks are killed, as when memory is full.
+
+    In round 2 the coordinator is killed when the jobs are queued; started again, it waits for them.
+    """
+    if not STREAMFLOW.is_file():
+        pytest.skip(f"{HOW} streamflow")
+    values = federation | {"engine": "streamflow", "rounds": 2}
+    first = coordinator(values)
+    until(lambda: all(jobs(values, 1)), first)
+    subprocess.run(["scancel", jobs(values, 1)[0][0]], check=True)
+    killed = ["pkill", "-KILL", "-u", CLUSTERS[1].user, "-f", "atoll launch"]
+    until(lambda: subprocess.run(killed).returncode == 0, first)
+    until(lambda: all(jobs(values, 2)), first, seconds=600)
+    assert [len(ids) for ids in jobs(values, 1)] == [2, 2]
+    os.kill(first.pid, signal.SIGKILL)
+    first.communicate()
+    second = coordinator(values)
+    said, _ = second.communicate(timeout=600)
+    assert second.returncode == 0, said
+    assert [len(ids) for ids in jobs(values, 2)] == [1, 1]
+    held = Held(checked_campaign(values), Path(values["folder"]) / "islands")
+    for number in (1, 2):
+        manifest = json.loads((held.model(number) / "manifest.json").read_text())
+        assert set(manifest["weights"]) == set(TEXTS) and not manifest["rejected"]
+    workflow = (held.folder / "streamflow" / "round.cwl").read_text()
+    assert "run: train_east.cwl" in workflow and "cwlVersion: v1.2" in workflow
+
+
+def test_a_facility_behind_a_closed_door_is_left_out(federation: dict[str, Any]) -> None:
+    """By the engine without a workflow system, and the other one's update is enough."""
+    values = federation | {"rule": federation["rule"] | {"quorum": 1}, "deadline_minutes": 3.0}
+    values["sites"][0]["host"] = "nobody-like-this@127.0.0.1"
     campaign = checked_campaign(values)
-    held = Held(campaign, folder / "campaigns" / campaign.name)
-    one_round.begin(held)
-    one_round.go_on(held, 1, campaign.sites[0])
-    [jobs] = Path(campaign.sites[0].folder).glob("runs/*/jobs.txt")
-    first = jobs.read_text().split()[1]
-    subprocess.run(["scancel", first], check=True)
+    held = Held(campaign, Path(values["folder"]) / "islands")
     assert federate.run(held) == 0
-    assert len(jobs.read_text().splitlines()) == 2
+    assert "Permission denied" in one_round.state.left_out(held, 1)["testbed"]
+    manifest = json.loads((held.model(1) / "manifest.json").read_text())
+    assert list(manifest["weights"]) == ["east"]
 
 
-def test_an_unknown_host_key_is_refused(site: Site, door: Door, folder: Path) -> None:
-    empty = folder / "known_hosts"
+def test_neither_cluster_believes_the_other(site: Site) -> None:
+    """Their munge keys differ, and a user of one is nobody at the other."""
+    ours = subprocess.run(["munge", "--no-input"], capture_output=True, check=True).stdout
+    socket_file = f"--socket={CLUSTERS[1].munge_socket}"
+    theirs = subprocess.run(["unmunge", socket_file], input=ours, capture_output=True)
+    assert b"Invalid credential" in theirs.stderr
+    srun = ["runuser", "-u", CLUSTERS[1].user, "--", "srun", "--account=island", "true"]
+    done = subprocess.run(srun, capture_output=True, text=True, cwd="/")
+    assert done.returncode != 0 and "Invalid account" in done.stderr
+
+
+CUT = """\
+import os, select, socket, sys
+line, left = socket.create_connection((sys.argv[1], int(sys.argv[2]))), int(sys.argv[3])
+while left > 0:
+    for ready in select.select([0, line], [], [])[0]:
+        content = os.read(0, 65536) if ready == 0 else line.recv(65536)
+        if not content:
+            sys.exit()
+        (line.sendall if ready == 0 else lambda x: os.write(1, x))(content)
+        left -= len(content)
+"""
+
+
+def test_a_line_that_is_cut_leaves_nothing_half_and_goes_on(
+    door: Door, federation: dict[str, Any], tmp_path: Path
+) -> None:
+    """The line ends after 8 of 12 MiB; the second transfer goes on from there."""
+    (tmp_path / "cut.py").write_text(CUT)
+    (tmp_path / "model").mkdir()
+    content = os.urandom(12 << 20)
+    (tmp_path / "model" / "master.safetensors").write_bytes(content)
+    cut = f"ProxyCommand={sys.executable} {tmp_path}/cut.py %h %p {8 << 20}"
+    whole = checked_campaign(federation)
+    site, place = whole.sites[0], f"{whole.sites[0].folder}/incoming"
+    arrived = home(CLUSTERS[0].user) / place
+    broken = whole.model_copy(update={"ssh_options": [*door.options, "-o", cut]})
+    with pytest.raises(Unreachable, match="testbed: rsync stopped"):
+        send(broken, site, tmp_path / "model", place)
+    assert not (arrived / "master.safetensors").exists()
+    [half] = arrived.glob(".rsync-partial/*")
+    assert 1 << 20 < half.stat().st_size < 12 << 20
+    less = f"ProxyCommand={sys.executable} {tmp_path}/cut.py %h %p {9 << 20}"
+    resumed = whole.model_copy(update={"ssh_options": [*door.options, "-o", less]})
+    send(resumed, site, tmp_path / "model", place)
+    assert (arrived / "master.safetensors").read_bytes() == content
+
+
+def test_an_unknown_host_key_is_refused(
+    door: Door, federation: dict[str, Any], tmp_path: Path
+) -> None:
+    empty = tmp_path / "known_hosts"
     empty.touch()
     stranger = door._replace(known_hosts=empty)
-    campaign = checked_campaign(settings(site, stranger, folder))
-    with pytest.raises(Unreachable, match="north does not answer: Host key verification failed"):
+    campaign = checked_campaign(federation | {"ssh_options": stranger.options})
+    with pytest.raises(Unreachable, match="testbed does not answer: Host key verification failed"):
         ask(campaign, campaign.sites[0], ["status", "x"])
 
 
-def test_what_a_verb_there_refuses_is_told_here(site: Site, door: Door, folder: Path) -> None:
-    campaign = checked_campaign(settings(site, door, folder))
-    with pytest.raises(UserError, match="north: no run at nothing"):
+def test_what_a_verb_there_refuses_is_told_here(federation: dict[str, Any]) -> None:
+    campaign = checked_campaign(federation)
+    with pytest.raises(UserError, match="testbed: no run at nothing"):
         ask(campaign, campaign.sites[0], ["status", "nothing"])

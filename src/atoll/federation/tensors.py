@@ -95,7 +95,14 @@ class Writer:
             for name, (dtype, shape) in tensors.items()
         }
         self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        os.posix_fallocate(self.file, 0, begin + max(place, 1))
+        try:
+            os.posix_fallocate(self.file, 0, begin + max(place, 1))
+        except OSError as error:
+            os.close(self.file)
+            raise UserError(
+                f"{path} needs {begin + place:,} bytes: {error.strerror}",
+                "make room there, then type the same line again",
+            ) from None
         os.ftruncate(self.file, begin + place)
         self._write(struct.pack("<Q", len(text)) + text, 0)
 

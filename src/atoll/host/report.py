@@ -1,4 +1,4 @@
-"""`atoll report RUN …`: how fast runs were, how they scale, what they sent and should have."""
+"""`atoll report RUN … | CAMPAIGN`: how fast, how it scales, what was sent and should have been."""
 
 import json
 import statistics
@@ -9,15 +9,20 @@ from typing import Any
 
 from atoll import run_dir
 from atoll.errors import UserError
+from atoll.host.campaign import kept, settings_file
+from atoll.host.report_campaign import tables
 from atoll.host.status import run_folder
+from atoll.host.tables import columns, mebibytes
 from atoll.settings import Run, load_run
 
-USAGE = """usage: atoll report RUN …
+USAGE = """usage: atoll report RUN … | CAMPAIGN
 
 Prints tables of runs (folders, or names in runs/): devices, time, tokens/s, speed-up over the one
 of fewest devices, efficiency, loss per epoch; and the bytes a rank sent in a step, expected from
 shapes and mesh, observed on the wire and at the collectives. The first line of a run is left out of
-all rates: it warms up."""
+all rates: it warms up. Of a campaign (its folder, or its name in campaigns/): what each facility
+did
+in each round, seconds, bytes, losses, weights, and who was left out and why."""
 WARM_UP = 1
 
 
@@ -53,6 +58,10 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if argv else 2
+    for folder in (Path(argv[0]), Path("campaigns") / argv[0]):
+        if len(argv) == 1 and settings_file(folder).is_file():
+            print(tables(kept(folder)))
+            return 0
     told = sorted((read(run_folder(word)) for word in argv), key=lambda one: one.devices)
     print(scaling(told))
     print(communication(told))
@@ -131,21 +140,3 @@ def communication(told: Sequence[Told]) -> str:
         return "nothing was sent: each run is one rank"
     titles = ["run", "batch", "expected", "on wire", "differs", "of step", "largest call", "for"]
     return f"\nsent by a rank in a step, MiB\n{columns([titles, *rows])}"
-
-
-def mebibytes(size: float) -> str:
-    return f"{size / 2**20:,.2f}"
-
-
-def columns(rows: list[list[str]]) -> str:
-    """Rows of cells under each other; the first column to the left, numbers to the right."""
-    width = max(map(len, rows))
-    full = [[*row, *[""] * (width - len(row))] for row in rows]
-    widths = [max(len(row[i]) for row in full) for i in range(width)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(size) if i in (0, width - 1) else cell.rjust(size)
-            for i, (cell, size) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in full
-    )

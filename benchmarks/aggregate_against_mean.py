@@ -1,0 +1,190 @@
+"""Average four updates of 1 GB: `atoll aggregate` against from_pretrained and a mean, in turns.
+
+    python benchmarks/aggregate_against_mean.py [--layers 16] [--rounds 2] [--folder DIR]
+
+The peer is how the workflow of the seeds does it: every model into memory in fp32, the mean of the
+state dicts, save_pretrained. Ours reads and verifies the updates, and writes the next global model:
+master, export, difference. The disk alone: the same bytes read and written by plain read and write,
+with fsync. The page cache is dropped before each, where this user may.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from atoll.federation import model
+from atoll.federation.make_update import make_update
+
+UPDATES = 4
+CACHES = Path("/proc/sys/vm/drop_caches")
+BLOCK_BYTES = 16 << 20
+PEER = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+models = [AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in sys.argv[2:]]
+states = [model.state_dict() for model in models]
+mean = {name: sum(state[name] for state in states) / len(states) for name in states[0]}
+models[0].load_state_dict(mean)
+models[0].save_pretrained(sys.argv[1])
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=2, help="each of two turns, A B B A")
+    parser.add_argument("--folder", type=Path, default=None, help="where there are 16 GB free")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        base, updates, models = made(folder, arguments.layers)
+        ways: dict[str, Callable[[], float]] = {
+            "aggregate": lambda: ours(folder, base, updates),
+            "from_pretrained + mean": lambda: peer(folder, models),
+            "disk": lambda: disk(folder, updates),
+        }
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for number in range(2 * arguments.rounds):
+            order = list(ways) if number % 2 == 0 else list(reversed(ways))
+            for way in order:
+                seconds[way].append(ways[way]())
+        medians = {way: statistics.median(values) for way, values in seconds.items()}
+        report(medians, updates, peak_mebibytes(folder, base, updates))
+        print(f"differs from the fp64 mean, rounded: {wrong_values(folder, base, updates)} values")
+    return 0
+
+
+def made(folder: Path, layers: int) -> tuple[Path, list[Path], list[Path]]:
+    """A global model, four updates in fp32, and the four models that they come from."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
+    config = LlamaConfig(num_hidden_layers=layers, vocab_size=32000, **sizes)
+    torch.manual_seed(0)
+    start = LlamaForCausalLM(config)
+    start.save_pretrained(folder / "start")
+    base = folder / "global-0"
+    model.first_global(folder / "start", base, {})
+    updates, models = [], []
+    for number in range(UPDATES):
+        torch.manual_seed(number + 1)
+        changed = AutoModelForCausalLM.from_pretrained(folder / "start", dtype=torch.float32)
+        with torch.no_grad():
+            for values in changed.parameters():
+                values += 1e-3 * torch.randn_like(values)
+        trained = folder / f"trained-{number}"
+        changed.save_pretrained(trained)
+        about = {"campaign": "bench", "round": 1, "facility": f"f{number}", "tokens": 1000}
+        about |= {"steps": 1, "loss": 1.0, "image": "", "configuration": "", "data": ""}
+        update = folder / f"f{number}" / "update"
+        make_update(base, trained, None, "fp32", update, folder / f"left-{number}", about)
+        updates.append(update)
+        models.append(trained)
+    return base, updates, models
+
+
+def command(base: Path, updates: list[Path], out: Path) -> list[str]:
+    words = ["aggregate", *map(str, updates), "--base", str(base), "--out", str(out)]
+    rule = json.dumps({"weigh": "equal", "min_cosine": -1.0})
+    return [sys.executable, "-m", "atoll", *words, "--rule", rule]
+
+
+def ours(folder: Path, base: Path, updates: list[Path]) -> float:
+    out = folder / "next"
+    shutil.rmtree(out, ignore_errors=True)
+    return timed(command(base, updates, out))
+
+
+def peer(folder: Path, models: list[Path]) -> float:
+    out = folder / "peer"
+    shutil.rmtree(out, ignore_errors=True)
+    return timed([sys.executable, "-c", PEER, str(out), *map(str, models)])
+
+
+def timed(argv: list[str]) -> float:
+    forget_files()
+    start = time.perf_counter()
+    subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.sync()
+    return time.perf_counter() - start
+
+
+def disk(folder: Path, updates: list[Path]) -> float:
+    """Read what aggregate reads, and write as many bytes as it has written."""
+    sources = [path for one in [*updates, folder / "global-0" / "master"] for path in files(one)]
+    written = sum(path.stat().st_size for path in files(folder / "next"))
+    forget_files()
+    start = time.perf_counter()
+    buffer = bytearray(BLOCK_BYTES)
+    for path in sources:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    with open(folder / "plain", "wb", buffering=0) as file:
+        for _ in range(written // BLOCK_BYTES):
+            file.write(buffer)
+        os.fsync(file.fileno())
+    os.sync()
+    return time.perf_counter() - start
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def forget_files() -> None:
+    os.sync()
+    if os.access(CACHES, os.W_OK):
+        CACHES.write_text("3")
+
+
+def peak_mebibytes(folder: Path, base: Path, updates: list[Path]) -> float:
+    """The largest resident size of an aggregation, in a process that does nothing else."""
+    out = folder / "measured"
+    code = (
+        "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True,"
+        " stdout=subprocess.DEVNULL);"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
+    argv = [sys.executable, "-c", code, *command(base, updates, out)]
+    said = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+    return int(said) / 1024
+
+
+def wrong_values(folder: Path, base: Path, updates: list[Path]) -> int:
+    """Values of the fp32 master that are not the fp64 mean, rounded once."""
+    wrong = 0
+    for path in files(base / "master"):
+        start, found = load_file(path), load_file(folder / "next" / "master" / path.name)
+        given = [load_file(file) for update in updates for file in files(update)]
+        for name, values in start.items():
+            parts = [one[key] for one in given for key in one if key.split("|")[0] == name]
+            mean = sum(part.double() for part in parts).reshape(values.shape) / len(updates)
+            expected = (values.double() + mean).float()
+            allowed = torch.nextafter(expected.abs(), torch.tensor(torch.inf)) - expected.abs()
+            wrong += int(((found[name] - expected).abs() > allowed).sum())
+    return wrong
+
+
+def report(medians: dict[str, float], updates: list[Path], peak: float) -> None:
+    size = sum(path.stat().st_size for path in files(updates[0])) / 1e9
+    cells = "   ".join(f"{way} {value:.2f} s" for way, value in medians.items())
+    print(f"{UPDATES} updates of {size:.2f} GB: {cells}")
+    ours_seconds = medians["aggregate"]
+    print(f"aggregate / disk {ours_seconds / medians['disk']:.2f}")
+    print(f"peer / aggregate {medians['from_pretrained + mean'] / ours_seconds:.2f}")
+    print(f"peak memory of aggregate {peak:.0f} MiB")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
