@@ -58,7 +58,7 @@ demo-federation: $(READY) ## Three facilities on this machine, against each alon
 streamflow: .venv-streamflow/.ready ## Install StreamFlow, for campaigns with engine=streamflow
 
 # Its antlr4 is not Hydra's, so it has an environment of its own.
-.venv-streamflow/.ready: $(READY) $(LOCKS)/streamflow.txt
+.venv-streamflow/.ready: $(LOCKS)/streamflow.txt setup/virtual_environment.py
 	$(PYTHON) setup/virtual_environment.py .venv-streamflow
 	.venv-streamflow/bin/python -Im pip --disable-pip-version-check install --quiet --require-hashes \
 		--no-deps -r $(LOCKS)/streamflow.txt
@@ -73,7 +73,7 @@ image-%: $(READY) ## Build images/%.sif: cpu, cuda, cuda_compat, rocm or lumi
 test-image: $(READY) ## Run pytest inside an image (IMAGE=cpu), but for the matrices of strategies
 	$(BIN)/python -m atoll image test $(IMAGE) --ignore=tests/testbed -m 'not matrix' $(ARGS)
 
-testbed: ## As root: a real Slurm of 4 virtual nodes and a real Apptainer on this machine
+testbed: streamflow ## As root: two real Slurms of virtual nodes and a real Apptainer on this machine
 	$(PYTHON) tests/testbed/testbed.py up
 
 testbed-down: ## Stop it; what it installed stays

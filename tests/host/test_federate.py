@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +104,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """Where a campaign has its first model, and the facilities their tokens: the rest is to do."""
+    first = Path("campaigns") / "c" / "round-000"
+    shutil.copytree(whole / first, tmp_path / first)
+    for name in TEXT:
+        for part in ("prepared", "tokenizer"):
+            shutil.copytree(whole / "sites" / name / part, tmp_path / "sites" / name / part)
+    return tmp_path
+
+
 def test_a_campaign_ends_with_a_model_that_transformers_loads(whole: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -120,12 +132,10 @@ def test_a_campaign_ends_with_a_model_that_transformers_loads(whole: Path) -> No
 
 
 @pytest.mark.parametrize("moment", ["sent", "received"])
-def test_a_killed_coordinator_goes_on_where_it_was(
-    whole: Path, tmp_path: Path, moment: str
-) -> None:
+def test_a_killed_coordinator_goes_on_where_it_was(whole: Path, folder: Path, moment: str) -> None:
     """SIGKILL to it and all it started here; the second start ends with the same bits."""
-    coordinator = start(tmp_path, rounds=1)
-    log = tmp_path / "campaigns" / "c" / "events.jsonl"
+    coordinator = start(folder, rounds=1)
+    log = folder / "campaigns" / "c" / "events.jsonl"
     for _ in range(2000):
         if log.is_file() and f'"event": "{moment}"' in log.read_text():
             break
@@ -133,50 +143,50 @@ def test_a_killed_coordinator_goes_on_where_it_was(
         time.sleep(0.05)
     os.killpg(coordinator.pid, signal.SIGKILL)
     coordinator.communicate()
-    finished(tmp_path, rounds=1)
-    assert manifest(tmp_path, 1)["digest"] == manifest(whole, 1)["digest"]
-    assert len(list(tmp_path.glob("sites/*/runs/*"))) == 2, "a run for each facility, not more"
+    finished(folder, rounds=1)
+    assert manifest(folder, 1)["digest"] == manifest(whole, 1)["digest"]
+    assert len(list(folder.glob("sites/*/runs/*"))) == 2, "a run for each facility, not more"
 
 
-def test_a_facility_that_never_answers_is_left_out(tmp_path: Path) -> None:
-    sites = settings(tmp_path)["sites"]
+def test_a_facility_that_never_answers_is_left_out(folder: Path) -> None:
+    sites = settings(folder)["sites"]
     sites[1]["command"] = ["false"]
-    said = finished(tmp_path, rounds=1, sites=sites, attempts=2)
-    assert "without lagoon" in said and list(manifest(tmp_path, 1)["weights"]) == ["reef"]
+    said = finished(folder, rounds=1, sites=sites, attempts=2)
+    assert "without lagoon" in said and list(manifest(folder, 1)["weights"]) == ["reef"]
 
 
-def test_late_work_has_its_part_in_the_next_round(tmp_path: Path) -> None:
+def test_late_work_has_its_part_in_the_next_round(folder: Path) -> None:
     """One facility answers when round 1 is over; in round 2 what it makes for round 1 is taken."""
-    sites = settings(tmp_path)["sites"]
-    slow = tmp_path / "slow"
+    sites = settings(folder)["sites"]
+    slow = folder / "slow"
     slow.write_text(
-        f"#!/bin/sh\n[ -e {tmp_path}/campaigns/c/round-002/began.json ] || exit 255\n"
+        f"#!/bin/sh\n[ -e {folder}/campaigns/c/round-002/began.json ] || exit 255\n"
         f'exec {sys.executable} -m atoll "$@"\n'
     )
     slow.chmod(0o755)
     sites[1]["command"] = [str(slow)]
     rule = {"max_norm_ratio": 100, "max_staleness": 1}
-    said = finished(tmp_path, sites=sites, rule=rule, deadline_minutes=0.5, attempts=1000)
-    assert "without lagoon: no update after 0.5 minutes" in said
-    assert list(manifest(tmp_path, 1)["weights"]) == ["reef"]
-    assert set(manifest(tmp_path, 2)["weights"]) == set(TEXT)
-    update = tmp_path / "campaigns" / "c" / "round-002" / "lagoon" / "update" / "manifest.json"
+    said = finished(folder, sites=sites, rule=rule, deadline_minutes=0.02, attempts=1000)
+    assert "without lagoon: no update after 0.02 minutes" in said
+    assert list(manifest(folder, 1)["weights"]) == ["reef"]
+    assert set(manifest(folder, 2)["weights"]) == set(TEXT)
+    update = folder / "campaigns" / "c" / "round-002" / "lagoon" / "update" / "manifest.json"
     assert json.loads(update.read_text())["round"] == 1
-    shares = manifest(tmp_path, 2)["weights"]
+    shares = manifest(folder, 2)["weights"]
     assert shares["lagoon"] == pytest.approx(2**-0.5 / (1 + 2**-0.5))
 
 
-def test_below_the_quorum_the_model_stays_and_nobody_trains_twice(tmp_path: Path) -> None:
-    sites = settings(tmp_path)["sites"]
+def test_below_the_quorum_the_model_stays_and_nobody_trains_twice(folder: Path) -> None:
+    sites = settings(folder)["sites"]
     broken = [sites[0], sites[1] | {"command": ["false"]}]
-    coordinator = start(tmp_path, rounds=1, sites=broken, attempts=1, rule={"quorum": 2})
+    coordinator = start(folder, rounds=1, sites=broken, attempts=1, rule={"quorum": 2})
     said, _ = coordinator.communicate(timeout=200)
     assert coordinator.returncode != 0
     assert "1 of 2 facilities sent an update, the quorum is 2" in said
-    update = tmp_path / "campaigns" / "c" / "round-001" / "reef" / "update" / "manifest.json"
+    update = folder / "campaigns" / "c" / "round-001" / "reef" / "update" / "manifest.json"
     nonce = json.loads(update.read_text())["nonce"]
-    (tmp_path / "campaigns" / "c" / "campaign.json").unlink()  # the command is mended by hand
-    finished(tmp_path, rounds=1, rule={"quorum": 2, "max_norm_ratio": 100})
+    (folder / "campaigns" / "c" / "campaign.json").unlink()  # the command is mended by hand
+    finished(folder, rounds=1, rule={"quorum": 2, "max_norm_ratio": 100})
     assert json.loads(update.read_text())["nonce"] == nonce
 
 
@@ -232,14 +242,14 @@ def test_signatures_are_of_one_facility_and_one_text(tmp_path: Path) -> None:
         refuse_unsigned(file, allowed, "reef")
 
 
-def test_signed_campaigns(tmp_path: Path) -> None:
-    allowed = keys(tmp_path, "reef", "lagoon")
-    sites = settings(tmp_path)["sites"]
+def test_signed_campaigns(folder: Path) -> None:
+    allowed = keys(folder, "reef", "lagoon")
+    sites = settings(folder)["sites"]
     for site in sites:
-        site["signing_key"] = str(tmp_path / site["name"])
-    sites[1]["signing_key"] = str(tmp_path / "reef")  # another's key
+        site["signing_key"] = str(folder / site["name"])
+    sites[1]["signing_key"] = str(folder / "reef")  # another's key
     changes = {"rounds": 1, "sites": sites, "allowed_signers": str(allowed), "attempts": 1}
-    said = finished(tmp_path, **changes)
+    said = finished(folder, **changes)
     assert "without lagoon" in said and "not signed by lagoon" in said
 
 

@@ -186,7 +186,7 @@ def test_two_facilities_through_streamflow(federation: dict[str, Any]) -> None:
     In round 2 the coordinator is killed when the jobs are queued; started again, it waits for them.
     """
     if not STREAMFLOW.is_file():
-        pytest.skip(f"{HOW} streamflow")
+        pytest.skip(HOW)
     values = federation | {"engine": "streamflow", "rounds": 2}
     first = coordinator(values)
     until(lambda: all(jobs(values, 1)), first)

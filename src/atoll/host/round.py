@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         return 0
     site = held.site(arguments.facility)
     if arguments.step == "send":
-        bring_models(held, number, site)
+        bring_models(held, number, site, "--receive")
         return 0
     use_answer(held, number, site, json.loads(arguments.said.read_text()))
     return 0
@@ -69,18 +69,18 @@ def begin(held: Held) -> None:
 def go_on(held: Held, number: int, site: Site) -> None:
     """One question to one facility, and what its answer asks for."""
     try:
-        bring_models(held, number, site)
-        use_answer(held, number, site, _asked(held, number, site))
+        use_answer(held, number, site, bring_models(held, number, site))
     except Unreachable as error:
         state.remember(held, number, site, {"state": "unreachable", "why": error.found})
     except UserError as error:
         state.count_failure(held, number, site, error.found)
 
 
-def bring_models(held: Held, number: int, site: Site) -> None:
-    """The facility knows what is asked, and has the model it begins with."""
-    while (said := _asked(held, number, site, "--receive"))["state"] == "needs":
+def bring_models(held: Held, number: int, site: Site, *flags: str) -> dict[str, Any]:
+    """Ask, and send the model that the facility is to begin with if it needs it; its answer."""
+    while (said := _asked(held, number, site, *flags))["state"] == "needs":
         _send_models(held, number, site, said["have"])
+    return said
 
 
 def use_answer(held: Held, number: int, site: Site, said: dict[str, Any]) -> None:
