@@ -57,10 +57,9 @@ class RankPool:
                 self.close()
                 raise TimeoutError(f"rank {rank} of {world} gave no answer: {function.__name__}")
             answers.append(self.pipes[rank].recv())
-        for rank, (*_, threads) in enumerate(answers):
-            if threads > MOST_THREADS:
-                self.processes[rank].kill()
-                self.processes[rank].join()
+        if max(threads for *_, threads in answers) > MOST_THREADS:
+            self.close()  # all of them: libraries remember groups, and ranks must remember the same
+            for rank in range(RANKS):
                 self._start(rank)
         failures = [f"rank {r}: {text}" for r, (_, text, _) in enumerate(answers) if text]
         if failures:
@@ -115,8 +114,17 @@ def _in_group(function: Any, args: Any, rank: int, size: int, port: int) -> Any:
         return function(World(rank, size, device, dist.new_group(backend="gloo")), *args)
     finally:
         dist.destroy_process_group()
-        if "deepspeed" in sys.modules:
-            _forget_groups_of_deepspeed()
+        _forget_groups()
+
+
+def _forget_groups() -> None:
+    """DTensor remembers meshes for the life of a process; ours see one world after another."""
+    from torch.distributed.tensor import debug
+
+    for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        getattr(debug, name, lambda: None)()
+    if "deepspeed" in sys.modules:
+        _forget_groups_of_deepspeed()
 
 
 def _forget_groups_of_deepspeed() -> None:

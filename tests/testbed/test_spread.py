@@ -5,7 +5,7 @@ import json
 import pytest
 
 UNTIED = "model.config.tie_word_embeddings=false"
-TWO_NODES = ("nodes=2", "training.steps=4", "precision=fp32", UNTIED)
+TWO_NODES = ("nodes=2", "launcher=static_node", "training.steps=4", "precision=fp32", UNTIED)
 STRATEGIES = {
     "full_shard": [],
     "shard_grad_op": [],
