@@ -14,8 +14,9 @@ import pytest
 
 from atoll import run_dir
 from atoll.errors import UserError
-from atoll.host import federate
-from atoll.host.campaign import Held, checked_campaign, keep_settings
+from atoll.host import federate, report
+from atoll.host.campaign import Held, checked_campaign, keep_settings, kept
+from atoll.host.report_campaign import rounds
 from atoll.host.round import check_update
 from atoll.host.signing import refuse_unsigned, sign
 
@@ -131,6 +132,35 @@ def test_a_campaign_ends_with_a_model_that_transformers_loads(whole: Path) -> No
     assert len(received) == 4 and max(received) < whole_model / 2
 
 
+def test_the_report_tells_rounds_bytes_losses_and_weights(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report.main([str(whole / "campaigns" / "c")]) == 0
+    name, titles, *rows = capsys.readouterr().out.splitlines()
+    assert name == "c" and "queue s" in titles
+    assert [row.split()[:2] for row in rows[:4]] == [
+        [str(n), site] for n in (1, 2) for site in TEXT
+    ]
+    first, *_ = rounds(kept(whole / "campaigns" / "c"))
+    for part in first.parts:
+        assert part.sent_bytes > 2 * part.received_bytes > 0 and part.why == ""
+        assert part.train_seconds is not None and part.losses[-1] < part.losses[0]
+    assert sum(part.weight or 0.0 for part in first.parts) == pytest.approx(1.0)
+    assert first.ended is not None and first.global_loss is not None
+
+
+def test_a_campaign_ends_early_where_its_target_is_reached(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = kept(whole / "campaigns" / "c")
+    further = held.campaign.model_copy(update={"rounds": 9, "target_loss": 100.0})
+    before = (held.folder / "campaign.json").read_text()
+    assert federate.run(Held(further, held.folder)) == 0
+    (held.folder / "campaign.json").write_text(before)
+    assert "the target loss 100.0 is reached" in capsys.readouterr().out
+    assert not held.round(3).exists()
+
+
 @pytest.mark.parametrize("moment", ["sent", "received"])
 def test_a_killed_coordinator_goes_on_where_it_was(whole: Path, folder: Path, moment: str) -> None:
     """SIGKILL to it and all it started here; the second start ends with the same bits."""
@@ -153,6 +183,10 @@ def test_a_facility_that_never_answers_is_left_out(folder: Path) -> None:
     sites[1]["command"] = ["false"]
     said = finished(folder, rounds=1, sites=sites, attempts=2)
     assert "without lagoon" in said and list(manifest(folder, 1)["weights"]) == ["reef"]
+    [parts] = [one.parts for one in rounds(kept(folder / "campaigns" / "c"))]
+    assert "left out: lagoon: no reason" in next(
+        one.why for one in parts if one.facility == "lagoon"
+    )
 
 
 def test_late_work_has_its_part_in_the_next_round(folder: Path) -> None:

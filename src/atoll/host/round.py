@@ -36,8 +36,9 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     held, number = state.kept(arguments.folder), arguments.number
     if arguments.step == "average":
-        average(held, number)
-        return 0
+        if len(updates(held, number)) >= held.campaign.rule.quorum:
+            average(held, number)
+        return 0  # below the quorum it is the coordinator that says so, and holds the round
     site = held.site(arguments.facility)
     if arguments.step == "send":
         bring_models(held, number, site, "--receive")
@@ -198,17 +199,23 @@ def average(held: Held, number: int) -> None:
     with alone(held.round(number)):
         if is_whole(held.model(number)):
             return
-        folders = [held.at(number, site) / "update" for site in campaign.sites]
-        there = [str(folder) for folder in folders if folder.is_dir()]
+        there = updates(held, number)
         _refuse_below_quorum(held, number, len(there))
         began = time.time()
-        argv = [*atoll_here(), "aggregate", *there, "--base", str(held.model(number - 1))]
+        argv = [*atoll_here(), "aggregate", *map(str, there)]
+        argv += ["--base", str(held.model(number - 1))]
         argv += ["--out", str(held.model(number)), "--codec", campaign.global_codec]
         argv += ["--rule", rule.model_dump_json(), "--about", json.dumps({"round": number})]
         for before in range(number - 2, max(-1, number - 2 - rule.max_staleness), -1):
             argv += ["--older", model_digest(held, before)]
         said = json.loads(_call(argv, f"round {number}"))
     note(held, "averaged", number, seconds=time.time() - began, **said)
+
+
+def updates(held: Held, number: int) -> list[Path]:
+    """Those that were taken, in the order of the campaign's facilities."""
+    folders = [held.at(number, site) / "update" for site in held.campaign.sites]
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def _refuse_below_quorum(held: Held, number: int, there: int) -> None:
