@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from atoll import run_dir
 from atoll.errors import UserError
-from atoll.host import federate, report
+from atoll.host import federate, report, workflow
 from atoll.host.campaign import Held, checked_campaign, keep_settings, kept
 from atoll.host.report_campaign import rounds
 from atoll.host.round import check_update
@@ -298,3 +299,41 @@ def test_mistakes_in_settings_are_named(capsys: pytest.CaptureFixture[str]) -> N
         federate.main(["--dry-run", "federation=demo", "codec=int7"])
     assert federate.main(["--dry-run", "federation=demo", "rounds=3"]) == 0
     assert "rounds: 3" in capsys.readouterr().out
+
+
+SSH_CONFIG = """
+Host leonardo
+    HostName login.leonardo.example
+    Port 2222
+    User researcher
+    IdentityFile {folder}/key
+    UserKnownHostsFile {folder}/known
+    ProxyJump gate
+Host gate
+    HostName gate.example
+    User visitor
+"""
+
+
+def test_the_workflow_names_hosts_as_ssh_knows_them(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text(SSH_CONFIG.format(folder=tmp_path))
+    (tmp_path / "known").write_text("login.leonardo.example ssh-ed25519 AAAA\n")
+    (tmp_path / "key").touch()
+    values = settings(tmp_path, engine="streamflow", ssh_options=["-F", str(tmp_path / "config")])
+    values["sites"][0] |= {"host": "leonardo", "folder": "campaign"}
+    held = Held(checked_campaign(values), tmp_path / "campaigns" / "c")
+    homes: dict[str, Path | None] = {"reef": Path("/home/researcher")}
+    workflow.write(held, 1, homes, everyone=False)
+    folder = held.folder / "streamflow"
+    files = {path.name: yaml.safe_load(path.read_text()) for path in folder.glob("*.*l")}
+    [node] = files["streamflow.yml"]["deployments"]["reef"]["config"]["nodes"]
+    assert node["hostname"] == "login.leonardo.example:2222" and node["username"] == "researcher"
+    assert node["sshKey"] == str(tmp_path / "key") and node["checkHostKey"] is True
+    assert node["tunnel"]["hostname"] == "gate.example:22"
+    assert node["tunnel"]["username"] == "visitor"
+    assert "login.leonardo.example" in (folder / "home" / ".ssh" / "known_hosts").read_text()
+    assert "average" not in files["round.cwl"]["steps"], "the other facility is still awaited"
+    assert files["train_reef.cwl"]["baseCommand"][-2:] == ["site", "campaign"]
+    workflow.write(held, 1, homes, everyone=True)
+    steps = yaml.safe_load((folder / "round.cwl").read_text())["steps"]
+    assert list(steps) == ["send_reef", "train_reef", "take_reef", "average"]
