@@ -18,9 +18,9 @@ PIP := $(BIN)/python -Im pip --disable-pip-version-check
 PIP_LOCKED := $(PIP) install --quiet --require-hashes --no-deps --no-build-isolation
 LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.10 \
 	--generate-hashes --no-header --excludes $(LOCKS)/excludes.txt
-BENCHMARKS := aggregate_against_mean codecs_over_rounds compose_and_submit host_start image_start launch_to_first_collective loop_overhead \
-	packing parity_table plan_memory srun_to_first_collective store_clients tokenize_rate \
-	trainer_against_hf
+BENCHMARKS := aggregate_against_mean codecs_over_rounds compose_and_submit host_start image_start \
+	launch_to_first_collective loop_overhead packing parity_table plan_memory \
+	srun_to_first_collective store_clients tokenize_rate trainer_against_hf
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -35,7 +35,7 @@ PACKAGES = {
     "errors": set(),
     "settings": {"pydantic", "yaml"},
     "run_dir": {"yaml"},
-    "host": {"hydra", "omegaconf", "pydantic", "spython", "yaml"},
+    "host": {"hydra", "omegaconf", "plotly", "pydantic", "spython", "yaml"},
     "launch": set(),
     "plan": set(),
 }

@@ -1,6 +1,7 @@
 """The command line: a verb is a module, imported only when it is typed."""
 
 import importlib
+import os
 import sys
 
 from atoll.errors import UserError
@@ -42,6 +43,9 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         sys.stderr.write(error.shown())
         return 2
+    except BrokenPipeError:  # whoever reads our words has had enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return int(code or 0)
 
 

@@ -322,7 +322,7 @@ def test_the_workflow_names_hosts_as_ssh_knows_them(tmp_path: Path) -> None:
     values = settings(tmp_path, engine="streamflow", ssh_options=["-F", str(tmp_path / "config")])
     values["sites"][0] |= {"host": "leonardo", "folder": "campaign"}
     held = Held(checked_campaign(values), tmp_path / "campaigns" / "c")
-    homes: dict[str, Path | None] = {"reef": Path("/home/researcher")}
+    homes: dict[str, Path | None] = {"reef": tmp_path / "home"}
     workflow.write(held, 1, homes, everyone=False)
     folder = held.folder / "streamflow"
     files = {path.name: yaml.safe_load(path.read_text()) for path in folder.glob("*.*l")}

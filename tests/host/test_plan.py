@@ -67,9 +67,9 @@ def runs(composed, here):
 def test_scaling_and_communication(runs, capsys):
     assert report.main(runs) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[1] == ["r1", "1", "2.000", "100", "1.00", "100%", "3.5000", "1.5000"]
-    assert rows[2] == ["r2", "2", "2.000", "150", "1.50", "75%", "3.5000", "1.5000"]
-    assert rows[-1][:6] == ["r2", "64", "1.00", "1.02", "+2.0%", "50%"]
+    assert rows[2] == ["r1", "1", "2.000", "100", "1.00", "100%", "3.5000", "1.5000"]
+    assert rows[3] == ["r2", "2", "2.000", "150", "1.50", "75%", "3.5000", "1.5000"]
+    assert rows[7][:6] == ["r2", "64", "1.00", "1.02", "+2.0%", "50%"]
 
 
 def test_a_run_without_steps(runs, here):

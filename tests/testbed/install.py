@@ -15,7 +15,8 @@ from typing import NoReturn
 SLURM = "munge slurmctld slurmd slurm-client slurmdbd mariadb-server slurm-wlm-torque mpich"
 CONTAINERS = "uidmap squashfs-tools squashfuse fuse2fs fakeroot containernetworking-plugins"
 BUILDING = "rsync openssh-client openssh-server debootstrap patchelf ca-certificates"
-PACKAGES = f"{SLURM} {CONTAINERS} {BUILDING}".split()
+BROWSER = "chromium"  # opens reports, as their readers would
+PACKAGES = f"{SLURM} {CONTAINERS} {BUILDING} {BROWSER} python3".split()
 OLDEST_APPTAINER = (1, 1)
 RELEASE_WITH_APPTAINER, RELEASE_OF_ITS_LIBRARY = "sid", "trixie"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")

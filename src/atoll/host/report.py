@@ -1,142 +1,97 @@
 """`atoll report RUN … | CAMPAIGN`: how fast, how it scales, what was sent and should have been."""
 
-import json
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+import argparse
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from atoll import run_dir
 from atoll.errors import UserError
-from atoll.host.campaign import kept, settings_file
-from atoll.host.report_campaign import tables
+from atoll.host import report_campaign, report_figures, report_page, tables
+from atoll.host.campaign import Held, kept, settings_file
+from atoll.host.report_run import Told, communication, read, scaling
 from atoll.host.status import run_folder
-from atoll.host.tables import columns, mebibytes
-from atoll.settings import Run, load_run
+from atoll.host.tables import Rows
 
-USAGE = """usage: atoll report RUN … | CAMPAIGN
-
-Prints tables of runs (folders, or names in runs/): devices, time, tokens/s, speed-up over the one
-of fewest devices, efficiency, loss per epoch; and the bytes a rank sent in a step, expected from
-shapes and mesh, observed on the wire and at the collectives. The first line of a run is left out of
-all rates: it warms up. Of a campaign (its folder, or its name in campaigns/): what each facility
-did
-in each round, seconds, bytes, losses, weights, and who was left out and why."""
-WARM_UP = 1
-
-
-@dataclass(frozen=True)
-class Told:
-    """What a run wrote down."""
-
-    run: Run
-    start: dict[str, Any]
-    train: list[dict[str, Any]]
-    communication: list[dict[str, Any]]
-
-    @property
-    def devices(self) -> int:
-        return int(self.start["ranks"])
-
-    @property
-    def steady(self) -> list[dict[str, Any]]:
-        """The lines behind the first, where there are any."""
-        return self.train[WARM_UP:] or self.train
-
-    @property
-    def tokens_per_second(self) -> float:
-        return float(statistics.median(line["tokens_per_second"] for line in self.steady))
-
-    @property
-    def step_seconds(self) -> float:
-        return statistics.fmean(line["step_seconds"] for line in self.steady)
+ABOUT = """Tables of runs (folders, or names in runs/): devices, time, tokens/s, speed-up over
+the one of fewest devices, efficiency, loss per epoch; and the bytes a rank sent in a step, expected
+from shapes and mesh, observed on the wire and at the collectives. The first line of a run is left
+out of all rates: it warms up. Of a campaign (its folder, or its name in campaigns/): what each
+facility did in each round, seconds, bytes, losses, weights, and who was left out and why. Beside
+them report.html, in the folder of the first: figures that open anywhere, offline."""
 
 
 def main(argv: list[str]) -> int:
-    """Print the tables."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0 if argv else 2
-    for folder in (Path(argv[0]), Path("campaigns") / argv[0]):
-        if len(argv) == 1 and settings_file(folder).is_file():
-            print(tables(kept(folder)))
-            return 0
-    told = sorted((read(run_folder(word)) for word in argv), key=lambda one: one.devices)
-    print(scaling(told))
-    print(communication(told))
+    """Print the tables, and write the figures beside the first run or the campaign."""
+    parser = argparse.ArgumentParser(prog="atoll report", description=ABOUT)
+    parser.add_argument("names", nargs="+", metavar="RUN|CAMPAIGN")
+    style = parser.add_mutually_exclusive_group()
+    for name in ("csv", "markdown"):
+        style.add_argument(f"--{name}", action="store_const", dest="style", const=name)
+    arguments = parser.parse_args(argv)
+    written = tables.STYLES[arguments.style or "text"]
+    campaign = _campaign(arguments.names)
+    if campaign is not None:
+        found, drawn, folder = of_campaign(campaign)
+    else:
+        runs = [read(run_folder(word)) for word in arguments.names]
+        found, drawn, folder = of_runs(sorted(runs, key=lambda one: one.devices))
+    print("\n\n".join(f"{title}\n{written(rows)}" for title, rows in found.items()))
+    if arguments.style is None:
+        write(folder, found, drawn)
     return 0
 
 
-def read(folder: Path) -> Told:
-    """A run's metrics.
-
-    Raises `UserError` for a run that has taken no step.
-    """
-    file = run_dir.metrics_file(folder)
-    lines = [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
-    events = {kind: [r for r in lines if r["event"] == kind] for kind in EVENTS}
-    if not events["start"] or not events["train"]:
-        raise UserError(f"run {folder.name} has no steps to report", f"atoll status {folder.name}")
-    run = load_run(run_dir.settings_file(folder))
-    return Told(run, events["start"][0], events["train"], events["communication"])
+Drawn = Callable[[], Sequence[str]]  # makes the sections of the page that need the library
 
 
-EVENTS = ("start", "train", "communication")
+def of_runs(told: Sequence[Told]) -> tuple[dict[str, Rows], Drawn, Path]:
+    """Titles and tables, what draws the figures, and the folder for them."""
+    found = {"Runs": scaling(told)}
+    if sent := communication(told):
+        found["Sent by a rank in a step, MiB"] = sent
+    settings = [(f"Settings of {one.run.name}", run_dir.settings_file(one.folder)) for one in told]
+
+    def sections() -> Sequence[str]:
+        texts = [report_page.folded(title, path.read_text()) for title, path in settings]
+        return [report_page.figures(list(report_figures.of_runs(told))), *texts]
+
+    return found, sections, told[0].folder
 
 
-def scaling(told: Sequence[Told]) -> str:
-    """One line for each run; speed-up is over the one of fewest devices."""
-    base = told[0]
-    epochs = max(len(epoch_losses(one)) for one in told)
-    titles = ["devices", "step s", "tokens/s", "speed-up", "efficiency"]
-    titles += [f"loss {number + 1}" for number in range(epochs)]
-    rows = []
-    for one in told:
-        speed_up = one.tokens_per_second / base.tokens_per_second
-        cells = [
-            str(one.devices),
-            f"{one.step_seconds:.3f}",
-            f"{one.tokens_per_second:,.0f}",
-            f"{speed_up:.2f}",
-            f"{speed_up * base.devices / one.devices:.0%}",
-            *(f"{loss:.4f}" for loss in epoch_losses(one)),
-        ]
-        rows.append([one.run.name, *cells])
-    return columns([["run", *titles], *rows])
+def of_campaign(held: Held) -> tuple[dict[str, Rows], Drawn, Path]:
+    """Titles and tables, what draws the figures, and the folder for them."""
+    rounds = report_campaign.rounds(held)
+    if not rounds:
+        raise UserError(f"campaign {held.campaign.name} has begun no round", "atoll federate …")
+
+    def sections() -> Sequence[str]:
+        text = settings_file(held.folder).read_text()
+        drawn = report_page.figures(list(report_figures.of_campaign(rounds)))
+        return [drawn, report_page.folded("Settings", text)]
+
+    found = {"Facilities": report_campaign.parts(rounds), "Rounds": report_campaign.ends(rounds)}
+    return found, sections, held.folder
 
 
-def epoch_losses(one: Told) -> list[float]:
-    """The mean training loss of each epoch, of the steps that were written down."""
-    per_epoch = one.start["training_samples"] / one.run.training.global_batch_samples
-    epochs: dict[int, list[float]] = {}
-    for line in one.train:
-        epochs.setdefault(int((line["step"] - 1) / per_epoch), []).append(line["loss"])
-    return [statistics.fmean(losses) for _, losses in sorted(epochs.items())]
+def write(folder: Path, found: dict[str, Rows], drawn: Drawn) -> None:
+    """The page, or a line that says how to have it."""
+    try:
+        figures, *rest = drawn()
+    except UserError as error:
+        print(f"\nno figures: {error.found}; {error.mend}")
+        return
+    title = f"Report of {folder.absolute().name}"
+    about = time.strftime("Written by atoll report on %Y-%m-%d, %H:%M UTC", time.gmtime())
+    shown = [report_page.table(name, rows) for name, rows in found.items()]
+    run_dir.write_whole(
+        folder / "report.html", report_page.page(title, about, [figures, *shown, *rest])
+    )
+    print(f"\nfigures: {folder / 'report.html'}")
 
 
-def communication(told: Sequence[Told]) -> str:
-    """Expected against observed, for the step that each run has profiled."""
-    rows = []
-    for one in told:
-        for seen in one.communication[-1:]:
-            expected = sum(seen["expected_bytes"].values())
-            parts = ", ".join(f"{k} {mebibytes(v)}" for k, v in seen["expected_bytes"].items())
-            share = seen["seconds"] / one.step_seconds
-            most = seen["collectives"][0] if seen["collectives"] else None
-            rows.append(
-                [
-                    one.run.name,
-                    str(one.run.training.global_batch_samples),
-                    mebibytes(expected),
-                    mebibytes(seen["wire_bytes"]),
-                    f"{seen['wire_bytes'] / expected - 1:+.1%}" if expected else "",
-                    f"{share:.0%}",
-                    f"{most['collective']} {most['shape']} {most['dtype']}" if most else "",
-                    parts,
-                ]
-            )
-    if not rows:
-        return "nothing was sent: each run is one rank"
-    titles = ["run", "batch", "expected", "on wire", "differs", "of step", "largest call", "for"]
-    return f"\nsent by a rank in a step, MiB\n{columns([titles, *rows])}"
+def _campaign(names: list[str]) -> Held | None:
+    for folder in (Path(names[0]), Path("campaigns") / names[0]):
+        if len(names) == 1 and settings_file(folder).is_file():
+            return kept(folder)
+    return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from atoll.host import campaign as state
 from atoll.host.campaign import Held, is_whole
-from atoll.host.tables import columns, mebibytes
+from atoll.host.tables import Rows, mebibytes
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Part:
     received_seconds: float
     losses: list[float]  # held-out: of the model it began with, and of its own
     weight: float | None
+    spans: dict[str, tuple[float, float]]  # send, queue, train, fetch: from when to when
     why: str  # it has no part in the round's model, or was asked again
 
 
@@ -95,8 +96,22 @@ def _part(held: Held, number: int, facility: str, events: list[dict[str, Any]]) 
         received_seconds=sum(one["seconds"] for one in received),
         losses=said.get("losses") or [],
         weight=weights.get(facility),
+        spans=_spans(sent, received, said),
         why="; ".join(_reasons(held, number, facility, mine)),
     )
+
+
+def _spans(
+    sent: list[dict[str, Any]], received: list[dict[str, Any]], said: dict[str, Any]
+) -> dict[str, tuple[float, float]]:
+    found = {}
+    for name, events in (("send", sent), ("fetch", received)):
+        for one in events[-1:]:
+            found[name] = (one["time"] - one["seconds"], one["time"])
+    for name, begin, end in (("queue", "submitted", "started"), ("train", "started", "ended")):
+        if said.get(begin) is not None and said.get(end) is not None:
+            found[name] = (said[begin], said[end])
+    return found
 
 
 def _between(begin: float | None, end: float | None) -> float | None:
@@ -118,21 +133,21 @@ def _reasons(held: Held, number: int, facility: str, events: list[dict[str, Any]
         yield f"left out: {final}"
 
 
-def tables(held: Held) -> str:
-    """The report as text."""
-    found = rounds(held)
-    if not found:
-        return f"{held.campaign.name}: no round has begun"
+def parts(found: list[Round]) -> Rows:
+    """A line for each facility in each round."""
     titles = ["round", "facility", "queue s", "send s", "train s", "fetch s", "MiB out", "MiB in"]
     titles += ["loss", "trained", "weight", "remarks"]
-    rows = [_row(part) for one in found for part in one.parts]
-    lines = [held.campaign.name, columns([titles, *rows]), ""]
-    ends = [["round", "seconds", "average s", "loss of its model"]]
+    return [titles, *(_row(part) for one in found for part in one.parts)]
+
+
+def ends(found: list[Round]) -> Rows:
+    """A line for each round."""
+    rows = [["round", "seconds", "average s", "loss of its model"]]
     for one in found:
-        lasted = "" if one.ended is None else f"{one.ended - one.began:.1f}"
+        lasted = None if one.ended is None else one.ended - one.began
         loss = "" if one.global_loss is None else f"{one.global_loss:.4f}"
-        ends.append([str(one.number), lasted, _figure(one.average_seconds), loss])
-    return "\n".join([*lines, columns(ends)])
+        rows.append([str(one.number), _figure(lasted), _figure(one.average_seconds), loss])
+    return rows
 
 
 def _row(part: Part) -> list[str]:

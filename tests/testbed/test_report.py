@@ -1,0 +1,64 @@
+"""The report in a real browser: every figure is drawn, and nothing is fetched."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from testbed_site import HOW
+
+from atoll import run_dir
+from atoll.host import report
+from atoll.host.compose import compose
+from atoll.settings import dumped
+
+TITLES = ("Training loss", "Held-out perplexity", "Throughput", "Model FLOP utilisation", "Scaling")
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two runs of one and two ranks, as they would have written themselves down."""
+    monkeypatch.chdir(tmp_path)
+    for ranks in (1, 2):
+        sharding = "ddp" if ranks > 1 else "single"
+        words = [f"ranks_per_node={ranks}", f"name=ranks-{ranks}", f"sharding={sharding}"]
+        run = compose(["facility=laptop", *words]).run
+        folder = run_dir.folder(run)
+        run_dir.write_whole(run_dir.settings_file(folder), yaml.safe_dump(dumped(run)))
+        records = [{"event": "start", "ranks": ranks, "training_samples": 128, "time": 0.0}]
+        for step in range(1, 9):
+            rates = {"tokens_per_second": 90.0 * ranks, "mfu": 0.4, "memory_gib": 1.5}
+            facts = {"step": step, "tokens": 100 * step, "loss": 5 / step, "time": 2.0 * step}
+            records.append({"event": "train", "step_seconds": 2.0, **facts, **rates})
+        for step in (0, 8):
+            records.append({"event": "evaluation", "step": step, "loss": 3.0, "perplexity": 20.0})
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        run_dir.metrics_file(folder).write_text(text)
+    return tmp_path / "runs"
+
+
+def test_a_browser_draws_every_figure(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    browser = shutil.which("chromium")
+    if browser is None:
+        pytest.skip(HOW)
+    assert report.main(["ranks-1", "ranks-2"]) == 0
+    page = runs / "ranks-1" / "report.html"
+    assert f"figures: runs/ranks-1/{page.name}" in capsys.readouterr().out
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000"]
+    done = subprocess.run(
+        [browser, *flags, f"--user-data-dir={runs}/browser", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HOME": str(runs)},
+        timeout=120,
+    )
+    elements = re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
+    drawn = re.findall(r'class="gtitle"[^>]*>([^<]*)<', elements)
+    assert set(TITLES) <= set(drawn), done.stderr
+    lines = re.findall(r'class="js-line" d="(M[^"]+)"', elements)
+    assert len(lines) >= 2 * len(TITLES)
+    assert not re.search(r'(src|href)="(?!data:)', elements)
