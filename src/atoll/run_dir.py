@@ -55,6 +55,13 @@ def metrics_file(run_folder: Path) -> Path:
     return run_folder / "metrics.jsonl"
 
 
+def metrics(run_folder: Path) -> list[dict[str, Any]]:
+    """The records of a run so far; a line that is half written is left for the next time."""
+    path = metrics_file(run_folder)
+    text = path.read_text() if path.is_file() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
 def result_file(run_folder: Path) -> Path:
     return run_folder / "result.json"
 

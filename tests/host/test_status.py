@@ -2,6 +2,8 @@
 
 import json
 import stat
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -87,3 +89,41 @@ def test_a_run_that_no_scheduler_knows(run_folder, scheduler):
 def test_a_folder_that_is_no_run(here):
     with pytest.raises(UserError, match="no run at nowhere"):
         main(["nowhere"])
+
+
+LIVE = """
+import fcntl, json, os, sys, time
+held = os.open(sys.argv[1], os.O_RDONLY)
+fcntl.flock(held, fcntl.LOCK_EX)
+with open(sys.argv[1] + "/metrics.jsonl", "a") as file:
+    for line in sys.argv[2:]:
+        file.write(line[:9])
+        file.flush()
+        time.sleep(0.5)
+        file.write(line[9:] + "\\n")
+        file.flush()
+"""
+
+
+def test_a_run_is_followed_until_it_has_ended(composed, here, capfd, monkeypatch):
+    """By another process, while its lines appear, a half at a time."""
+    monkeypatch.setattr("atoll.host.follow.POLL_SECONDS", 0.1)
+    run = composed("facility=laptop", "name=two").run
+    folder = run_dir.folder(run)
+    run_dir.write_whole(run_dir.settings_file(folder), yaml.safe_dump(dumped(run)))
+    rates = {"loss": 4.5, "tokens_per_second": 1234.0, "step_seconds": 10.0}
+    lines = [
+        {"event": "start", "steps": 8},
+        {"event": "train", "step": 1, **rates},
+        {"event": "evaluation", "step": 1, "loss": 4.0, "perplexity": 54.6, "targets": 9},
+    ]
+    words = [sys.executable, "-c", LIVE, str(folder), *map(json.dumps, lines)]
+    with subprocess.Popen(words) as process:
+        while status(folder)[0] != "running":
+            assert process.poll() is None
+        assert main(["--follow", "two"]) == 1
+    said = capfd.readouterr().out.splitlines()
+    assert said[0] == "two: running, no step yet"
+    assert said[1] == "step      1/8  loss 4.5000  1,234 tokens/s  1:10 left"
+    assert said[2] == "step      1  held-out loss 4, perplexity 54.6"
+    assert said[3].startswith("two: not finished, step 1 is the last one")

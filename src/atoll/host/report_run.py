@@ -1,6 +1,5 @@
 """What runs wrote down, and the tables of their report."""
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,8 +53,7 @@ def read(folder: Path) -> Told:
 
     Raises `UserError` for a run that has taken no step.
     """
-    file = run_dir.metrics_file(folder)
-    lines = [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
+    lines = run_dir.metrics(folder)
     events = {kind: [r for r in lines if r["event"] == kind] for kind in EVENTS}
     if not events["start"] or not events["train"]:
         raise UserError(f"run {folder.name} has no steps to report", f"atoll status {folder.name}")

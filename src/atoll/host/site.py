@@ -272,10 +272,7 @@ def _make_update(folder: Path, here: Path, run: Run, request: dict[str, Any], ba
 def _told(here: Path) -> dict[str, Any]:
     """What the coordinator wants to know beside the update: losses, and when the job was what."""
     job = json.loads((here / "job.json").read_text()) if (here / "job.json").is_file() else {}
-    metrics = run_dir.metrics_file(Path(job["run"])) if "run" in job else None
-    records = []
-    if metrics is not None and metrics.is_file():
-        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    records = run_dir.metrics(Path(job["run"])) if "run" in job else []
     held_out = [r["loss"] for r in records if r["event"] == "evaluation"]
     spent = [r["step_seconds"] * 1.0 for r in records if r["event"] == "train"]
     return {

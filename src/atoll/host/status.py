@@ -8,11 +8,13 @@ from pathlib import Path
 
 from atoll import run_dir
 from atoll.errors import UserError
+from atoll.host.follow import follow
 from atoll.settings import load_run
 
-USAGE = """usage: atoll status RUN …
+USAGE = """usage: atoll status [--follow] RUN …
 
-Says of each run (the folder, or its name in runs/) where it stands, and why."""
+Says of each run (the folder, or its name in runs/) where it stands, and why.
+--follow    of one run: loss, tokens/s and time left, line by line, until it has ended"""
 # Slurm's states (squeue's manual, JOB STATE CODES) -> ours; any other state has failed.
 SLURM_STATES = {
     "PENDING": "queued",
@@ -50,10 +52,13 @@ class Job:
 
 def main(argv: list[str]) -> int:
     """Print one line for each run, and below it what the job said last if it failed."""
-    if not argv or argv[0] in ("-h", "--help"):
+    words = [word for word in argv if word != "--follow"]
+    if not words or words[0] in ("-h", "--help"):
         print(USAGE)
-        return 0 if argv else 2
-    for word in argv:
+        return 0 if words else 2
+    if "--follow" in argv:
+        return follow(run_folder(words[0]), status)
+    for word in words:
         folder = run_folder(word)
         state, why = status(folder)
         print(f"{folder.name}: {state}, {why}" if why else f"{folder.name}: {state}")
@@ -77,6 +82,8 @@ def status(folder: Path) -> tuple[str, str]:
         return "finished", _result(folder)
     jobs = queued_jobs(folder)
     if not jobs:
+        if _is_held(folder):
+            return "running", progress
         where = "here" if run.facility.scheduler == "none" else "by hand"
         return "not finished", f"{progress}; it was started {where}, no scheduler knows of it"
     scheduler, job_id = jobs[-1]
@@ -85,6 +92,13 @@ def status(folder: Path) -> tuple[str, str]:
     again = f", restarted {restarts} times" if restarts else ""
     why = "; ".join(text for text in (job.why, progress) if text)
     return job.state, f"job {job_id}{again}: {why}"
+
+
+def _is_held(folder: Path) -> bool:
+    """A run that was started here locks its folder for as long as it goes on (proc's manual)."""
+    locks, inode = Path("/proc/locks"), folder.stat().st_ino
+    lines = locks.read_text().splitlines() if locks.is_file() else []
+    return any("FLOCK" in line and f":{inode} " in line for line in lines)
 
 
 def queued_jobs(folder: Path) -> list[tuple[str, str]]:
@@ -139,9 +153,7 @@ def _asked(argv: list[str]) -> list[str]:
 
 def _progress(folder: Path) -> str:
     """The last step that was written down."""
-    file = run_dir.metrics_file(folder)
-    lines = file.read_text().splitlines() if file.exists() else []
-    steps = [json.loads(line).get("step") for line in lines]
+    steps = [record.get("step") for record in run_dir.metrics(folder)]
     known = [step for step in steps if step is not None]
     return f"step {known[-1]} is the last one written down" if known else "no step yet"
 
