@@ -49,6 +49,7 @@ def run(held: Held) -> int:
     last = campaign.rounds
     for number in range(1, last + 1):
         if not is_whole(held.model(number)):
+            state.started(held, number)
             one_round(held, number)
         print(state.told(held, number), flush=True)
         if _reached_target(held, number):

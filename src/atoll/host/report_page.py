@@ -4,10 +4,12 @@ Colours are those that colour-blind people can tell apart (Okabe and Ito 2008).
 """
 
 import html
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from atoll.errors import UserError
+from atoll.host.tables import Rows, filled
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
 # The library writes its colours into each element; `!important` lets the page's own win.
@@ -50,22 +52,22 @@ def page(title: str, about: str, sections: Sequence[str]) -> str:
     )
 
 
-def table(title: str, rows: Sequence[Sequence[str]], words: int = 1) -> str:
-    """Rows of cells, the first of them titles; `words` columns to the left hold no numbers."""
+def table(title: str, rows: Rows) -> str:
+    """Rows of cells, the first of them titles; columns of numbers stand to the right."""
+    head, *rest = filled(rows)
+    kinds = ["" if _has_words(column) else " class=number" for column in zip(*rest, strict=True)]
 
-    def line(row: Sequence[str], tag: str) -> str:
-        kinds = ["" if _is_text(row, i, words) else " class=number" for i in range(len(row))]
+    def line(row: list[str], tag: str) -> str:
         cells = zip(kinds, map(html.escape, row), strict=True)
         return f"<tr>{''.join(f'<{tag}{kind}>{cell}</{tag}>' for kind, cell in cells)}</tr>"
 
-    head, *rest = rows
     body = "".join(line(row, "td") for row in rest)
     inside = f"<thead>{line(head, 'th')}</thead><tbody>{body}</tbody>"
     return f"<h2>{html.escape(title)}</h2><div class=wide><table>{inside}</table></div>"
 
 
-def _is_text(row: Sequence[str], column: int, words: int) -> bool:
-    return column < words or row[column] in ("remarks",) or len(row[column]) > 24
+def _has_words(column: tuple[str, ...]) -> bool:
+    return any(not re.fullmatch(r"[-+\d.,]*%?", cell) for cell in column)
 
 
 def folded(title: str, text: str) -> str:

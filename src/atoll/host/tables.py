@@ -9,7 +9,7 @@ Rows = list[list[str]]  # the first row holds the titles
 
 def columns(rows: Rows) -> str:
     """Rows of cells under each other; the first column to the left, numbers to the right."""
-    full = _filled(rows)
+    full = filled(rows)
     widths = [max(len(row[i]) for row in full) for i in range(len(full[0]))]
     return "\n".join(
         "  ".join(
@@ -23,13 +23,13 @@ def columns(rows: Rows) -> str:
 def comma_separated(rows: Rows) -> str:
     """Numbers without the commas that a person reads them by."""
     text = io.StringIO()
-    plain = [[_plain(cell) for cell in row] for row in _filled(rows)]
+    plain = [[_plain(cell) for cell in row] for row in filled(rows)]
     csv.writer(text, lineterminator="\n").writerows(plain)
     return text.getvalue().rstrip()
 
 
 def markdown(rows: Rows) -> str:
-    head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in _filled(rows)]
+    head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in filled(rows)]
     lines = [head, ["---"] * len(head), *rest]
     return "\n".join(f"| {' | '.join(row)} |" for row in lines)
 
@@ -45,7 +45,8 @@ def mebibytes(size: float) -> str:
     return f"{size / 2**20:,.2f}"
 
 
-def _filled(rows: Rows) -> Rows:
+def filled(rows: Rows) -> Rows:
+    """Rows of the same length."""
     width = max(map(len, rows))
     return [[*row, *[""] * (width - len(row))] for row in rows]
 
