@@ -98,11 +98,33 @@ def manifest(folder: Path, number: int) -> dict[str, Any]:
     return found
 
 
+def keys(folder: Path, *names: str) -> Path:
+    """A key pair for each name, and the file of allowed signers."""
+    lines = []
+    for name in names:
+        argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(folder / name)]
+        subprocess.run(argv, check=True)
+        kind, key, _ = (folder / f"{name}.pub").read_text().split()
+        lines.append(f"{name} {kind} {key}\n")
+    allowed = folder / "allowed_signers"
+    allowed.write_text("".join(lines))
+    return allowed
+
+
+def signed(folder: Path) -> dict[str, Any]:
+    """Settings by which each facility signs with the key of its name."""
+    sites = [
+        site | {"signing_key": str(folder / site["name"])} for site in settings(folder)["sites"]
+    ]
+    return {"sites": sites, "allowed_signers": str(folder / "allowed_signers")}
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted campaign."""
+    """An uninterrupted campaign, whose facilities sign."""
     folder = tmp_path_factory.mktemp("whole")
-    finished(folder)
+    keys(folder, *TEXT)
+    finished(folder, **signed(folder))
     return folder
 
 
@@ -249,19 +271,6 @@ def test_foreign_and_replayed_updates_are_refused(
         check_update(held, 1, campaign.sites[0], tmp_path)
 
 
-def keys(folder: Path, *names: str) -> Path:
-    """A key pair for each name, and the file of allowed signers."""
-    lines = []
-    for name in names:
-        argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(folder / name)]
-        subprocess.run(argv, check=True)
-        kind, key, _ = (folder / f"{name}.pub").read_text().split()
-        lines.append(f"{name} {kind} {key}\n")
-    allowed = folder / "allowed_signers"
-    allowed.write_text("".join(lines))
-    return allowed
-
-
 def test_signatures_are_of_one_facility_and_one_text(tmp_path: Path) -> None:
     allowed = keys(tmp_path, "reef", "lagoon")
     file = tmp_path / "manifest.json"
@@ -277,19 +286,25 @@ def test_signatures_are_of_one_facility_and_one_text(tmp_path: Path) -> None:
         refuse_unsigned(file, allowed, "reef")
 
 
-def test_signed_campaigns(folder: Path) -> None:
-    allowed = keys(folder, "reef", "lagoon")
-    sites = settings(folder)["sites"]
-    for site in sites:
-        site["signing_key"] = str(folder / site["name"])
-    sites[1]["signing_key"] = str(folder / "reef")  # another's key
-    changes = {"rounds": 1, "sites": sites, "allowed_signers": str(allowed), "attempts": 1}
-    said = finished(folder, **changes)
-    assert "without lagoon" in said and "not signed by lagoon" in said
+def test_an_update_that_another_facility_signed_is_refused(whole: Path, tmp_path: Path) -> None:
+    campaign = checked_campaign(settings(whole, **signed(whole)))
+    held = Held(campaign, whole / "campaigns" / "c")
+    reef, lagoon = campaign.sites
+    for name in ("manifest.json", "manifest.json.sig"):
+        shutil.copy(held.at(1, reef) / "update" / name, tmp_path / name)
+    check_update(held, 1, reef, tmp_path)
+    sign(tmp_path / "manifest.json", whole / "lagoon")
+    with pytest.raises(UserError, match="not signed by reef"):
+        check_update(held, 1, reef, tmp_path)
+    (tmp_path / "manifest.json.sig").unlink()
+    with pytest.raises(UserError, match="is not signed"):
+        check_update(held, 1, lagoon, tmp_path)
 
 
 def test_settings_stay_for_a_campaigns_life(whole: Path) -> None:
-    held = Held(checked_campaign(settings(whole, steps=4)), whole / "campaigns" / "c")
+    held = Held(
+        checked_campaign(settings(whole, steps=4, **signed(whole))), whole / "campaigns" / "c"
+    )
     with pytest.raises(UserError, match="was begun with steps=3, now it is 4"):
         keep_settings(held)
 
