@@ -231,7 +231,8 @@ def _submitted(here: Path, run: Run, request: dict[str, Any]) -> tuple[str, str]
         run_dir.write_whole(log, json.dumps(job, indent=1))
         state = "running" if ANOTHER_IS_AT_IT in done.stderr else "retry"
         return state, str(job["why"])
-    return status(folder)
+    state, why = status(folder)
+    return "retry" if state == "failed" else state, why  # the next question submits it again
 
 
 def _own_lines(run: Run) -> list[str]:
