@@ -264,8 +264,11 @@ def test_a_line_that_is_cut_leaves_nothing_half_and_goes_on(
     broken = whole.model_copy(update={"ssh_options": [*door.options, "-o", cut]})
     with pytest.raises(Unreachable, match="testbed: rsync stopped"):
         send(broken, site, tmp_path / "model", place)
+    deadline = time.monotonic() + 30  # until the other end has noticed, and put away what it has
+    while not (half := arrived / ".rsync-partial" / "master.safetensors").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     assert not (arrived / "master.safetensors").exists()
-    [half] = arrived.glob(".rsync-partial/*")
     assert 1 << 20 < half.stat().st_size < 12 << 20
     less = f"ProxyCommand={sys.executable} {tmp_path}/cut.py %h %p {9 << 20}"
     resumed = whole.model_copy(update={"ssh_options": [*door.options, "-o", less]})
