@@ -137,6 +137,7 @@ def federation(site: Site, door: Door, host_python: Path) -> Iterator[dict[str, 
         "ssh_options": door.options,
     }
     for cluster in CLUSTERS:
+        subprocess.run(["pkill", "-u", cluster.user, "-f", "atoll site"])  # of one that was killed
         shutil.rmtree(home(cluster.user) / place, ignore_errors=True)
 
 

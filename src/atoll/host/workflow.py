@@ -8,6 +8,7 @@ Files of a campaign are moved by our own steps, through rsync; StreamFlow carrie
 
 import shlex
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from atoll.host.site import WORK
 from atoll.host.transfer import atoll_here, ssh
 from atoll.settings.federation import Campaign, Site
 
+WAIT_SECONDS = 1800.0  # a verb at a facility outlives a coordinator that is killed by no more
 ONE_OR_MORE = ["File", {"type": "array", "items": "File"}]
 
 
@@ -139,7 +141,7 @@ def _at_home(folder: Path, home: Path) -> list[str]:
 def _inputs(held: Held, number: int, sites: list[Site]) -> dict[str, Any]:
     return {
         "number": number,
-        "until": state.deadline(held, number),
+        "until": min(state.deadline(held, number), time.time() + WAIT_SECONDS),
         "poll_seconds": held.campaign.poll_seconds,
         **{f"facility_{site.name}": site.name for site in sites},
         **{f"asked_{site.name}": state.asked_round(held, number, site) for site in sites},
