@@ -22,6 +22,9 @@ BENCHMARKS := aggregate_against_mean codecs_over_rounds compose_and_submit host_
 	launch_to_first_collective loop_overhead packing parity_table plan_memory \
 	srun_to_first_collective store_clients tokenize_rate trainer_against_hf
 
+# Tests of the host's side, which runs where the schedulers are.
+OUTSIDE := host setup testbed
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two benchmarks at once would measure each other
@@ -70,8 +73,8 @@ test: $(READY) ## Run every test (ARGS="-k launch" for some)
 image-%: $(READY) ## Build images/%.sif: cpu, cuda, cuda_compat, rocm or lumi
 	$(BIN)/python -m atoll image build $* $(if $(IMAGE_CACHE),--cache '$(IMAGE_CACHE)') $(ARGS)
 
-test-image: $(READY) ## Run pytest inside an image (IMAGE=cpu), but for the matrices of strategies
-	$(BIN)/python -m atoll image test $(IMAGE) --ignore=tests/testbed -m 'not matrix' $(ARGS)
+test-image: $(READY) ## Run pytest inside an image (IMAGE=cpu): all that runs on nodes, but no matrices
+	$(BIN)/python -m atoll image test $(IMAGE) $(OUTSIDE:%=--ignore=tests/%) -m 'not matrix' $(ARGS)
 
 testbed: streamflow ## As root: two real Slurms of virtual nodes and a real Apptainer on this machine
 	$(PYTHON) tests/testbed/testbed.py up
