@@ -143,7 +143,14 @@ def aggregate(
         weights, factors = _weights(kept, rule, known if measured is not None else None)
         partial = model.begin(out)
         scaled = [w * f for w, f in zip(weights, factors, strict=True)]
-        target = _Target(base, partial, rule, codec, torch.tensor(scaled), torch.tensor(factors))
+        target = _Target(
+            base,
+            partial,
+            rule,
+            codec,
+            torch.tensor(scaled, dtype=torch.float64),
+            torch.tensor(factors),
+        )
         again = _all(base, kept, rule, shapes, target, codec)
         if not judge(again, kept, rule):
             break

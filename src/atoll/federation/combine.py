@@ -65,11 +65,11 @@ def weights_of(manifests: list[Manifest], rounds_late: list[int], rule: Rule) ->
 
 
 def mean(values_KN: Tensor, weights_K: Tensor, rule: Rule) -> Tensor:
-    """In the order of the updates, so that a repeated sum has the same bits."""
-    total = values_KN[0] * weights_K[0]
+    """In the order of the updates, so that a repeated sum has the same bits; rounded once."""
+    total = values_KN[0].double().mul_(weights_K[0])
     for values_N, weight in zip(values_KN[1:], weights_K[1:], strict=True):
-        total.add_(values_N * weight)
-    return total
+        total.add_(values_N.double().mul_(weight))
+    return total.float()
 
 
 def median(values_KN: Tensor, weights_K: Tensor, rule: Rule) -> Tensor:

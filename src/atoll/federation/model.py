@@ -25,7 +25,7 @@ from atoll.errors import UserError
 from atoll.federation.codec import CODECS, stored_length
 from atoll.federation.tensors import Reader, Writer
 
-STRETCH = 1 << 20  # values in memory at once, of one tensor: a multiple of every block
+STRETCH = 1 << 19  # values in memory at once, of one tensor: a multiple of every block
 Shapes = dict[str, tuple[int, ...]]
 # what of an export is copied from the model before: never anything of an update
 BESIDE_WEIGHTS = (".json", ".model", ".txt", ".jinja")
