@@ -160,7 +160,7 @@ def test_the_report_tells_rounds_bytes_losses_and_weights(
 ) -> None:
     assert report.main([str(whole / "campaigns" / "c")]) == 0
     name, titles, *rows = capsys.readouterr().out.splitlines()
-    assert name == "c" and "queue s" in titles
+    assert name == "Facilities" and "queue s" in titles
     assert [row.split()[:2] for row in rows[:4]] == [
         [str(n), site] for n in (1, 2) for site in TEXT
     ]
