@@ -22,9 +22,6 @@ BENCHMARKS := aggregate_against_mean codecs_over_rounds compose_and_submit host_
 	launch_to_first_collective loop_overhead packing parity_table plan_memory \
 	srun_to_first_collective store_clients tokenize_rate trainer_against_hf
 
-# Tests of the host's side, which runs where the schedulers are.
-OUTSIDE := host setup testbed
-
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two benchmarks at once would measure each other
@@ -73,8 +70,8 @@ test: $(READY) ## Run every test (ARGS="-k launch" for some)
 image-%: $(READY) ## Build images/%.sif: cpu, cuda, cuda_compat, rocm or lumi
 	$(BIN)/python -m atoll image build $* $(if $(IMAGE_CACHE),--cache '$(IMAGE_CACHE)') $(ARGS)
 
-test-image: $(READY) ## Run pytest inside an image (IMAGE=cpu): all that runs on nodes, but no matrices
-	$(BIN)/python -m atoll image test $(IMAGE) $(OUTSIDE:%=--ignore=tests/%) -m 'not matrix' $(ARGS)
+test-image: $(READY) ## Run pytest inside an image (IMAGE=cpu), but for the matrices of strategies
+	$(BIN)/python -m atoll image test $(IMAGE) --ignore=tests/testbed -m 'not matrix' $(ARGS)
 
 testbed: streamflow ## As root: two real Slurms of virtual nodes and a real Apptainer on this machine
 	$(PYTHON) tests/testbed/testbed.py up
@@ -101,7 +98,7 @@ lock: $(READY) ## Pin again what pyproject.toml asks for (ARGS=--upgrade: at the
 	$(BIN)/uv pip compile --group build --quiet --universal --python-version 3.10 \
 		--generate-hashes --no-header --output-file $(LOCKS)/build.txt $(ARGS)
 	$(BIN)/uv pip compile --group streamflow --quiet --universal --python-version 3.10 \
-		--prerelease=allow --generate-hashes --no-header --output-file $(LOCKS)/streamflow.txt $(ARGS)
+		--generate-hashes --no-header --output-file $(LOCKS)/streamflow.txt $(ARGS)
 	$(LOCK) --extra dev --output-file $(LOCKS)/dev.txt $(ARGS)
 	$(LOCK) --extra train --constraint $(LOCKS)/dev.txt --output-file $(LOCKS)/train.txt
 	$(LOCK) --extra test --constraint $(LOCKS)/dev.txt --output-file $(LOCKS)/image.txt

@@ -8,6 +8,8 @@ UNTIED = "model.config.tie_word_embeddings=false"
 TWO_NODES = ("nodes=2", "launcher=static_node", "training.steps=4", "precision=fp32", UNTIED)
 STRATEGIES = {
     "full_shard": [],
+    "shard_grad_op": [],
+    "hybrid_shard_zero2": [],
     "gather_scatter": [],
     "all_reduce": [],
     "full_shard_offload": [],
@@ -16,6 +18,8 @@ STRATEGIES = {
     "pipeline": [],
     "pipeline_interleaved": [],
     "deepspeed_zero1": [],
+    "deepspeed_zero2": [],
+    "deepspeed_zero3": [],
     "deepspeed_zero3_offload": [],
     "hybrid_shard": ["sharding.tensor=2"],
 }
