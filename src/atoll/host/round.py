@@ -79,8 +79,15 @@ def go_on(held: Held, number: int, site: Site) -> None:
 
 def bring_models(held: Held, number: int, site: Site, *flags: str) -> dict[str, Any]:
     """Ask, and send the model that the facility is to begin with if it needs it; its answer."""
+    had = None
     while (said := _asked(held, number, site, *flags))["state"] == "needs":
-        _send_models(held, number, site, said["have"])
+        if said["have"] == had:
+            raise UserError(
+                f"{site.name} has no global model newer than round {had}, though it was sent",
+                f"look into {site.folder}/incoming and {site.folder}/bases there",
+            )
+        had = said["have"]
+        _send_models(held, number, site, had)
     return said
 
 

@@ -92,7 +92,7 @@ def _advance(
     folder: Path, number: int, request: dict[str, Any], only_receive: bool
 ) -> dict[str, Any]:
     here = folder / "rounds" / round_name(number)
-    have = _make_bases(folder, number, request)
+    have = _make_bases(folder, number)
     if have < number - 1:
         return {"state": "needs", "have": have}
     base = folder / "bases" / round_name(number - 1)
@@ -130,26 +130,22 @@ def _request(here: Path) -> dict[str, Any]:
     return found
 
 
-def _make_bases(folder: Path, number: int, request: dict[str, Any]) -> int:
+def _make_bases(folder: Path, number: int) -> int:
     """The number of the newest global model that is here, up to the one this round needs; -1: none.
 
     Differences that have arrived are added, one after the other.
     """
-    have = -1
-    for before in range(number):
-        base = folder / "bases" / round_name(before)
-        if not (base / "manifest.json").is_file():
-            came = folder / "incoming" / round_name(before)
-            if not (came / "manifest.json").is_file():
-                if (folder / "bases" / round_name(before + 1) / "manifest.json").is_file():
-                    continue  # of older rounds only the newest is kept
-                break
-            _rebase(folder, before, came, base)
+    have = _newest(folder, number)
+    for before in range(have + 1, number):
+        came = folder / "incoming" / round_name(before)
+        if not (came / "manifest.json").is_file():
+            break
+        _rebase(folder, before, came, folder / "bases" / round_name(before))
         have = before
     for old in range(have - 1):  # the one before the newest stays, should a round be done again
         shutil.rmtree(folder / "bases" / round_name(old), ignore_errors=True)
         shutil.rmtree(folder / "incoming" / round_name(old), ignore_errors=True)
-    return _newest(folder, number)
+    return have
 
 
 def _newest(folder: Path, number: int) -> int:
