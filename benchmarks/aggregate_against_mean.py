@@ -12,14 +12,15 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import results
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -28,6 +29,8 @@ from atoll.federation import model
 from atoll.federation.make_update import make_update
 
 UPDATES = 4
+PEER_NAME = "from_pretrained + mean"
+FASTER, DISK_TIMES, PEAK_MIB = 5.0, 2.0, 500e6 / 2**20
 CACHES = Path("/proc/sys/vm/drop_caches")
 BLOCK_BYTES = 16 << 20
 PEER = """
@@ -45,6 +48,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2, help="each of two turns, A B B A")
+    parser.add_argument("--check", action="store_true", help="fail where a target is missed")
     parser.add_argument("--folder", type=Path, default=None, help="where there are 16 GB free")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
@@ -52,18 +56,16 @@ def main() -> int:
         base, updates, models = made(folder, arguments.layers)
         ways: dict[str, Callable[[], float]] = {
             "aggregate": lambda: ours(folder, base, updates),
-            "from_pretrained + mean": lambda: peer(folder, models),
+            PEER_NAME: lambda: peer(folder, models),
             "disk": lambda: disk(folder, updates),
         }
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
-        for number in range(2 * arguments.rounds):
-            order = list(ways) if number % 2 == 0 else list(reversed(ways))
-            for way in order:
-                seconds[way].append(ways[way]())
-        medians = {way: statistics.median(values) for way, values in seconds.items()}
-        report(medians, updates, peak_mebibytes(folder, base, updates))
-        print(f"differs from the fp64 mean, rounded: {wrong_values(folder, updates)} values")
-    return 0
+        seconds = results.in_turns(ways, 2 * arguments.rounds)
+        peak = peak_mebibytes(folder, base, updates)
+        wrong = wrong_values(folder, updates)
+        made_rows = rows(seconds, updates, peak)
+    met = results.record("aggregate_against_mean", made_rows)
+    print(f"differs from the fp64 mean, rounded: {wrong} values")
+    return int(arguments.check and (wrong > 0 or not met))
 
 
 def made(folder: Path, layers: int) -> tuple[Path, list[Path], list[Path]]:
@@ -173,14 +175,17 @@ def wrong_values(folder: Path, updates: list[Path]) -> int:
     return wrong
 
 
-def report(medians: dict[str, float], updates: list[Path], peak: float) -> None:
+def rows(seconds: dict[str, list[float]], updates: list[Path], peak: float) -> list[dict[str, Any]]:
     size = sum(path.stat().st_size for path in files(updates[0])) / 1e9
-    cells = "   ".join(f"{way} {value:.2f} s" for way, value in medians.items())
-    print(f"{UPDATES} updates of {size:.2f} GB: {cells}")
-    ours_seconds = medians["aggregate"]
-    print(f"aggregate / disk {ours_seconds / medians['disk']:.2f}")
-    print(f"peer / aggregate {medians['from_pretrained + mean'] / ours_seconds:.2f}")
-    print(f"peak memory of aggregate {peak:.0f} MiB")
+    case = f"{UPDATES} updates of {size:.2f} GB"
+    peers = {PEER_NAME: 1 / FASTER, "disk": DISK_TIMES}
+    made = [
+        results.row(case, "s", seconds["aggregate"], peer, seconds[peer], "lower", target)
+        for peer, target in peers.items()
+    ]
+    limit = "what it may take"
+    made.append(results.row(f"{case}, peak", "MiB", [peak], limit, [PEAK_MIB], "lower", 1.0))
+    return made
 
 
 if __name__ == "__main__":

@@ -10,12 +10,14 @@ takes for a job that does nothing; all beyond that is ours.
 import argparse
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from itertools import count
 from pathlib import Path
+
+import results
 
 LIMIT_SECONDS = 2.0
 CLONE = Path(__file__).resolve().parents[1]
@@ -43,20 +45,19 @@ def main() -> int:
         return 2
     os.environ["PYTHONPATH"] = str(CLONE / "src")
     line = ["facility=testbed", "nodes=4", f"image.file={image}", "+facility.submit.hold=true"]
-    times: dict[str, list[float]] = {"atoll submit": [], "sbatch": []}
+    submit, numbers = [sys.executable, "-m", "atoll", "submit", *line], count()
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(arguments.rounds + 1):
-            submit = [sys.executable, "-m", "atoll", "submit", *line, f"name=held-{number}"]
-            ours = timed(submit, folder)
-            peer = timed(["sbatch", *SLURM, "--wrap=true"], folder)
-            if number:  # the first round fills the file cache
-                times["atoll submit"].append(ours)
-                times["sbatch"].append(peer)
-    medians = {name: statistics.median(numbers) for name, numbers in times.items()}
-    for name, median in medians.items():
-        print(f"{name:14}{median:6.2f} s")
-    print(f"{'difference':14}{medians['atoll submit'] - medians['sbatch']:6.2f} s")
-    return int(arguments.check and medians["atoll submit"] >= LIMIT_SECONDS)
+        ways = {
+            "ours": lambda: timed([*submit, f"name=held-{next(numbers)}"], folder),
+            "sbatch": lambda: timed(["sbatch", *SLURM, "--wrap=true"], folder),
+        }
+        results.in_turns(ways, 1)  # fills the file cache
+        ours, peer = results.in_turns(ways, arguments.rounds).values()
+    rows = [
+        results.row("atoll submit", "s", ours, "bare sbatch", peer, "lower"),
+        results.row("atoll submit", "s", ours, "what it may take", [LIMIT_SECONDS], "lower", 1.0),
+    ]
+    return int(not results.record("compose_and_submit", rows) and arguments.check)
 
 
 if __name__ == "__main__":

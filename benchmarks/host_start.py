@@ -7,12 +7,14 @@ its top and prints the same configuration tree (`--cfg job`). Both run in turns;
 """
 
 import argparse
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+
+import results
 
 TREE = Path(__file__).resolve().parents[1] / "hydra_conf"
 LIMIT_SECONDS = 1.5
@@ -48,20 +50,15 @@ def main() -> int:
             "atoll compose": [sys.executable, "-m", "atoll", "compose", "facility=laptop"],
             "plain Hydra app": [sys.executable, str(script), "facility=laptop", "--cfg", "job"],
         }
-        times: dict[str, list[float]] = {name: [] for name in commands}
-        for round_number in range(arguments.rounds + 1):
-            for name, argv in commands.items():
-                took = seconds(argv)
-                if round_number:  # the first round fills the file cache
-                    times[name].append(took)
-    ours, peer = (statistics.median(times[name]) for name in commands)
-    for name, median in zip(commands, (ours, peer), strict=True):
-        spread = f"{min(times[name]):.2f} to {max(times[name]):.2f}"
-        print(f"{name:16} {median:6.2f} s   ({spread} s, {arguments.rounds} rounds)")
-    print(
-        f"ratio            {ours / peer:6.2f}     (ours / peer; ours should be < {LIMIT_SECONDS} s)"
-    )
-    return int(arguments.check and ours >= LIMIT_SECONDS)
+        ways = {name: partial(seconds, argv) for name, argv in commands.items()}
+        results.in_turns(ways, 1)  # fills the file cache
+        ours, peer = results.in_turns(ways, arguments.rounds).values()
+    limit = "what it may take"
+    rows = [
+        results.row("atoll compose", "s", ours, "plain Hydra app", peer, "lower", 1.0),
+        results.row("atoll compose", "s", ours, limit, [LIMIT_SECONDS], "lower", 1.0),
+    ]
+    return int(not results.record("host_start", rows) and arguments.check)
 
 
 if __name__ == "__main__":

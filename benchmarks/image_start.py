@@ -11,11 +11,13 @@ the shared file system of a facility the many files cost more than here, on a lo
 import argparse
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+
+import results
 
 IMPORTS = "import torch, transformers, atoll"
 CACHES = Path("/proc/sys/vm/drop_caches")
@@ -44,19 +46,16 @@ def main() -> int:
         "image": [runtime, "-s", "exec", str(arguments.image), "python3", "-c", IMPORTS],
         ".venv": [sys.executable, "-c", IMPORTS],
     }
+    rows = []
     for cold in (False, True):
         if cold and not os.access(CACHES, os.W_OK):
             continue
-        times: dict[str, list[float]] = {name: [] for name in commands}
-        for number in range(arguments.rounds + 1):
-            for name, argv in commands.items():
-                took = seconds(argv, cold)
-                if number:  # the first round fills the file cache
-                    times[name].append(took)
-        medians = {name: statistics.median(numbers) for name, numbers in times.items()}
-        cells = "   ".join(f"{name} {median:.2f} s" for name, median in medians.items())
-        ratio = medians["image"] / medians[".venv"]
-        print(f"{'cold' if cold else 'warm'}: {cells}   ratio {ratio:.2f}", flush=True)
+        ways = {name: partial(seconds, argv, cold) for name, argv in commands.items()}
+        results.in_turns(ways, 1)  # fills the file cache
+        image, venv = results.in_turns(ways, arguments.rounds).values()
+        case = f"start, {'cold' if cold else 'warm'}"
+        rows.append(results.row(case, "s", image, ".venv on a local disk", venv, "lower"))
+    results.record("image_start", rows)
     return 0
 
 

@@ -4,8 +4,8 @@
 
 Every rank, on either side, runs `first_collective.py`: it imports torch and transformers, joins a
 gloo group and sums one number over all ranks. The ratio is that of the seconds of whole commands,
-from start to end; `reduced` is when the last rank held the sum, `cpu` the processor time of all
-processes together. Other work on the machine spoils the ratio: look at the load it prints.
+from start to end, and until the last rank held the sum, and of the processor time of all
+processes together.
 torchrun has OMP_NUM_THREADS set and its static rendezvous, which was the fastest of its three, and
 runs in turns with us. `--check` fails where a target is missed.
 """
@@ -13,13 +13,16 @@ runs in turns with us. `--check` fails where a target is missed.
 import argparse
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import results
 
 WORKER = Path(__file__).resolve().with_name("first_collective.py")
 
@@ -36,9 +39,12 @@ class Case(NamedTuple):
 class Timing(NamedTuple):
     """Seconds: until the last rank had its sum, until it all ended, on all processors together."""
 
-    reduced: float
-    ended: float
-    cpu: float
+    reduced: Any
+    ended: Any
+    cpu: Any
+
+
+WORDS = {"reduced": "to the first sum", "ended": "to the end", "cpu": "processor time"}
 
 
 CASES = (
@@ -78,48 +84,46 @@ def timed(command: list[str], folder: Path, rank_count: int) -> Timing:
     return Timing(max(reduced) - start, ended, cpu)
 
 
-def one_round(case: Case, port: int) -> tuple[Timing, Timing]:
-    """Time torchrun, then us."""
-    with tempfile.TemporaryDirectory() as peer, tempfile.TemporaryDirectory() as ours:
-        command = torchrun_command(case.rank_count, port, Path(peer))
-        peer_timing = timed(command, Path(peer), case.rank_count)
-        command = atoll_command(case, Path(ours))
-        return peer_timing, timed(command, Path(ours), case.rank_count)
+def turn(command: Callable[[Path], list[str]], rank_count: int) -> Timing:
+    with tempfile.TemporaryDirectory() as folder:
+        return timed(command(Path(folder)), Path(folder), rank_count)
 
 
-def measured(case: Case, round_count: int) -> tuple[str, bool]:
-    """Compare one case over all rounds: a line of the table, and whether the target is met."""
-    one_round(case, 29400)  # reads the files from disk once, for both
-    rounds = [one_round(case, 29401 + number) for number in range(round_count)]
-    peer, ours = (medians([pair[side] for pair in rounds]) for side in (0, 1))
-    ratio = ours.ended / peer.ended
-    seconds = "".join(f"{number:9.2f}" for number in (*peer, *ours))
-    line = f"{case.launcher:12}{case.rank_count:5}{seconds}{ratio:9.2f}{case.target_ratio:9.2f}"
-    return line, ratio <= case.target_ratio
-
-
-def medians(timings: list[Timing]) -> Timing:
-    return Timing(*(statistics.median(numbers) for numbers in zip(*timings, strict=True)))
+def measured(case: Case, rounds: int) -> list[dict[str, Any]]:
+    """Rows of one case over all rounds."""
+    ports = count(29400)
+    ways = {
+        "ours": lambda: turn(lambda folder: atoll_command(case, folder), case.rank_count),
+        "torchrun": lambda: turn(
+            lambda folder: torchrun_command(case.rank_count, next(ports), folder), case.rank_count
+        ),
+    }
+    results.in_turns(ways, 1)  # reads the files from disk once, for both
+    ours, peer = results.in_turns(ways, rounds).values()
+    targets = Timing(reduced=None, ended=case.target_ratio, cpu=None)
+    title = f"{case.launcher}, {case.rank_count} ranks"
+    return [
+        results.row(
+            f"{title}: {WORDS[name]}",
+            "s",
+            [getattr(one, name) for one in ours],
+            "torchrun",
+            [getattr(one, name) for one in peer],
+            "lower",
+            getattr(targets, name),
+        )
+        for name in Timing._fields
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--check", action="store_true", help="exit 1 where a target is missed")
     arguments = parser.parse_args()
-    print(
-        f"median seconds of {arguments.rounds} rounds on {len(os.sched_getaffinity(0))} cores, "
-        f"load {os.getloadavg()[0]:.1f} at the start"
-    )
-    columns = "".join(f"{name:>9}" for name in ("reduced", "ended", "cpu"))
-    print(f"{'':17}{'torchrun':>27}{'atoll':>27}")
-    print(f"{'launcher':12}{'ranks':>5}{columns}{columns}{'ratio':>9}{'target':>9}")
-    met = True
-    for case in CASES:
-        line, reached = measured(case, arguments.rounds)
-        print(line, flush=True)
-        met = met and reached
-    return 0 if met or not arguments.check else 1
+    rows = [row for case in CASES for row in measured(case, arguments.rounds)]
+    met = results.record("launch_to_first_collective", rows)
+    return int(arguments.check and not met)
 
 
 if __name__ == "__main__":

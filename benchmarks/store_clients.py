@@ -1,6 +1,6 @@
 """The store alone: how long until 1,000 to 10,000 simulated ranks have met at it.
 
-    python benchmarks/store_clients.py [--clients 1000 4000 10000] [--rounds 3] [--check]
+    python benchmarks/store_clients.py [--clients 1000 4000] [--rounds 3] [--check]
 
 A static launch makes one store and no other meeting point, so this is what a large job waits for.
 Each client connects, counts itself in, and waits for the word that all are there. The store's two
@@ -14,11 +14,12 @@ import multiprocessing
 import os
 import resource
 import shutil
-import statistics
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 
+import results
 from torch.distributed import TCPStore
 
 PROCESSES = 4
@@ -65,7 +66,7 @@ def timed(total: int, use_libuv: bool) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--clients", type=int, nargs="+", default=[1000, 4000, 10000])
+    parser.add_argument("--clients", type=int, nargs="+", default=[1000, 4000])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--check", action="store_true", help=f"fail beyond {LIMIT_SECONDS} s")
     parser.add_argument(ALONE, action="store_true", help=argparse.SUPPRESS)
@@ -76,19 +77,15 @@ def main() -> int:
         os.execv(shutil.which("unshare") or "unshare", argv)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    print(f"median seconds of {arguments.rounds} rounds, {len(os.sched_getaffinity(0))} cores")
-    print(f"{'clients':>8}" + "".join(f"{name:>10}" for name in SERVERS) + f"{'ratio':>8}")
-    slow = False
+    rows = []
     for total in arguments.clients:
-        found: dict[str, list[float]] = {name: [] for name in SERVERS}
-        for _ in range(arguments.rounds):
-            for name, use_libuv in SERVERS.items():
-                found[name].append(timed(total, use_libuv))
-        medians = {name: statistics.median(numbers) for name, numbers in found.items()}
-        cells = "".join(f"{medians[name]:10.2f}" for name in SERVERS)
-        print(f"{total:8}{cells}{medians['libuv'] / medians['threads']:8.2f}", flush=True)
-        slow = slow or medians["libuv"] > LIMIT_SECONDS
-    return int(arguments.check and slow)
+        ways = {name: partial(timed, total, libuv) for name, libuv in SERVERS.items()}
+        ours, peer = results.in_turns(ways, arguments.rounds).values()
+        case = f"{total} clients have met"
+        rows.append(results.row(case, "s", ours, "server of threads", peer, "lower", 1.0))
+        limit = "what it may take"
+        rows.append(results.row(case, "s", ours, limit, [LIMIT_SECONDS], "lower", 1.0))
+    return int(not results.record("store_clients", rows) and arguments.check)
 
 
 if __name__ == "__main__":

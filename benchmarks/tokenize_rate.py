@@ -1,6 +1,6 @@
 """Tokenising: the whole of `atoll tokenize` against the bare encoder and against datasets.map.
 
-    python benchmarks/tokenize_rate.py [--megabytes 64] [--turns 5] [--check]
+    python benchmarks/tokenize_rate.py [--megabytes 32] [--turns 3] [--check]
 
 All three turn the same text into tokens with the same byte-level BPE of 32,000 tokens on the same
 cores, in turns, each in a process of its own that has imported what it needs:
@@ -22,9 +22,11 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
+import results
 from one_run import run_on
 
 from atoll import run_dir
@@ -38,8 +40,8 @@ TARGETS = {"raw": 0.85, "datasets.map": 1.3}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare rates of tokenising.")
-    parser.add_argument("--megabytes", type=int, default=64, help="text to tokenise")
-    parser.add_argument("--turns", type=int, default=5, help="times each is run")
+    parser.add_argument("--megabytes", type=int, default=32, help="text to tokenise")
+    parser.add_argument("--turns", type=int, default=3, help="times each is run")
     parser.add_argument("--check", action="store_true", help="fail where a target is missed")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -51,7 +53,11 @@ def main() -> int:
         folder = Path(name)
         make_text_and_tokenizer(folder, arguments.megabytes * 1_000_000)
         rates = measure(folder, arguments.turns)
-    return report(rates, arguments.check)
+    rows = [
+        results.row("whole preparation", "Mtok/s", rates["atoll"], peer, rates[peer], "higher", aim)
+        for peer, aim in TARGETS.items()
+    ]
+    return int(not results.record("tokenize_rate", rows) and arguments.check)
 
 
 def make_text_and_tokenizer(folder: Path, characters: int) -> None:
@@ -79,30 +85,14 @@ def python_sources(characters: int) -> Iterator[str]:
 
 def measure(folder: Path, turns: int) -> dict[str, list[float]]:
     """Mtok/s of each way in each turn."""
-    rates: dict[str, list[float]] = {name: [] for name in WAYS}
-    for turn in range(turns):
-        # Forwards, then backwards: a machine that slows down slows all of them.
-        for name in list(WAYS) if turn % 2 == 0 else reversed(list(WAYS)):
-            command = [sys.executable, __file__, "--way", name, "--folder", str(folder)]
-            said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            seconds, tokens = json.loads(said.splitlines()[-1])
-            rates[name].append(tokens / seconds / 1e6)
-            print(f"  turn {turn + 1}: {name:13} {rates[name][-1]:6.3f} Mtok/s", flush=True)
-    return rates
 
+    def turn(name: str) -> float:
+        command = [sys.executable, __file__, "--way", name, "--folder", str(folder)]
+        said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        seconds, tokens = json.loads(said.splitlines()[-1])
+        return float(tokens / seconds / 1e6)
 
-def report(rates: dict[str, list[float]], check: bool) -> int:
-    # Whatever else the machine does only slows a turn down.
-    best = {name: max(found) for name, found in rates.items()}
-    print(f"{cores()} cores, the best of {len(rates['raw'])} turns:")
-    for name, rate in best.items():
-        print(f"  {name:13} {rate:6.3f} Mtok/s")
-    missed = False
-    for peer, target in TARGETS.items():
-        ratio = best["atoll"] / best[peer]
-        missed |= ratio < target
-        print(f"atoll / {peer} = {ratio:.3f} (target: at least {target})")
-    return int(check and missed)
+    return results.in_turns({name: partial(turn, name) for name in WAYS}, turns)
 
 
 def cores() -> int:

@@ -1,6 +1,6 @@
 """Tokens per second of our trainer against the Hugging Face Trainer, in turns, in one run.
 
-    python benchmarks/trainer_against_hf.py [--rounds 3] [--steps 12] [--precision auto] [--check]
+    python benchmarks/trainer_against_hf.py [--rounds 3] [--steps 10] [--precision auto] [--check]
 
 Both train the same Llama from the same weights' shapes on two gloo ranks with DDP, the same
 number of samples a step, gradient clipping and fused AdamW; every turn is a fresh pair of
@@ -16,48 +16,54 @@ import argparse
 import ast
 import json
 import os
-import statistics
+import resource
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import results
 import yaml
 
 SKIPPED_STEPS = 3
 TARGETS = {"full": 1.0, "documents": 1.5}
+PEER = "Hugging Face Trainer"
+CASES = {"full": "full samples, its best settings", "documents": "documents, its padding"}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
     parser.add_argument("--check", action="store_true", help="fail where a target is missed")
     arguments = parser.parse_args()
-    missed = False
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for case, target in TARGETS.items():
             runs = {
                 side: ready(Path(folder), case, side, arguments) for side in ("ours", "hf_trainer")
             }
-            rates: dict[str, list[float]] = {side: [] for side in runs}
-            for number in range(arguments.rounds):
-                # ABBA, so that a slow drift of the machine weighs on both alike
-                for side in list(runs)[:: 1 if number % 2 == 0 else -1]:
-                    rates[side].append(turn(runs[side], side))
-            ours, peer = (statistics.median(rates[side]) for side in runs)
-            missed |= ours / peer < target
-            print(
-                f"{case:10} ours {ours:8,.0f}  hf_trainer {peer:8,.0f} useful tokens/s  "
-                f"ratio {ours / peer:.2f} (target {target})  "
-                + "  ".join(f"{s}: {[round(r) for r in rates[s]]}" for s in rates),
-                flush=True,
-            )
-    return int(arguments.check and missed)
+            ways = {side: partial(turn, runs[side], side) for side in runs}
+            rows += compared(case, target, *results.in_turns(ways, arguments.rounds).values())
+    return int(not results.record("trainer_against_hf", rows) and arguments.check)
+
+
+def compared(
+    case: str, target: float, ours: list[dict[str, float]], peer: list[dict[str, float]]
+) -> list[dict[str, Any]]:
+    """Rows of one case: rates, with the MFU of ours beside them, and memory."""
+    rates = [[one["rate"] for one in side] for side in (ours, peer)]
+    peaks = [[one["memory_gib"] for one in side] for side in (ours, peer)]
+    name, memory, mfu = CASES[case], f"{CASES[case]}, a rank's peak", ours[-1]["mfu"]
+    return [
+        results.row(name, "tokens/s", rates[0], PEER, rates[1], "higher", target, mfu=mfu),
+        results.row(memory, "GiB", peaks[0], PEER, peaks[1], "lower"),
+    ]
 
 
 def ready(folder: Path, case: str, side: str, arguments: argparse.Namespace) -> Path:
@@ -114,8 +120,8 @@ def docstrings(folder: Path) -> Path:
     return path
 
 
-def turn(run_folder: Path, side: str) -> float:
-    """Useful tokens per second of one whole training by one side."""
+def turn(run_folder: Path, side: str) -> dict[str, float]:
+    """Useful tokens per second and a rank's peak memory of one whole training by one side."""
     for leftover in ("checkpoints", "export"):
         subprocess.run(["rm", "-rf", str(run_folder / leftover)], check=True)
     here = Path(__file__).resolve()
@@ -127,7 +133,8 @@ def turn(run_folder: Path, side: str) -> float:
     )
     if finished.returncode:
         raise SystemExit(f"{' '.join(command)}\n{finished.stdout}\n{finished.stderr}")
-    return float((run_folder / "rate.txt").read_text())
+    found: dict[str, float] = json.loads((run_folder / "measured.json").read_text())
+    return found
 
 
 def ours(run_folder: Path, placement: Any) -> int:
@@ -141,7 +148,9 @@ def ours(run_folder: Path, placement: Any) -> int:
         steps = [r for r in map(json.loads, lines) if r["event"] == "train"]
         seconds = sum(r["step_seconds"] for r in steps[SKIPPED_STEPS:])
         tokens = steps[-1]["tokens"] - steps[SKIPPED_STEPS - 1]["tokens"]
-        (run_folder / "rate.txt").write_text(str(tokens / seconds))
+        last = steps[-2]  # the last one saves and exports besides
+        found = {key: last[key] for key in ("mfu", "memory_gib")} | {"rate": tokens / seconds}
+        (run_folder / "measured.json").write_text(json.dumps(found))
     return code
 
 
@@ -194,7 +203,9 @@ def hf_trainer(run_folder: Path, placement: Any) -> int:
         per_step = useful / wanted * run.training.global_batch_samples
         steps = len(steps_clock.ends) - SKIPPED_STEPS
         seconds = steps_clock.ends[-1] - steps_clock.ends[SKIPPED_STEPS - 1]
-        (run_folder / "rate.txt").write_text(str(per_step * steps / seconds))
+        memory_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        found = {"rate": per_step * steps / seconds, "memory_gib": memory_gib}
+        (run_folder / "measured.json").write_text(json.dumps(found))
     return 0
 
 

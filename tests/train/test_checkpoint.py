@@ -7,11 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from rank_pool import RankPool
+from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -65,12 +67,24 @@ def load_on_ranks(world: World, folder: Path) -> tuple[int, list[float]]:
     return load(folder, world)
 
 
-def change_after_start(world: World, folder: Path) -> None:
+def change_after_copy(world: World, folder: Path) -> None:
+    """Save with a copy that takes long, and change the tensors as soon as that is allowed."""
+    staged = DefaultStager._stage
+
+    def slowly(stager: DefaultStager, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        time.sleep(0.3)
+        return staged(stager, tensors)
+
     tensors = state(world, 5.0)
-    pending = checkpoint.start_save(folder, tensors, progress(5, world.size), 2, world)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DefaultStager, "_stage", slowly)
+        pending = checkpoint.start_save(folder, tensors, progress(5, world.size), 2, world)
+        assert not pending.copied.done()
+        assert checkpoint.await_copy(pending) > 0
     for tensor in tensors.values():
         tensor.zero_()
     checkpoint.finish(pending)
+    assert checkpoint.await_copy(pending) == 0
 
 
 @pytest.mark.parametrize("loading", [1, 2, 4])
@@ -80,10 +94,10 @@ def test_saved_on_three_ranks_loads_on_any(ranks: RankPool, tmp_path: Path, load
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_state_is_copied_before_the_loop_goes_on(
+def test_the_state_is_copied_before_it_may_change(
     ranks: RankPool, tmp_path: Path, size: int
 ) -> None:
-    ranks.run(change_after_start, tmp_path, world=size)
+    ranks.run(change_after_copy, tmp_path, world=size)
     assert ranks.run(load_on_ranks, tmp_path, world=size)[0] == (5, [5.0] * 3)
 
 

@@ -10,16 +10,18 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from atoll import run_dir
 from atoll.errors import UserError
@@ -41,8 +43,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Pending:
-    """A save that goes on in the background; `finish` waits for it."""
+    """A save that goes on in the background; `finish` waits for it.
 
+    Its tensors may not change until they are copied: `await_copy`.
+    """
+
+    copied: Future[None]
     done: Future[None]
     blocked_seconds: float
 
@@ -50,25 +56,51 @@ class Pending:
 def start_save(
     run_folder: Path, state: dict[str, Tensor], progress: Progress, keep: int, world: World
 ) -> Pending:
-    """Copy the state and write it in the background; the loop goes on at once.
+    """Copy the state and write it, both in the background; the loop goes on at once.
 
     Every rank calls this at the same step, having finished the save before.
     """
     started = time.monotonic()
     partial = run_dir.checkpoints(run_folder) / f".step-{progress.step:08d}.partial"
     together(world, lambda: _prepare(partial, world))
+    stager = _stager(world.device)
     written = dcp.async_save(
         state,
         storage_writer=dcp.FileSystemWriter(partial, sync_files=True),
         process_group=world.host_group,
+        async_stager=stager,
         no_dist=world.size == 1,
     )
+    written.upload_completion.add_done_callback(lambda _: stager.close())
     done: Future[None] = Future()
-    thread = threading.Thread(
-        target=_complete, args=(done, written, partial, progress, keep, world), daemon=True
+    about = (done, written.upload_completion, partial, progress, keep, world)
+    threading.Thread(target=_complete, args=about, daemon=True).start()
+    return Pending(written.staging_completion, done, time.monotonic() - started)
+
+
+def _stager(device: torch.device) -> DefaultStager:
+    """What copies the state in a thread, and on a device's stream, of its own."""
+    on_device = device.type == "cuda"
+    if on_device:
+        # that stream does not wait for the update that the others are still at
+        torch.cuda.synchronize(device)
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=on_device,
+            use_shared_memory=False,
+            use_async_staging=True,
+            use_non_blocking_copy=on_device,
+        )
     )
-    thread.start()
-    return Pending(done, time.monotonic() - started)
+
+
+def await_copy(pending: Pending | None) -> float:
+    """Wait until the state may change; returns the seconds waited. `finish` tells of errors."""
+    if pending is None or pending.copied.done():
+        return 0.0
+    started = time.monotonic()
+    wait([pending.copied])
+    return time.monotonic() - started
 
 
 def finish(pending: Pending | None) -> float:

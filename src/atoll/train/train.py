@@ -28,10 +28,13 @@ from atoll.train.interrupt import (
 from atoll.train.optimizer import clear_gradients, learning_rate, set_step_counts, step_counts
 from atoll.train.record import (
     Meter,
+    counting_energy,
+    earlier_tellings,
     record_communication,
     record_evaluation,
     record_result,
     record_start,
+    telling,
 )
 from atoll.train.state import parameters_of, set_state, state_of, update
 from atoll.train.traffic import observed
@@ -66,27 +69,42 @@ def train(run: Run, run_folder: Path, world: World, asked: Asked) -> int:
 
     Returns 0, or the exit code of a run that was asked to stop and saved its state.
     """
+    told = together(world, lambda: earlier_tellings(run, run_folder, world.rank))
     trainee = assemble(run, run_folder, world)
     if trainee.total_steps == 0:
-        record_start(trainee)
-        record_result(trainee, record_evaluation(trainee, 0))
-        if run.export.untrained:
-            export_model(trainee)
+        with telling(trainee, 0, told) as trainee:
+            evaluate_alone(trainee)
         return 0
     progress = resume(trainee)
+    if not gathered(world, is_finished(trainee, progress))[0]:
+        with telling(trainee, progress.step, told) as trainee:
+            return go_on(trainee, progress, asked)
+    if not gathered(world, run_dir.export(run_folder).is_dir())[0]:
+        export_model(trainee)
+    return 0
+
+
+def evaluate_alone(trainee: Trainee) -> None:
+    """A run of no steps."""
+    record_start(trainee)
+    record_result(trainee, record_evaluation(trainee, 0))
+    if trainee.run.export.untrained:
+        export_model(trainee)
+
+
+def go_on(trainee: Trainee, progress: checkpoint.Progress, asked: Asked) -> int:
+    """The steps that are left, then the result and the export; the exit code."""
     if progress.step == 0:
         record_start(trainee)
         record_evaluation(trainee, 0)
     if progress.step < trainee.total_steps:
-        stopped = loop(trainee, progress, asked)
+        with counting_energy(trainee) as record_energy:
+            stopped = loop(trainee, progress, asked)
+            record_energy(progress.step + 1, stopped.step)
         if stopped.code:
             return stop(trainee, stopped, stopped.step - progress.step)
-    if not gathered(world, is_finished(trainee, progress))[0]:
-        final = record_evaluation(trainee, trainee.total_steps)
-        record_result(trainee, final)
-        export_model(trainee)
-    elif not gathered(world, run_dir.export(run_folder).is_dir())[0]:
-        export_model(trainee)
+    record_result(trainee, record_evaluation(trainee, trainee.total_steps))
+    export_model(trainee)
     return 0
 
 
@@ -174,6 +192,8 @@ def loop(trainee: Trainee, start: checkpoint.Progress, asked: Asked) -> Stopped:
                     run.axes.averaged / share.global_targets,
                     trainee.plan,
                 )
+                # what is being saved may not change while it is copied
+                meter.checkpoint_seconds += checkpoint.await_copy(saving)
                 norm = update(trainee, rate)
             if step == start.step + 2 and world.size > 1:
                 meter.communication_seconds = seen.seconds

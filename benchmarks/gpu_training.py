@@ -1,0 +1,338 @@
+"""Training speed on one GPU: our trainer against others, in turns, in one run.
+
+    python benchmarks/gpu_training.py [--minutes 9] [--cases 1b,124m,8b8] [--sides ...] [--check]
+    python benchmarks/gpu_training.py --largest     the largest microbatch that fits, instead
+    python benchmarks/gpu_training.py --dry-run     every side at a tiny size on this CPU
+
+Llama models (gpu_cases.py): the shapes of 1B, of GPT-2 small, and of 8 layers of 8B. Every side
+has the same model, random tokens, batch and precision (fp32 weights, bf16 arithmetic), fused AdamW
+and clipping at 1.0, and a fresh process for each turn. First each side has a turn at each model;
+then, as far as the minutes last, one more in the reverse order.
+
+`ours` is `atoll launch` of a run folder, as any run; the rate is that of its metrics.jsonl after
+the warm-up, and the process is ended when the timed steps are written there, before it would save.
+The peers (gpu_sides.py): `hf_plain`, the Hugging Face Trainer with bf16=True alone; `hf_best`, with
+its fast settings; `hf_whole` (only when named), the same with the whole model compiled;
+`torchtitan` 0.2.2; `litgpt` 0.5.13. One that cannot be imported is said to be missing.
+
+A machine that has torch and transformers needs two folders beside, which pip fills elsewhere, here
+for its Python 3.12 (`--no-deps --only-binary=:all:`, the versions as in containers/locks):
+    pip install ... --python-version 3.12 --platform manylinux_2_17_x86_64 \
+        --target .build/gpu/requirements pydantic pydantic-core annotated-types \
+        typing-inspection typing-extensions
+    pip install ... --target .build/gpu/peers torchtitan==0.2.2 torchdata==0.11.0 tyro==1.0.17 \
+        docstring-parser==0.18.0 typeguard==4.6.0 litgpt==0.5.13 jsonargparse==4.41.0
+They are looked into only for what is missing. litgpt wants lightning there, torchtitan triton.
+
+MFU: tokens/s * (6*N + 12*L*d*T) / peak, N parameters without the embedding, T tokens of a sample.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from gpu_cases import CASES, DRY_CASES, Case, written
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGETS = {"hf_plain": 1.4, "hf_best": 1.15, "torchtitan": 0.97}
+MFU_TARGETS = {"1b": 0.4}
+SIDES = ("ours", "hf_plain", "hf_best", "torchtitan", "litgpt")
+FITTED = ("ours", "hf_best")
+LONGEST_TURN_SECONDS = 240.0
+MOST_SAMPLES = 1024  # of a microbatch; where no size is too large, the search ends here
+
+Turn = tuple[str, str]  # the names of a case and a side
+
+
+@dataclass
+class Bench:
+    """What was measured so far, and how much time is left for more."""
+
+    cases: dict[str, Case]
+    folder: Path
+    on_gpu: bool
+    compiled: bool
+    deadline: float
+    found: dict[Turn, list[dict[str, Any]]] = field(default_factory=dict)
+    failed: dict[Turn, str] = field(default_factory=dict)
+    seconds: dict[Turn, float] = field(default_factory=dict)
+
+    @property
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def rates(self, turn: Turn) -> list[float]:
+        return [one["tokens_per_second"] for one in self.found.get(turn, [])]
+
+    def memory_gib(self, turn: Turn) -> float:
+        return max(float(one["memory_gib"]) for one in self.found[turn])
+
+
+def main() -> int:
+    arguments = parsed()
+    find_requirements()
+    cases = DRY_CASES if arguments.dry_run else {n: CASES[n] for n in arguments.cases.split(",")}
+    with tempfile.TemporaryDirectory() as folder:
+        card = called("card", Path(folder), LONGEST_TURN_SECONDS)
+        print(described(card), flush=True)
+        on_gpu = card["name"] != "cpu"
+        if not (on_gpu or arguments.dry_run):
+            raise SystemExit("there is no GPU here: only --dry-run makes sense")
+        deadline = time.monotonic() + 60 * arguments.minutes
+        compiled = arguments.compile or not arguments.dry_run
+        bench = Bench(cases, Path(folder), on_gpu, compiled, deadline)
+        if not compiled:
+            print("torch.compile is off for every side: --compile turns it on", flush=True)
+        sides = arguments.sides.split(",")
+        rows = list(fitted(bench)) if arguments.largest else measured(bench, sides, card)
+    return int(not reported(rows, arguments.dry_run) and arguments.check)
+
+
+def find_requirements() -> None:
+    """This clone's code, and what the machine lacks of our requirements, for every process."""
+    folders = [str(ROOT / "src")]
+    if find_spec("pydantic") is None:
+        folders.append(str(ROOT / ".build" / "gpu" / "requirements"))
+    sys.path[:0] = folders
+    known = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(folders + ([known] if known else []))
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=9.0, help="time for all turns together")
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--sides", default=",".join(SIDES))
+    parser.add_argument("--largest", action="store_true", help="find the largest microbatches")
+    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU; nothing is kept")
+    parser.add_argument("--compile", action="store_true", help="compile in a dry run as well")
+    parser.add_argument("--check", action="store_true", help="fail where a target is missed")
+    return parser.parse_args()
+
+
+def measured(bench: Bench, sides: Sequence[str], card: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every side's turn at every case, then as many again as there is time for."""
+    first = [(case, side) for case in bench.cases for side in sides]
+    for number, turn in enumerate(first):
+        # a side that hangs may take no more than its share and that of two others
+        fair = 3 * bench.left / (len(first) - number)
+        take(bench, turn, min(fair, bench.left, LONGEST_TURN_SECONDS))
+    again = [(case, side) for case in bench.cases for side in reversed(sides)]
+    dropped = []
+    for turn in (turn for turn in again if turn in bench.found):
+        if bench.left < 1.2 * bench.seconds[turn]:
+            dropped.append(" ".join(turn))
+            continue
+        take(bench, turn, bench.left)
+    if dropped:
+        print(f"no time for a second turn of: {', '.join(dropped)}", flush=True)
+    return [row for name in bench.cases for row in rows_of(bench, name, sides, card)]
+
+
+def take(bench: Bench, turn: Turn, limit_seconds: float) -> None:
+    """One turn, said as it ends; a side that cannot be had is not asked again."""
+    case, side = turn
+    missing = [why for (_, s), why in bench.failed.items() if s == side and "import" in why]
+    if missing:
+        bench.failed[turn] = missing[0]
+        return
+    started = time.monotonic()
+    outcome = trained(bench, bench.cases[case], side, limit_seconds)
+    bench.seconds[turn] = time.monotonic() - started
+    if "failed" in outcome:
+        bench.failed[turn] = outcome["failed"]
+        print(f"{case:5} {side:10} {outcome['failed']}", flush=True)
+        return
+    bench.found.setdefault(turn, []).append(outcome)
+    print(
+        f"{case:5} {side:10} {outcome['tokens_per_second']:10,.0f} tokens/s "
+        f"{outcome['memory_gib']:6.2f} GiB  ({bench.seconds[turn]:.0f} s)",
+        flush=True,
+    )
+
+
+def trained(bench: Bench, case: Case, side: str, limit_seconds: float) -> dict[str, Any]:
+    """One training by one side, from an empty folder."""
+    folder = bench.folder / f"{case.name}-{side}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    written(case, folder, bench.on_gpu, bench.compiled)
+    (folder / "steps.json").write_text(json.dumps([case.warmup_steps, case.timed_steps]))
+    if side == "ours":
+        return ours(case, folder, limit_seconds)
+    return called(side, folder, limit_seconds)
+
+
+def called(side: str, folder: Path, limit_seconds: float) -> dict[str, Any]:
+    """What a peer's process leaves behind."""
+    script = Path(__file__).with_name("gpu_sides.py")
+    outcome = folder / "outcome.json"
+    with Running([sys.executable, str(script), side, str(folder)], folder / "log") as process:
+        over = process.ended(limit_seconds)
+    if outcome.is_file():
+        found: dict[str, Any] = json.loads(outcome.read_text())
+        return found
+    return {"failed": why(folder / "log") if over else f"not done in {limit_seconds:.0f} s"}
+
+
+def ours(case: Case, folder: Path, limit_seconds: float) -> dict[str, Any]:
+    """Our trainer, watched through its metrics, and ended when the timed steps are done."""
+    from atoll import run_dir
+
+    until = time.monotonic() + limit_seconds
+    with Running([sys.executable, "-m", "atoll", "launch", str(folder)], folder / "log") as process:
+        while time.monotonic() < until:
+            over = process.ended(0.2)
+            records = [one for one in run_dir.metrics(folder) if one["event"] == "train"]
+            if records and records[-1]["step"] >= case.steps:
+                return rate_of(case, records)
+            if over:
+                return {"failed": why(folder / "log")}
+    return {"failed": f"not done in {limit_seconds:.0f} s"}
+
+
+def rate_of(case: Case, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Between the line that ends the warm-up and the line that ends the timed steps."""
+    by_step = {one["step"]: one for one in records}
+    begin, end = by_step[case.warmup_steps], by_step[case.steps]
+    rate = (end["tokens"] - begin["tokens"]) / (end["time"] - begin["time"])
+    return {"tokens_per_second": rate, "memory_gib": end["memory_gib"]}
+
+
+class Running:
+    """A process that is gone, with all that it started, when the block ends."""
+
+    def __init__(self, argv: list[str], log: Path) -> None:
+        quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        with open(log, "w") as file:
+            self.process = subprocess.Popen(
+                argv,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | quiet,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def ended(self, seconds: float) -> bool:
+        """Wait so long; whether it ended by itself."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+def why(log: Path) -> str:
+    """The reason at the end of what a process printed."""
+    lines = [line for line in log.read_text().splitlines() if line.strip()]
+    if any("OutOfMemoryError" in line for line in lines):
+        return "out of memory"
+    return "failed: " + " | ".join(line.strip()[:200] for line in lines[-3:])
+
+
+def rows_of(
+    bench: Bench, name: str, sides: Sequence[str], card: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """A row for each peer, and one for the share of the card's peak that ours reaches."""
+    from results import row
+
+    mine = (name, "ours")
+    if mine not in bench.found:
+        print(f"{name}: ours has no rate, so nothing is compared: {bench.failed[mine]}", flush=True)
+        return
+    flops, memory = flops_per_token(bench.cases[name]), bench.memory_gib(mine)
+    shared = {"gemm_tflops": card["gemm_tflops"], "memory_gib": memory, "device": card["name"]}
+    reached = [rate * flops / 1e12 for rate in bench.rates(mine)]
+    peak, target = card["peak_tflops"], MFU_TARGETS.get(name)
+    mfu = statistics.median(reached) / peak
+    yield row(
+        f"{name}, MFU", "TFLOP/s", reached, "peak", [peak], "higher", target, mfu=mfu, **shared
+    )
+    for side in (side for side in sides if side != "ours"):
+        turn = (name, side)
+        if turn not in bench.found:
+            print(f"{name} {side}: {bench.failed.get(turn, 'not run')}", flush=True)
+            continue
+        peers = bench.rates(turn)
+        more = shared | {"peer_memory_gib": bench.memory_gib(turn), "mfu": mfu}
+        more |= {"peer_mfu": statistics.median(peers) * flops / 1e12 / peak}
+        yield row(
+            name, "tokens/s", bench.rates(mine), side, peers, "higher", TARGETS.get(side), **more
+        )
+
+
+def flops_per_token(case: Case) -> float:
+    from atoll.plan.shapes import shape_of
+    from atoll.train.metrics import flops_per_token as of
+
+    return of(shape_of(case.config), case.tokens)
+
+
+def fitted(bench: Bench) -> Iterator[dict[str, Any]]:
+    """The largest microbatch that fits, doubled until one is too large, at each case."""
+    from results import row
+
+    for name, case in bench.cases.items():
+        sizes = {side: largest(bench, case, side) for side in FITTED}
+        if all(sizes.values()):
+            ours_samples, peers = ([float(sizes[side])] for side in FITTED)
+            yield row(f"{name}, microbatch", "samples", ours_samples, FITTED[1], peers, "higher")
+
+
+def largest(bench: Bench, case: Case, side: str) -> int:
+    fits, samples = 0, case.microbatch
+    most = MOST_SAMPLES if bench.on_gpu else 2 * samples
+    while samples <= most:
+        if bench.left < 20:
+            print(f"{case.name:5} {side:10} no time to try {samples} samples", flush=True)
+            return fits
+        tried = trained(bench, case.with_microbatch(samples), side, bench.left)
+        print(f"{case.name:5} {side:10} {samples:4} samples: {tried}", flush=True)
+        if "failed" in tried:
+            return fits
+        fits, samples = samples, 2 * samples
+    return fits
+
+
+def reported(rows: list[dict[str, Any]], dry_run: bool) -> bool:
+    """Print and keep; whether every target was met, and there was anything to compare."""
+    from results import met, record, shown
+
+    if not dry_run:
+        return record("gpu_training", rows) and bool(rows)
+    for one in rows:
+        print(shown(one | {"target": None}), flush=True)
+    return bool(rows) and all(met(one | {"target": None}) for one in rows)
+
+
+def described(card: dict[str, Any]) -> str:
+    if "failed" in card:
+        raise SystemExit(card["failed"])
+    return (
+        f"{card['name']}: peak {card['peak_tflops']:.3g} TFLOP/s ({card['peak_source']}), "
+        f"its large matrix product reaches {card['gemm_tflops']:.3g}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
