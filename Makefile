@@ -18,14 +18,19 @@ PIP := $(BIN)/python -Im pip --disable-pip-version-check
 PIP_LOCKED := $(PIP) install --quiet --require-hashes --no-deps --no-build-isolation
 LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.10 \
 	--generate-hashes --no-header --excludes $(LOCKS)/excludes.txt
-BENCHMARKS := aggregate_against_mean codecs_over_rounds compose_and_submit host_start image_start \
-	launch_to_first_collective loop_overhead packing parity_table plan_memory \
-	srun_to_first_collective store_clients tokenize_rate trainer_against_hf
+# About 20 minutes on 2 cores; what needs a testbed, and what tables other than speed, is beside it.
+BENCH := host_start tokenize_rate packing loop_overhead trainer_against_hf checkpoint_against_dcp \
+	export_against_save_pretrained store_clients launch_to_first_collective aggregate_against_mean
+GPU_PYTHON ?= 3.12
+GPU_PIP := $(PIP) install --quiet --upgrade --no-deps --no-compile --only-binary=:all: \
+	--python-version $(GPU_PYTHON) --implementation cp --platform manylinux_2_28_x86_64 \
+	--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64
+BENCH_TESTBED := image_start compose_and_submit srun_to_first_collective
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two benchmarks at once would measure each other
-.PHONY: help setup demo demo-federation test test-image testbed testbed-down streamflow lint format bench lock clean distclean
+.PHONY: help setup demo demo-federation test test-image testbed testbed-down streamflow lint format bench bench-testbed bench-gpu gpu-travel lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,9 +94,22 @@ format: $(READY) ## Format the code and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(BENCHMARKS:%=bench-%) ## Run every benchmark against its peer, in turn
+bench: $(BENCH:%=bench-%) bench-report ## Us and each peer in turns: about 20 minutes, then the table in README.md
 
-bench-%: $(READY) ## Run one of them: benchmarks/%.py
+bench-testbed: $(BENCH_TESTBED:%=bench-%) ## The same of images and queues, after make testbed image-cpu
+
+# On a machine that has torch and transformers alone: PYTHON=python3 is that machine's.
+bench-gpu: ## Training on one GPU against other trainers; without a GPU: ARGS=--dry-run
+	$(PYTHON) benchmarks/gpu_training.py $(ARGS)
+
+# Carried to a GPU machine without a network: what we need beside torch, and the peers' own code.
+gpu-travel: $(READY) ## Download them into .build/gpu, for GPU_PYTHON (3.12)
+	$(GPU_PIP) --target .build/gpu/requirements pydantic==2.14.3 pydantic-core==2.50.4 \
+		annotated-types==0.8.0 typing-inspection==0.4.5 typing-extensions==4.16.0
+	$(GPU_PIP) --target .build/gpu/peers torchtitan==0.2.2 torchdata==0.11.0 tyro==1.0.17 \
+		docstring-parser==0.18.0 typeguard==4.6.0 litgpt==0.5.13 jsonargparse==4.41.0
+
+bench-%: $(READY) ## Run one of them: benchmarks/%.py (bench-report: draw what was measured)
 	$(BIN)/python benchmarks/$*.py $(ARGS)
 
 lock: $(READY) ## Pin again what pyproject.toml asks for (ARGS=--upgrade: at the newest versions)

@@ -5,7 +5,8 @@
 The peer is how the workflow of the seeds does it: every model into memory in fp32, the mean of the
 state dicts, save_pretrained. Ours reads and verifies the updates, and writes the next global model:
 master, export, difference. The disk alone: the same bytes read and written by plain read and write,
-with fsync. The page cache is dropped before each, where this user may.
+with fsync. `cold`: the page cache is dropped before each turn, where this user may; `just received`
+means that it holds what was read and written last, as after a transfer.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ PEER_NAME = "from_pretrained + mean"
 FASTER, DISK_TIMES, PEAK_MIB = 5.0, 2.0, 500e6 / 2**20
 CACHES = Path("/proc/sys/vm/drop_caches")
 BLOCK_BYTES = 16 << 20
+Before = Callable[[], None]  # what becomes of the page cache ahead of a turn
 PEER = """
 import sys, torch
 from transformers import AutoModelForCausalLM
@@ -54,12 +57,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         base, updates, models = made(folder, arguments.layers)
-        ways: dict[str, Callable[[], float]] = {
-            "aggregate": lambda: ours(folder, base, updates),
-            PEER_NAME: lambda: peer(folder, models),
-            "disk": lambda: disk(folder, updates),
-        }
-        seconds = results.in_turns(ways, 2 * arguments.rounds)
+        seconds = {}
+        for case, before in {"cold": forget_files, "just received": os.sync}.items():
+            ways: dict[str, Callable[[], float]] = {
+                "aggregate": partial(ours, folder, base, updates, before),
+                PEER_NAME: partial(peer, folder, models, before),
+                "disk": partial(disk, folder, updates, before),
+            }
+            seconds[case] = results.in_turns(ways, 2 * arguments.rounds)
         peak = peak_mebibytes(folder, base, updates)
         wrong = wrong_values(folder, updates)
         made_rows = rows(seconds, updates, peak)
@@ -101,31 +106,31 @@ def command(base: Path, updates: list[Path], out: Path) -> list[str]:
     return [sys.executable, "-m", "atoll", *words, "--rule", rule]
 
 
-def ours(folder: Path, base: Path, updates: list[Path]) -> float:
+def ours(folder: Path, base: Path, updates: list[Path], before: Before) -> float:
     out = folder / "next"
     shutil.rmtree(out, ignore_errors=True)
-    return timed(command(base, updates, out))
+    return timed(command(base, updates, out), before)
 
 
-def peer(folder: Path, models: list[Path]) -> float:
+def peer(folder: Path, models: list[Path], before: Before) -> float:
     out = folder / "peer"
     shutil.rmtree(out, ignore_errors=True)
-    return timed([sys.executable, "-c", PEER, str(out), *map(str, models)])
+    return timed([sys.executable, "-c", PEER, str(out), *map(str, models)], before)
 
 
-def timed(argv: list[str]) -> float:
-    forget_files()
+def timed(argv: list[str], before: Before) -> float:
+    before()
     start = time.perf_counter()
     subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     os.sync()
     return time.perf_counter() - start
 
 
-def disk(folder: Path, updates: list[Path]) -> float:
+def disk(folder: Path, updates: list[Path], before: Before) -> float:
     """Read what aggregate reads, and write as many bytes as it has written."""
     sources = [path for one in [*updates, folder / "global-0" / "master"] for path in files(one)]
     written = sum(path.stat().st_size for path in files(folder / "next"))
-    forget_files()
+    before()
     start = time.perf_counter()
     buffer = bytearray(BLOCK_BYTES)
     for path in sources:
@@ -175,12 +180,15 @@ def wrong_values(folder: Path, updates: list[Path]) -> int:
     return wrong
 
 
-def rows(seconds: dict[str, list[float]], updates: list[Path], peak: float) -> list[dict[str, Any]]:
+def rows(
+    seconds: dict[str, dict[str, list[float]]], updates: list[Path], peak: float
+) -> list[dict[str, Any]]:
     size = sum(path.stat().st_size for path in files(updates[0])) / 1e9
     case = f"{UPDATES} updates of {size:.2f} GB"
     peers = {PEER_NAME: 1 / FASTER, "disk": DISK_TIMES}
     made = [
-        results.row(case, "s", seconds["aggregate"], peer, seconds[peer], "lower", target)
+        results.row(f"{case}, {how}", "s", found["aggregate"], peer, found[peer], "lower", target)
+        for how, found in seconds.items()
         for peer, target in peers.items()
     ]
     limit = "what it may take"

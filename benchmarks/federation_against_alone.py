@@ -22,7 +22,7 @@ MODELS_BEFORE = "before"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--folder", type=Path, default=Path("runs/demo-federation"))
     parser.add_argument("--check", action="store_true", help="fail unless federated is best")
     parser.add_argument("settings", nargs="*", help="KEY=VALUE of the campaign")

@@ -7,14 +7,12 @@ a peer's own code says of training on one device is followed; where it leaves a 
 one is taken.
 """
 
-import gc
 import json
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,64 +20,12 @@ from unittest.mock import MagicMock
 
 import torch
 import torch.nn.functional as F
+from gpu_turn import Clock, Turn, looped, moved, samples_of
 from torch import Tensor, nn
-
-from atoll.settings import Run
 
 GEMM_SIZE = 8192
 # appended, so that nothing of the machine's own is hidden from the other sides
 PEERS = Path(__file__).resolve().parents[1] / ".build" / "gpu" / "peers"
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What a side trains, and which of its steps count."""
-
-    run: Run
-    folder: Path
-    warmup_steps: int
-    timed_steps: int
-    device: torch.device
-    dtype: torch.dtype
-
-    @property
-    def compiled(self) -> bool:
-        return self.run.training.compile
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return self.run.model.config
-
-    @property
-    def step_tokens(self) -> int:
-        return self.run.training.microbatch_samples * self.run.data.sequence_tokens
-
-    def autocast(self) -> Any:
-        narrow = self.dtype != torch.float32
-        return torch.autocast(self.device.type, self.dtype) if narrow else nullcontext()
-
-
-class Clock:
-    """Counts steps, and waits for the device only where the timed ones begin and end."""
-
-    def __init__(self, turn: Turn) -> None:
-        self.turn = turn
-        self.steps = 0
-        self.marks: list[float] = []
-
-    def tick(self) -> bool:
-        """A step has ended; whether it was the last."""
-        self.steps += 1
-        last = self.turn.warmup_steps + self.turn.timed_steps
-        if self.steps in (self.turn.warmup_steps, last):
-            if self.turn.device.type == "cuda":
-                torch.cuda.synchronize()
-            self.marks.append(time.perf_counter())
-        return self.steps == last
-
-    def rate(self) -> float:
-        """Tokens per second of the timed steps."""
-        return self.turn.timed_steps * self.turn.step_tokens / (self.marks[1] - self.marks[0])
 
 
 def main() -> int:
@@ -89,7 +35,7 @@ def main() -> int:
     try:
         outcome = card() if side == "card" else trained(side, folder)
     except ImportError as error:
-        outcome = {"failed": f"does not import: {error}"}
+        outcome = {"failed": f"does not import: {str(error).splitlines()[0]}"}
     except torch.OutOfMemoryError:
         outcome = {"failed": "out of memory"}
     (folder / "outcome.json").write_text(json.dumps(outcome))
@@ -138,17 +84,6 @@ def trained(side: str, folder: Path) -> dict[str, Any]:
     return {"tokens_per_second": rate, "memory_gib": memory_gib(device)}
 
 
-def samples_of(turn: Turn) -> list[Tensor]:
-    """The training samples that ours reads, each a row of tokens."""
-    import numpy as np
-
-    from atoll.data.loader import open_samples
-    from atoll.run_dir import prepared
-
-    samples = open_samples(turn.run.data, prepared(turn.run), "train")
-    return [samples.batch(np.array([n])).tokens_BT[0] for n in range(len(samples))]
-
-
 def hf_plain(turn: Turn) -> float:
     """The Hugging Face Trainer as it comes, told to use bf16."""
     return hf_trained(turn, "sdpa", {})
@@ -157,20 +92,19 @@ def hf_plain(turn: Turn) -> float:
 def hf_best(turn: Turn) -> float:
     """Its fast settings. Blocks are compiled each for itself, which accelerate calls regional:
     whole, the model builds a mask and flash attention is out of reach (hf_whole shows it)."""
-    import os
-
     os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     return hf_whole(turn)
 
 
 def hf_whole(turn: Turn) -> float:
+    # what tf32=True stands for, in the one way that torch's compiler and transformers agree on
+    torch.set_float32_matmul_precision("high")
     settings: dict[str, Any] = {
         "optim": "adamw_torch_fused",
         "torch_compile": turn.compiled,
         "logging_strategy": "no",
         "logging_nan_inf_filter": False,  # else every step waits for its loss
         "dataloader_num_workers": 2 if turn.device.type == "cuda" else 0,
-        "tf32": True if turn.device.type == "cuda" else None,
     }
     flash = turn.device.type == "cuda" and find_spec("flash_attn") is not None
     return hf_trained(turn, "flash_attention_2" if flash else "sdpa", settings)
@@ -319,30 +253,6 @@ def plain_step(turn: Turn, model: nn.Module) -> Callable[[Tensor, Tensor], None]
         optimizer.zero_grad(set_to_none=True)
 
     return step
-
-
-def looped(turn: Turn, step: Callable[[Tensor, Tensor], None]) -> float:
-    """A loop that does nothing but step, over batches that lie ready in pinned memory."""
-    clock = Clock(turn)
-    batches = list(batches_of(turn))
-    gc.disable()
-    for tokens_BT, labels_BT in batches:
-        step(tokens_BT, labels_BT)
-        if clock.tick():
-            break
-    return clock.rate()
-
-
-def batches_of(turn: Turn) -> Iterator[tuple[Tensor, Tensor]]:
-    rows = torch.stack(samples_of(turn))
-    for tokens_BT in rows.split(turn.run.training.microbatch_samples):
-        labels_BT = torch.cat([tokens_BT[:, 1:], torch.full_like(tokens_BT[:, :1], -100)], dim=1)
-        pinned = turn.device.type == "cuda"
-        yield (tokens_BT.pin_memory(), labels_BT.pin_memory()) if pinned else (tokens_BT, labels_BT)
-
-
-def moved(turn: Turn, *tensors: Tensor) -> list[Tensor]:
-    return [tensor.to(turn.device, non_blocking=True) for tensor in tensors]
 
 
 # side -> how it trains; gives tokens per second

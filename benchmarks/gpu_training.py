@@ -15,25 +15,16 @@ The peers (gpu_sides.py): `hf_plain`, the Hugging Face Trainer with bf16=True al
 its fast settings; `hf_whole` (only when named), the same with the whole model compiled;
 `torchtitan` 0.2.2; `litgpt` 0.5.13. One that cannot be imported is said to be missing.
 
-A machine that has torch and transformers needs two folders beside, which pip fills elsewhere, here
-for its Python 3.12 (`--no-deps --only-binary=:all:`, the versions as in containers/locks):
-    pip install ... --python-version 3.12 --platform manylinux_2_17_x86_64 \
-        --target .build/gpu/requirements pydantic pydantic-core annotated-types \
-        typing-inspection typing-extensions
-    pip install ... --target .build/gpu/peers torchtitan==0.2.2 torchdata==0.11.0 tyro==1.0.17 \
-        docstring-parser==0.18.0 typeguard==4.6.0 litgpt==0.5.13 jsonargparse==4.41.0
-They are looked into only for what is missing. litgpt wants lightning there, torchtitan triton.
+A machine that has torch and transformers alone needs two folders beside, which `make gpu-travel`
+fills elsewhere, for its Python: .build/gpu/requirements and .build/gpu/peers. They are looked into
+only for what is missing. litgpt wants lightning there, torchtitan triton.
 
 MFU: tokens/s * (6*N + 12*L*d*T) / peak, N parameters without the embedding, T tokens of a sample.
 """
 
 import argparse
-import json
 import os
-import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,13 +34,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gpu_cases import CASES, DRY_CASES, Case, written
+from gpu_cases import CASES, DRY_CASES, Case
+from gpu_processes import Place, called, trained
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = {"hf_plain": 1.4, "hf_best": 1.15, "torchtitan": 0.97}
 MFU_TARGETS = {"1b": 0.4}
 SIDES = ("ours", "hf_plain", "hf_best", "torchtitan", "litgpt")
 FITTED = ("ours", "hf_best")
+MISSING = "does not import"  # how gpu_sides.py says it
 LONGEST_TURN_SECONDS = 240.0
 MOST_SAMPLES = 1024  # of a microbatch; where no size is too large, the search ends here
 
@@ -61,9 +54,7 @@ class Bench:
     """What was measured so far, and how much time is left for more."""
 
     cases: dict[str, Case]
-    folder: Path
-    on_gpu: bool
-    compiled: bool
+    place: Place
     deadline: float
     found: dict[Turn, list[dict[str, Any]]] = field(default_factory=dict)
     failed: dict[Turn, str] = field(default_factory=dict)
@@ -92,7 +83,7 @@ def main() -> int:
             raise SystemExit("there is no GPU here: only --dry-run makes sense")
         deadline = time.monotonic() + 60 * arguments.minutes
         compiled = arguments.compile or not arguments.dry_run
-        bench = Bench(cases, Path(folder), on_gpu, compiled, deadline)
+        bench = Bench(cases, Place(Path(folder), on_gpu, compiled), deadline)
         if not compiled:
             print("torch.compile is off for every side: --compile turns it on", flush=True)
         sides = arguments.sides.split(",")
@@ -144,12 +135,12 @@ def measured(bench: Bench, sides: Sequence[str], card: dict[str, Any]) -> list[d
 def take(bench: Bench, turn: Turn, limit_seconds: float) -> None:
     """One turn, said as it ends; a side that cannot be had is not asked again."""
     case, side = turn
-    missing = [why for (_, s), why in bench.failed.items() if s == side and "import" in why]
+    missing = [why for (_, s), why in bench.failed.items() if s == side and why.startswith(MISSING)]
     if missing:
         bench.failed[turn] = missing[0]
         return
     started = time.monotonic()
-    outcome = trained(bench, bench.cases[case], side, limit_seconds)
+    outcome = trained(bench.place, bench.cases[case], side, limit_seconds)
     bench.seconds[turn] = time.monotonic() - started
     if "failed" in outcome:
         bench.failed[turn] = outcome["failed"]
@@ -161,93 +152,6 @@ def take(bench: Bench, turn: Turn, limit_seconds: float) -> None:
         f"{outcome['memory_gib']:6.2f} GiB  ({bench.seconds[turn]:.0f} s)",
         flush=True,
     )
-
-
-def trained(bench: Bench, case: Case, side: str, limit_seconds: float) -> dict[str, Any]:
-    """One training by one side, from an empty folder."""
-    folder = bench.folder / f"{case.name}-{side}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    written(case, folder, bench.on_gpu, bench.compiled)
-    (folder / "steps.json").write_text(json.dumps([case.warmup_steps, case.timed_steps]))
-    if side == "ours":
-        return ours(case, folder, limit_seconds)
-    return called(side, folder, limit_seconds)
-
-
-def called(side: str, folder: Path, limit_seconds: float) -> dict[str, Any]:
-    """What a peer's process leaves behind."""
-    script = Path(__file__).with_name("gpu_sides.py")
-    outcome = folder / "outcome.json"
-    with Running([sys.executable, str(script), side, str(folder)], folder / "log") as process:
-        over = process.ended(limit_seconds)
-    if outcome.is_file():
-        found: dict[str, Any] = json.loads(outcome.read_text())
-        return found
-    return {"failed": why(folder / "log") if over else f"not done in {limit_seconds:.0f} s"}
-
-
-def ours(case: Case, folder: Path, limit_seconds: float) -> dict[str, Any]:
-    """Our trainer, watched through its metrics, and ended when the timed steps are done."""
-    from atoll import run_dir
-
-    until = time.monotonic() + limit_seconds
-    with Running([sys.executable, "-m", "atoll", "launch", str(folder)], folder / "log") as process:
-        while time.monotonic() < until:
-            over = process.ended(0.2)
-            records = [one for one in run_dir.metrics(folder) if one["event"] == "train"]
-            if records and records[-1]["step"] >= case.steps:
-                return rate_of(case, records)
-            if over:
-                return {"failed": why(folder / "log")}
-    return {"failed": f"not done in {limit_seconds:.0f} s"}
-
-
-def rate_of(case: Case, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Between the line that ends the warm-up and the line that ends the timed steps."""
-    by_step = {one["step"]: one for one in records}
-    begin, end = by_step[case.warmup_steps], by_step[case.steps]
-    rate = (end["tokens"] - begin["tokens"]) / (end["time"] - begin["time"])
-    return {"tokens_per_second": rate, "memory_gib": end["memory_gib"]}
-
-
-class Running:
-    """A process that is gone, with all that it started, when the block ends."""
-
-    def __init__(self, argv: list[str], log: Path) -> None:
-        quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        with open(log, "w") as file:
-            self.process = subprocess.Popen(
-                argv,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=os.environ | quiet,
-                start_new_session=True,
-            )
-
-    def __enter__(self) -> "Running":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def ended(self, seconds: float) -> bool:
-        """Wait so long; whether it ended by itself."""
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-
-def why(log: Path) -> str:
-    """The reason at the end of what a process printed."""
-    lines = [line for line in log.read_text().splitlines() if line.strip()]
-    if any("OutOfMemoryError" in line for line in lines):
-        return "out of memory"
-    return "failed: " + " | ".join(line.strip()[:200] for line in lines[-3:])
 
 
 def rows_of(
@@ -262,6 +166,7 @@ def rows_of(
         return
     flops, memory = flops_per_token(bench.cases[name]), bench.memory_gib(mine)
     shared = {"gemm_tflops": card["gemm_tflops"], "memory_gib": memory, "device": card["name"]}
+    shared |= {"microbatch": bench.cases[name].microbatch}
     reached = [rate * flops / 1e12 for rate in bench.rates(mine)]
     peak, target = card["peak_tflops"], MFU_TARGETS.get(name)
     mfu = statistics.median(reached) / peak
@@ -301,12 +206,12 @@ def fitted(bench: Bench) -> Iterator[dict[str, Any]]:
 
 def largest(bench: Bench, case: Case, side: str) -> int:
     fits, samples = 0, case.microbatch
-    most = MOST_SAMPLES if bench.on_gpu else 2 * samples
+    most = MOST_SAMPLES if bench.place.on_gpu else 2 * samples
     while samples <= most:
         if bench.left < 20:
             print(f"{case.name:5} {side:10} no time to try {samples} samples", flush=True)
             return fits
-        tried = trained(bench, case.with_microbatch(samples), side, bench.left)
+        tried = trained(bench.place, case.with_microbatch(samples), side, bench.left)
         print(f"{case.name:5} {side:10} {samples:4} samples: {tried}", flush=True)
         if "failed" in tried:
             return fits

@@ -62,6 +62,18 @@ def metrics(run_folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
+def tensorboard(run_folder: Path) -> Path:
+    return run_folder / "tensorboard"
+
+
+def wandb(run_folder: Path) -> Path:
+    return run_folder / "wandb"
+
+
+def mlflow(run_folder: Path) -> Path:
+    return run_folder / "mlflow"
+
+
 def result_file(run_folder: Path) -> Path:
     return run_folder / "result.json"
 

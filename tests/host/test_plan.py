@@ -45,7 +45,11 @@ def runs(composed, here):
         for step in range(1, 5):
             slow = 0.1 if step == 1 else 1.0  # the first step warms up
             train = {"event": "train", "step": step, "loss": 5.0 - step, "step_seconds": 2 / slow}
-            records.append(train | {"tokens_per_second": rate * slow})
+            rates = {"tokens_per_second": rate * slow, "tokens": 200 * step}
+            records.append(train | rates)
+        used = {"device_joules": None, "device_source": None, "package_joules": 900.0}
+        # started twice: what both used adds up
+        records += 2 * [{"event": "energy", **used, "package_source": "measured: RAPL"}]
         if ranks > 1:
             records.append(
                 {
@@ -70,6 +74,7 @@ def test_scaling_and_communication(runs, capsys):
     assert rows[2] == ["r1", "1", "2.000", "100", "1.00", "100%", "3.5000", "1.5000"]
     assert rows[3] == ["r2", "2", "2.000", "150", "1.50", "75%", "3.5000", "1.5000"]
     assert rows[7][:6] == ["r2", "64", "1.00", "1.02", "+2.0%", "50%"]
+    assert rows[11] == ["r1", "packages", "0.0005", "2.25", "measured:", "RAPL"]
 
 
 def test_a_run_without_steps(runs, here):

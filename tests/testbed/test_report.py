@@ -16,7 +16,19 @@ from atoll.host import report
 from atoll.host.compose import compose
 from atoll.settings import dumped
 
-TITLES = ("Training loss", "Held-out perplexity", "Throughput", "Model FLOP utilisation", "Scaling")
+TITLES = (
+    "Training loss",
+    "Training loss over time",
+    "Held-out perplexity",
+    "Held-out perplexity over time",
+    "Throughput",
+    "Model FLOP utilisation",
+    "Memory of a rank",
+    "Time that checkpoints held the step",
+    "Scaling",
+)
+TABLES = ("Runs", "Energy", "Made of")
+CELLS = ("estimated: 400 W x time", "0123abcd")
 
 
 @pytest.fixture
@@ -29,13 +41,20 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         run = compose(["facility=laptop", *words]).run
         folder = run_dir.folder(run)
         run_dir.write_whole(run_dir.settings_file(folder), yaml.safe_dump(dumped(run)))
-        records = [{"event": "start", "ranks": ranks, "training_samples": 128, "time": 0.0}]
+        about = {"made_of": {"image": "cpu.sif", "lock": "0123abcd"}}
+        start = {"event": "start", "ranks": ranks, "training_samples": 128, "time": 0.0}
+        records = [start | about]
         for step in range(1, 9):
             rates = {"tokens_per_second": 90.0 * ranks, "mfu": 0.4, "memory_gib": 1.5}
             facts = {"step": step, "tokens": 100 * step, "loss": 5 / step, "time": 2.0 * step}
-            records.append({"event": "train", "step_seconds": 2.0, **facts, **rates})
+            rates |= {"checkpoint_seconds": 0.25 * (step % 2), "step_seconds": 2.0}
+            records.append({"event": "train", **facts, **rates})
         for step in (0, 8):
-            records.append({"event": "evaluation", "step": step, "loss": 3.0, "perplexity": 20.0})
+            found = {"step": step, "loss": 3.0, "perplexity": 20.0, "time": 2.0 * step}
+            records.append({"event": "evaluation", **found})
+        used = {"device_joules": 7.2e6, "device_source": "estimated: 400 W x time"}
+        used |= {"package_joules": None, "package_source": None}
+        records += [{"event": "energy", "step": 8, "first_step": 1, **used}]
         text = "".join(json.dumps(record) + "\n" for record in records)
         run_dir.metrics_file(folder).write_text(text)
     return tmp_path / "runs"
@@ -61,4 +80,6 @@ def test_a_browser_draws_every_figure(runs: Path, capsys: pytest.CaptureFixture[
     assert set(TITLES) <= set(drawn), done.stderr
     lines = re.findall(r'class="js-line" d="(M[^"]+)"', elements)
     assert len(lines) >= 2 * len(TITLES)
+    assert set(TABLES) <= set(re.findall("<h2>([^<]+)</h2>", elements))
+    assert all(cell in elements for cell in CELLS)
     assert not re.search(r'(src|href)="(?!data:)', elements)

@@ -288,7 +288,8 @@ def killed_in_save(run_folder: Path, placement: Any) -> int:
     original, saves = run_dir.sha256_of, []
 
     def sha256_of(path: Path) -> str:
-        saves.append(path.parent.name)
+        if path.parent.parent == run_dir.checkpoints(run_folder):
+            saves.append(path.parent.name)
         if len(set(saves)) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(path)

@@ -91,7 +91,8 @@ def _going_on(run: Run, run_folder: Path, batch_file: Path | None) -> str:
 
 
 def _writes_text(run: Run) -> bool:
-    return run.task.name == "causal_lm" and run.training.steps != 0
+    asked = run.generation.prompt is not None
+    return asked and run.task.name == "causal_lm" and run.training.steps != 0
 
 
 def _lines(commands: list[list[str]]) -> str:

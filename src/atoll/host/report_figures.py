@@ -16,7 +16,8 @@ def of_runs(told: Sequence[Told]) -> Iterator[Any]:
     """Loss, perplexity and rates of each run; scaling where they have different sizes."""
     yield _lines(told, "Training loss", "tokens", "loss", "tokens", "loss")
     yield _lines(told, "Training loss over time", "minutes", "loss", "minutes", "loss")
-    yield _held_out(told)
+    yield _held_out(told, "tokens")
+    yield _held_out(told, "minutes")
     yield _lines(told, "Throughput", "step", "tokens/s", "step", "tokens_per_second")
     yield _lines(told, "Model FLOP utilisation", "step", "share of peak", "step", "mfu")
     yield _lines(told, "Memory of a rank", "step", "GiB", "step", "memory_gib")
@@ -47,13 +48,17 @@ def _across(one: Told, line: dict[str, Any], name: str) -> float:
     return float(line[name])
 
 
-def _held_out(told: Sequence[Told]) -> Any:
+def _held_out(told: Sequence[Told], across: str) -> Any:
     """Perplexity for a language model; the loss where a run has none."""
     name = "perplexity" if all("perplexity" in e for one in told for e in one.held_out) else "loss"
-    made, go = figure(f"Held-out {name}", "step", name), graph_objects()
+    over = " over time" if across == "minutes" else ""
+    made, go = figure(f"Held-out {name}{over}", across, name), graph_objects()
     for one in told:
-        steps, values = [e["step"] for e in one.held_out], [e[name] for e in one.held_out]
-        made.add_trace(go.Scatter(x=steps, y=values, name=one.run.name, mode="lines+markers"))
+        tokens = {line["step"]: line["tokens"] for line in one.train} | {0: 0}
+        lines = [e | {"tokens": tokens.get(e["step"])} for e in one.held_out]
+        known = [e for e in lines if e["tokens"] is not None]
+        points, values = [_across(one, e, across) for e in known], [e[name] for e in known]
+        made.add_trace(go.Scatter(x=points, y=values, name=one.run.name, mode="lines+markers"))
     return made
 
 

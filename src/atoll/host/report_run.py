@@ -8,11 +8,13 @@ from typing import Any
 
 from atoll import run_dir
 from atoll.errors import UserError
+from atoll.host.energy import slurm_energy
+from atoll.host.status import queued_jobs
 from atoll.host.tables import Rows, mebibytes
 from atoll.settings import Run, load_run
 
 WARM_UP = 1
-EVENTS = ("start", "train", "communication", "evaluation")
+EVENTS = ("start", "train", "communication", "evaluation", "energy")
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Told:
     train: list[dict[str, Any]]
     communication: list[dict[str, Any]]
     held_out: list[dict[str, Any]]
+    energy: list[dict[str, Any]]
 
     @property
     def start(self) -> dict[str, Any]:
@@ -114,3 +117,36 @@ def communication(told: Sequence[Told]) -> Rows:
             )
     titles = ["run", "batch", "expected", "on wire", "differs", "of step", "largest call", "for"]
     return [titles, *rows] if rows else []
+
+
+def made_of(told: Sequence[Told]) -> Rows:
+    """What each run was made of: image, lock, code, libraries, data, tokenizer."""
+    parts = {one.run.name: one.start.get("made_of", {}) for one in told}
+    names = list(dict.fromkeys(name for found in parts.values() for name in found))
+    if not names:
+        return []
+    rows = [[run, *(found.get(name, "") for name in names)] for run, found in parts.items()]
+    return [["run", *names], *rows]
+
+
+def energy(told: Sequence[Told]) -> Rows:
+    """Of devices, of processors' packages, of whole nodes as Slurm has it; and how it is known."""
+    rows = []
+    for one in told:
+        for part, (joules, source) in _joules(one).items():
+            per_token = joules / one.train[-1]["tokens"]
+            rows.append([one.run.name, part, f"{joules / 3.6e6:.4g}", f"{per_token:.3g}", source])
+    return [["run", "of", "kWh", "J per token", "how"], *rows] if rows else []
+
+
+def _joules(one: Told) -> dict[str, tuple[float, str]]:
+    """What is known, over all starts of a run."""
+    found = {}
+    for part in ("device", "package"):
+        known = [line for line in one.energy if line[f"{part}_joules"] is not None]
+        sources = sorted({line[f"{part}_source"] for line in known})
+        if known:
+            joules = sum(line[f"{part}_joules"] for line in known)
+            found[f"{part}s"] = (joules, "; ".join(sources))
+    nodes = slurm_energy(queued_jobs(one.folder))
+    return found | ({"nodes": nodes} if nodes else {})

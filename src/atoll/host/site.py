@@ -197,6 +197,7 @@ def _run_of(folder: Path, number: int, request: dict[str, Any], base: Path) -> R
         "folders.runs": folder / "runs",
         "folders.prepared": folder / "prepared",
         "export.dtype": "float32",
+        "generation.prompt": "null",
     }
     lines = [*request["overrides"], *(f"{name}={value}" for name, value in own.items())]
     return compose(lines).run
@@ -239,6 +240,7 @@ def _own_lines(run: Run) -> list[str]:
         f"folders.runs={run.folders.runs}",
         f"folders.prepared={run.folders.prepared}",
         "export.dtype=float32",
+        "generation.prompt=null",
     ]
 
 

@@ -1,6 +1,6 @@
 """The kinds of values that settings are made of."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -11,8 +11,10 @@ Positive = Annotated[float, Field(gt=0.0)]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 VariableText = Annotated[str, Field(coerce_numbers_to_str=True)]
-# One file may be written without its brackets: data.files=a.txt
-FileNames = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+# One file may be written without its brackets: data.files=a.txt; one sink too: sinks=wandb
+one_is_a_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+FileNames = Annotated[list[str], one_is_a_list]
+SinkNames = Annotated[list[Literal["tensorboard", "wandb", "mlflow"]], one_is_a_list]
 
 
 class Settings(BaseModel):

@@ -203,7 +203,7 @@ class Export(Settings):
 class Generation(Settings):
     """The sentence sampled from the export."""
 
-    prompt: str = "def "
+    prompt: str | None = "def "  # null: the run ends without a sample
     max_new_tokens: Count = 48
     temperature: Positive = 0.8
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95

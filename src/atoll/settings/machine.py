@@ -35,6 +35,9 @@ class Node(Settings):
     peak_tflops: Positive | None = Field(
         None, description="dense bf16 peak of one device; unset: measured where there is no device"
     )
+    device_watts: Positive | None = Field(
+        None, description="the most one device draws, to estimate energy where none is measured"
+    )
 
 
 class Queue(Settings):

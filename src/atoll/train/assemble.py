@@ -32,6 +32,7 @@ from atoll.sharding.tensor import split_matrices
 from atoll.train import metrics
 from atoll.train.optimizer import Stepper, make_stepper
 from atoll.train.precision import compute_dtype
+from atoll.train.sinks import Tell, ignore
 from atoll.train.tasks import TASKS
 from atoll.train.world import World, say, together
 
@@ -54,6 +55,7 @@ class Trainee:
     peak_tflops: tuple[float, str]  # of one device, and where the number comes from
     communication_bytes: dict[str, float]  # expected, sent by one rank in a step
     shape: Shape
+    tell: Tell = ignore  # the run's sinks, on the first rank
 
     @property
     def pipeline_group(self) -> Any:

@@ -33,11 +33,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     run = run_of(arguments.where)
     settings = _settings(run, arguments)
-    prompts = [settings.prompt]
-    if arguments.prompts is not None:
-        prompts = _lines(arguments.prompts)
-    elif arguments.prompt is not None:
-        prompts = [arguments.prompt]
+    prompts = _prompts(arguments, settings)
     seed = arguments.seed if arguments.seed is not None else (run.seed if run else 0)
     texts = speak(speaker_of(arguments.where, run), prompts, settings, seed, arguments.out is None)
     if arguments.out is not None:
@@ -108,13 +104,20 @@ def speak(
     return texts
 
 
-def _settings(run: Run | None, arguments: argparse.Namespace) -> Generation:
-    settings = run.generation if run is not None else Generation(prompt="")
-    if run is None and arguments.prompt is None and arguments.prompts is None:
+def _prompts(arguments: argparse.Namespace, settings: Generation) -> list[str]:
+    if arguments.prompts is not None:
+        return _lines(arguments.prompts)
+    prompt = settings.prompt if arguments.prompt is None else arguments.prompt
+    if prompt is None:
         raise UserError(
-            f"{arguments.where} lies in no run folder, so there is no prompt",
+            f"{arguments.where} lies in no run folder that has a prompt",
             "give one: --prompt TEXT, or --prompts FILE",
         )
+    return [prompt]
+
+
+def _settings(run: Run | None, arguments: argparse.Namespace) -> Generation:
+    settings = run.generation if run is not None else Generation(prompt=None)
     given = {"max_new_tokens": arguments.max_new_tokens, "temperature": arguments.temperature}
     for name, value in given.items():
         if value is not None and value <= 0:

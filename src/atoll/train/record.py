@@ -1,9 +1,11 @@
-"""The lines of metrics.jsonl: the start, the steps, the evaluations, the result."""
+"""The lines of metrics.jsonl, told to the run's sinks too: start, steps, evaluations, energy."""
 
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,11 +13,12 @@ from torch import Tensor
 
 from atoll import run_dir
 from atoll.sharding.engines import FORWARDS
-from atoll.train import metrics
+from atoll.train import energy, metrics, sinks
 from atoll.train.assemble import Trainee
 from atoll.train.evaluate import Evaluated, evaluate
+from atoll.train.made_of import made_of
 from atoll.train.traffic import Observed
-from atoll.train.world import say, summed
+from atoll.train.world import gathered, say, summed, together
 
 Result = TypeVar("Result")
 
@@ -74,10 +77,29 @@ class Meter:
             "data_wait_seconds": self.data_seconds,
             "checkpoint_seconds": self.checkpoint_seconds,
         }
-        if world.rank == 0:
-            metrics.append(trainee.run_folder, record)
+        write_down(trainee, record)
         self.restart()
         return record
+
+
+@contextmanager
+def telling(trainee: Trainee, step: int) -> Iterator[Trainee]:
+    """The trainee that goes on after `step`, with its sinks open on the first rank."""
+    world = trainee.world
+    start = sinks.Start(trainee.run, trainee.run_folder, step)
+    with ExitStack() as stack:
+        first = world.rank == 0 and trainee.run.sinks
+        tell = together(
+            world, lambda: stack.enter_context(sinks.opened(start)) if first else sinks.ignore
+        )
+        yield replace(trainee, tell=tell)
+
+
+def write_down(trainee: Trainee, record: dict[str, Any]) -> None:
+    """A record goes into metrics.jsonl, then to the run's sinks; other ranks do nothing."""
+    if trainee.world.rank == 0:
+        metrics.append(trainee.run_folder, record)
+        trainee.tell(record)
 
 
 def flops_per_token(trainee: Trainee) -> float:
@@ -104,8 +126,9 @@ def record_start(trainee: Trainee) -> None:
             "peak_tflops_per_device": peak,
             "peak_source": source,
             "mfu_formula": metrics.MFU_FORMULA,
+            "made_of": made_of(trainee.run),
         }
-        metrics.append(trainee.run_folder, record)
+        write_down(trainee, record)
 
 
 def record_communication(trainee: Trainee, step: int, seen: Observed) -> None:
@@ -119,7 +142,26 @@ def record_communication(trainee: Trainee, step: int, seen: Observed) -> None:
             "seconds": seen.seconds,
             "collectives": seen.collectives()[:20],
         }
-        metrics.append(trainee.run_folder, record)
+        write_down(trainee, record)
+
+
+@contextmanager
+def counting_energy(trainee: Trainee) -> Iterator[Callable[[int, int], None]]:
+    """A function that records, on all ranks, what they used since the `with` began.
+
+    It takes the first and the last step; nothing is recorded where nothing is known.
+    """
+    run, world = trainee.run, trainee.world
+    first_of_node = world.rank % run.ranks_per_node == 0
+    with energy.counted(run.facility.node, world.device, first_of_node) as spent:
+
+        def record(first_step: int, step: int) -> None:
+            used = energy.totals(gathered(world, spent()), run.ranks_per_node)
+            if used:
+                place = {"event": "energy", "step": step, "first_step": first_step}
+                write_down(trainee, place | used)
+
+        yield record
 
 
 def record_evaluation(trainee: Trainee, step: int) -> Evaluated:
@@ -135,9 +177,7 @@ def record_evaluation(trainee: Trainee, step: int) -> Evaluated:
     )
     figures = ", ".join(f"{name} {value:.4g}" for name, value in result.figures.items())
     say(world, f"step {step}: held-out {figures} (loss {result.loss:.4f})")
-    if world.rank == 0:
-        record = {"event": "evaluation", "step": step, **result.record()}
-        metrics.append(trainee.run_folder, record)
+    write_down(trainee, {"event": "evaluation", "step": step, **result.record()})
     return result
 
 

@@ -29,13 +29,13 @@ from atoll.train.optimizer import clear_gradients, learning_rate, set_step_count
 from atoll.train.record import (
     Meter,
     counting_energy,
-    earlier_tellings,
     record_communication,
     record_evaluation,
     record_result,
     record_start,
     telling,
 )
+from atoll.train.sinks import check_installed
 from atoll.train.state import parameters_of, set_state, state_of, update
 from atoll.train.traffic import observed
 from atoll.train.world import SharedError, World, gathered, joined, say, together
@@ -69,15 +69,15 @@ def train(run: Run, run_folder: Path, world: World, asked: Asked) -> int:
 
     Returns 0, or the exit code of a run that was asked to stop and saved its state.
     """
-    told = together(world, lambda: earlier_tellings(run, run_folder, world.rank))
+    together(world, lambda: check_installed(run.sinks))
     trainee = assemble(run, run_folder, world)
     if trainee.total_steps == 0:
-        with telling(trainee, 0, told) as trainee:
+        with telling(trainee, 0) as trainee:
             evaluate_alone(trainee)
         return 0
     progress = resume(trainee)
     if not gathered(world, is_finished(trainee, progress))[0]:
-        with telling(trainee, progress.step, told) as trainee:
+        with telling(trainee, progress.step) as trainee:
             return go_on(trainee, progress, asked)
     if not gathered(world, run_dir.export(run_folder).is_dir())[0]:
         export_model(trainee)

@@ -1,0 +1,68 @@
+"""The plan of the GPU benchmark: no side is dropped, repeats are, and ours is timed as it says."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+SIDES = ("ours", "hf_plain", "torchtitan")
+CARD = {"name": "a card", "peak_tflops": 1.0, "gemm_tflops": 0.5}
+
+
+@pytest.fixture
+def gpu_training(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import gpu_training
+
+    return gpu_training
+
+
+def taken(module: Any, monkeypatch: pytest.MonkeyPatch, minutes: float) -> tuple[list[str], Any]:
+    """Sides in the order of their turns, each of which seems to take a minute, and the rows."""
+    order: list[str] = []
+    now = [0.0]
+
+    def trained(place: Any, case: Any, side: str, limit_seconds: float) -> dict[str, Any]:
+        order.append(side)
+        now[0] += 60.0
+        if side == "torchtitan":
+            return {"failed": "does not import: No module named 'torchtitan'"}
+        return {"tokens_per_second": 150.0 if side == "ours" else 100.0, "memory_gib": 1.0}
+
+    monkeypatch.setattr(module, "trained", trained)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    place = module.Place(Path("/nowhere"), True, True)
+    bench = module.Bench(module.DRY_CASES, place, 60.0 * minutes)
+    return order, module.measured(bench, SIDES, CARD)
+
+
+def test_turns_go_there_and_back(gpu_training: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, rows = taken(gpu_training, monkeypatch, 9.0)
+    assert order == ["ours", "hf_plain", "torchtitan", "hf_plain", "ours"]
+    compared = [row for row in rows if row["unit"] == "tokens/s"]
+    assert [(row["peer"], row["ours"], row["peers"]) for row in compared] == [
+        ("hf_plain", 150.0, 100.0)
+    ]
+
+
+def test_only_repeats_are_dropped(
+    gpu_training: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order, _ = taken(gpu_training, monkeypatch, 3.0)
+    assert order == ["ours", "hf_plain", "torchtitan"]
+    said = capsys.readouterr().out
+    assert "no time for a second turn of: tiny hf_plain, tiny ours" in said
+    assert "torchtitan: does not import" in said
+
+
+def test_the_warm_up_is_left_out(gpu_training: Any) -> None:
+    case = gpu_training.DRY_CASES["tiny"]
+    records = [
+        {"step": step, "tokens": 128 * step, "time": at, "memory_gib": 2.0}
+        for step, at in [(1, 50.0), (2, 51.0), (3, 52.0)]
+    ]
+    found = sys.modules["gpu_processes"].rate_of(case, records)
+    assert found == {"tokens_per_second": 128.0, "memory_gib": 2.0}
