@@ -1,6 +1,6 @@
 """Average four updates of 1 GB: `atoll aggregate` against from_pretrained and a mean, in turns.
 
-    python benchmarks/aggregate_against_mean.py [--layers 16] [--rounds 2] [--folder DIR]
+    python benchmarks/aggregate_against_mean.py [--layers 16] [--rounds 1] [--folder DIR]
 
 The peer is how the workflow of the seeds does it: every model into memory in fp32, the mean of the
 state dicts, save_pretrained. Ours reads and verifies the updates, and writes the next global model:
@@ -50,7 +50,7 @@ models[0].save_pretrained(sys.argv[1])
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=2, help="each of two turns, A B B A")
+    parser.add_argument("--rounds", type=int, default=1, help="each of two turns, A B B A")
     parser.add_argument("--check", action="store_true", help="fail where a target is missed")
     parser.add_argument("--folder", type=Path, default=None, help="where there are 16 GB free")
     arguments = parser.parse_args()
