@@ -18,7 +18,7 @@ PIP := $(BIN)/python -Im pip --disable-pip-version-check
 PIP_LOCKED := $(PIP) install --quiet --require-hashes --no-deps --no-build-isolation
 LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.10 \
 	--generate-hashes --no-header --excludes $(LOCKS)/excludes.txt
-# About 20 minutes on 2 cores; what needs a testbed, and what tables other than speed, is beside it.
+# About 25 minutes on 2 cores; what needs a testbed, and what tables other than speed, is beside it.
 BENCH := host_start tokenize_rate packing loop_overhead trainer_against_hf checkpoint_against_dcp \
 	export_against_save_pretrained store_clients launch_to_first_collective aggregate_against_mean
 GPU_PYTHON ?= 3.12
@@ -94,7 +94,7 @@ format: $(READY) ## Format the code and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(BENCH:%=bench-%) bench-report ## Us and each peer in turns: about 20 minutes, then the table in README.md
+bench: $(BENCH:%=bench-%) bench-report ## Us and each peer in turns: about 25 minutes, then the table in README.md
 
 bench-testbed: $(BENCH_TESTBED:%=bench-%) ## The same of images and queues, after make testbed image-cpu
 

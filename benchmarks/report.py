@@ -107,7 +107,8 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
     y, x = [name for name, _ in aims], [value for _, value in aims]
     made.add_trace(go.Scatter(x=x, y=y, name="wanted", mode="markers", marker=marker))
     made.update_xaxes(type="log")
-    made.update_layout(height=140 + 26 * len(rows), margin={"l": 10})
+    legend = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
+    made.update_layout(height=160 + 22 * len(rows), margin={"l": 10, "t": 70}, legend=legend)
     made.update_yaxes(automargin=True, autorange="reversed")
     return made
 

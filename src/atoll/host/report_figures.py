@@ -9,7 +9,8 @@ from atoll.host.report_run import Told
 
 # What a facility does in a round, in this order, each with its colour.
 SPANS = {"send": COLOURS[5], "queue": COLOURS[6], "train": COLOURS[0], "fetch": COLOURS[4]}
-AVERAGE = COLOURS[2]
+AVERAGE = COLOURS[3]
+FACILITIES = tuple(colour for colour in COLOURS if colour != AVERAGE)
 
 
 def of_runs(told: Sequence[Told]) -> Iterator[Any]:
@@ -146,7 +147,7 @@ def _losses(found: Sequence[Round]) -> Any:
                 y=[p.losses[-1] for p in parts],
                 name=f"{facility}, trained",
                 mode="lines+markers",
-                line={"color": COLOURS[number % len(COLOURS)], "dash": "dot"},
+                line={"color": FACILITIES[number % len(FACILITIES)], "dash": "dot"},
             )
         )
     ends = [one for one in found if one.global_loss is not None]
@@ -159,9 +160,10 @@ def _losses(found: Sequence[Round]) -> Any:
 
 def _by_facility(found: Sequence[Round], title: str, unit: str, value: Any) -> Any:
     made, go = figure(title, "round", unit, barmode="stack"), graph_objects()
-    for facility in [part.facility for part in found[0].parts]:
+    for number, facility in enumerate(part.facility for part in found[0].parts):
         parts = [p for one in found for p in one.parts if p.facility == facility]
-        values = [value(p) for p in parts]
-        made.add_trace(go.Bar(x=[p.round for p in parts], y=values, name=facility))
+        points, values = [p.round for p in parts], [value(p) for p in parts]
+        marker = {"color": FACILITIES[number % len(FACILITIES)]}
+        made.add_trace(go.Bar(x=points, y=values, name=facility, marker=marker))
     made.update_xaxes(dtick=1)
     return made
