@@ -263,6 +263,10 @@ def test_metrics_have_their_fields(ranks: RankPool, folder: Path) -> None:
         assert record.keys() >= FIELDS
         flops = record["tokens_per_second_per_device"] * start["flops_per_token"]
         assert record["mfu"] == pytest.approx(flops / (start["peak_tflops_per_device"] * 1e12))
+    saved = small_run.records(run_folder, "checkpoint")
+    assert [record["step"] for record in saved] == [3, 6]
+    assert all(record["blocked_seconds"] > 0 for record in saved)
+    assert all(0 < record["save_seconds"] < 60 for record in saved)
 
 
 def launch(run_folder: Path, ranks: int, *verb: str) -> subprocess.CompletedProcess[str]:

@@ -42,4 +42,6 @@ def progress(line: dict[str, Any], steps: int) -> str:
         figures = {name: x for name, x in line.items() if isinstance(x, float) and name != "time"}
         said = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
         return f"step {line['step']:>6}  held-out {said}"
+    if line["event"] == "checkpoint":
+        return f"step {line['step']:>6}  saved in {line['save_seconds']:.1f} s"
     return ""

@@ -9,7 +9,7 @@ from atoll import run_dir
 from atoll.errors import UserError
 from atoll.host import report_campaign, report_figures, report_page, tables
 from atoll.host.campaign import Held, kept, settings_file
-from atoll.host.report_run import Told, communication, energy, made_of, read, scaling
+from atoll.host.report_run import Told, checkpoints, communication, energy, made_of, read, scaling
 from atoll.host.status import run_folder
 from atoll.host.tables import Rows
 
@@ -50,6 +50,8 @@ def of_runs(told: Sequence[Told]) -> tuple[dict[str, Rows], Drawn, Path]:
     found = {"Runs": scaling(told)}
     if sent := communication(told):
         found["Sent by a rank in a step, MiB"] = sent
+    if saved := checkpoints(told):
+        found["Checkpoints"] = saved
     if used := energy(told):
         found["Energy"] = used
     if parts := made_of(told):

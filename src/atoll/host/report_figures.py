@@ -22,9 +22,8 @@ def of_runs(told: Sequence[Told]) -> Iterator[Any]:
     yield _lines(told, "Throughput", "step", "tokens/s", "step", "tokens_per_second")
     yield _lines(told, "Model FLOP utilisation", "step", "share of peak", "step", "mfu")
     yield _lines(told, "Memory of a rank", "step", "GiB", "step", "memory_gib")
-    if any(line.get("checkpoint_seconds") for one in told for line in one.train):
-        title = "Time that checkpoints held the step"
-        yield _lines(told, title, "step", "seconds", "step", "checkpoint_seconds")
+    if any(one.checkpoints for one in told):
+        yield _checkpoints(told)
     if any(one.communication for one in told):
         yield _communication(told)
     if len({one.devices for one in told}) > 1:
@@ -60,6 +59,21 @@ def _held_out(told: Sequence[Told], across: str) -> Any:
         known = [e for e in lines if e["tokens"] is not None]
         points, values = [_across(one, e, across) for e in known], [e[name] for e in known]
         made.add_trace(go.Scatter(x=points, y=values, name=one.run.name, mode="lines+markers"))
+    return made
+
+
+def _checkpoints(told: Sequence[Told]) -> Any:
+    """Until each was whole, and how long training stood still for it."""
+    made, go = figure("Checkpoints", "step", "seconds"), graph_objects()
+    for number, one in enumerate(told):
+        colour = COLOURS[number % len(COLOURS)]
+        for name, key, symbol in (("saved", "save", "circle"), ("held", "blocked", "x")):
+            steps = [line["step"] for line in one.checkpoints]
+            values = [line[f"{key}_seconds"] for line in one.checkpoints]
+            marker = {"color": colour, "symbol": symbol, "size": 8}
+            label = f"{one.run.name}, {name}"
+            made.add_trace(go.Scatter(x=steps, y=values, name=label, mode="markers", marker=marker))
+    made.update_yaxes(type="log")
     return made
 
 

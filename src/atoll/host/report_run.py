@@ -14,7 +14,7 @@ from atoll.host.tables import Rows, mebibytes
 from atoll.settings import Run, load_run
 
 WARM_UP = 1
-EVENTS = ("start", "train", "communication", "evaluation", "energy")
+EVENTS = ("start", "train", "communication", "evaluation", "energy", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Told:
     communication: list[dict[str, Any]]
     held_out: list[dict[str, Any]]
     energy: list[dict[str, Any]]
+    checkpoints: list[dict[str, Any]]
 
     @property
     def start(self) -> dict[str, Any]:
@@ -127,6 +128,20 @@ def made_of(told: Sequence[Told]) -> Rows:
         return []
     rows = [[run, *(found.get(name, "") for name in names)] for run, found in parts.items()]
     return [["run", *names], *rows]
+
+
+def checkpoints(told: Sequence[Told]) -> Rows:
+    """How many, how long until one was whole, and how long training stood still for it."""
+    rows = []
+    for one in told:
+        if not one.checkpoints:
+            continue
+        saves = [line["save_seconds"] for line in one.checkpoints]
+        held = [line["blocked_seconds"] for line in one.checkpoints]
+        mean = [f"{statistics.fmean(seconds):.3f}" for seconds in (saves, held)]
+        share = f"{sum(held) / sum(saves):.1%}"
+        rows.append([one.run.name, str(len(saves)), *mean, share])
+    return [["run", "saved", "s to save", "s training stood", "share"], *rows] if rows else []
 
 
 def energy(told: Sequence[Told]) -> Rows:

@@ -155,7 +155,7 @@ def _progress(folder: Path) -> str:
     """The last step that was written down."""
     steps = [record.get("step") for record in run_dir.metrics(folder)]
     known = [step for step in steps if step is not None]
-    return f"step {known[-1]} is the last one written down" if known else "no step yet"
+    return f"step {max(known)} is the last one written down" if known else "no step yet"
 
 
 def _result(folder: Path) -> str:

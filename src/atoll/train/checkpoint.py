@@ -9,10 +9,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +41,18 @@ class Progress:
     step_counts: dict[str, int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pending:
     """A save that goes on in the background; `finish` waits for it.
 
     Its tensors may not change until they are copied: `await_copy`.
     """
 
+    step: int
+    started: float  # by the monotonic clock
     copied: Future[None]
-    done: Future[None]
-    blocked_seconds: float = 0.0
+    done: Future[float]  # the seconds after which it was whole
+    blocked_seconds: float = 0.0  # for which training stood still, so far
 
 
 def start_save(
@@ -63,10 +65,11 @@ def start_save(
     started = time.monotonic()
     partial = run_dir.checkpoints(run_folder) / f".step-{progress.step:08d}.partial"
     together(world, lambda: _prepare(partial, world))
-    pending = Pending(Future(), Future())
+    pending = Pending(progress.step, started, Future(), Future())
     about = (pending, _stager(world.device), state, partial, progress, keep, world)
     threading.Thread(target=_save, args=about, daemon=True).start()
-    return replace(pending, blocked_seconds=time.monotonic() - started)
+    pending.blocked_seconds = time.monotonic() - started
+    return pending
 
 
 def _stager(device: torch.device) -> DefaultStager:
@@ -89,9 +92,7 @@ def await_copy(pending: Pending | None) -> float:
     """Wait until the state may change; returns the seconds waited. `finish` tells of errors."""
     if pending is None or pending.copied.done():
         return 0.0
-    started = time.monotonic()
-    wait([pending.copied])
-    return time.monotonic() - started
+    return _waited(pending, lambda: wait([pending.copied]))
 
 
 def finish(pending: Pending | None) -> float:
@@ -101,9 +102,15 @@ def finish(pending: Pending | None) -> float:
     """
     if pending is None:
         return 0.0
+    return _waited(pending, pending.done.result)
+
+
+def _waited(pending: Pending, call: Callable[[], object]) -> float:
     started = time.monotonic()
-    pending.done.result()
-    return time.monotonic() - started
+    call()
+    seconds = time.monotonic() - started
+    pending.blocked_seconds += seconds
+    return seconds
 
 
 def latest(run_folder: Path) -> Path | None:
@@ -187,7 +194,7 @@ def _save(
         together(
             world, lambda: _publish(partial, every, progress, keep) if world.rank == 0 else None
         )
-        pending.done.set_result(None)
+        pending.done.set_result(time.monotonic() - pending.started)
     except BaseException as error:
         pending.done.set_exception(error)
     finally:

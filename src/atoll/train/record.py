@@ -15,6 +15,7 @@ from atoll import run_dir
 from atoll.sharding.engines import FORWARDS
 from atoll.train import energy, metrics, sinks
 from atoll.train.assemble import Trainee
+from atoll.train.checkpoint import Pending
 from atoll.train.evaluate import Evaluated, evaluate
 from atoll.train.made_of import made_of
 from atoll.train.traffic import Observed
@@ -143,6 +144,12 @@ def record_communication(trainee: Trainee, step: int, seen: Observed) -> None:
             "collectives": seen.collectives()[:20],
         }
         write_down(trainee, record)
+
+
+def record_checkpoint(trainee: Trainee, saved: Pending) -> None:
+    """How long a save took, and for how much of that training stood still."""
+    times = {"save_seconds": saved.done.result(), "blocked_seconds": saved.blocked_seconds}
+    write_down(trainee, {"event": "checkpoint", "step": saved.step} | times)
 
 
 @contextmanager

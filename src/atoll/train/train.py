@@ -29,6 +29,7 @@ from atoll.train.optimizer import clear_gradients, learning_rate, set_step_count
 from atoll.train.record import (
     Meter,
     counting_energy,
+    record_checkpoint,
     record_communication,
     record_evaluation,
     record_result,
@@ -205,18 +206,28 @@ def loop(trainee: Trainee, start: checkpoint.Progress, asked: Asked) -> Stopped:
             last = step == trainee.total_steps
             code = 0 if last else agreed_code()
             if is_due(step, run.checkpoint.every_steps) or last or code:
-                meter.checkpoint_seconds += checkpoint.finish(saving)
+                meter.checkpoint_seconds += finished(trainee, saving)
                 saving = save(trainee, step, step * batch_samples, meter.total_tokens)
                 meter.checkpoint_seconds += saving.blocked_seconds
                 if not run.checkpoint.asynchronous:
-                    meter.checkpoint_seconds += checkpoint.finish(saving)
+                    meter.checkpoint_seconds += finished(trainee, saving)
+                    saving = None
             if is_evaluation_due(trainee, step) and not last:
                 record_evaluation(trainee, step)
                 meter.restart()
             if code:
                 break
-        checkpoint.finish(saving)
+        finished(trainee, saving)
     return Stopped(step, code)
+
+
+def finished(trainee: Trainee, saving: checkpoint.Pending | None) -> float:
+    """Wait until a save is whole, and write down how long it took; the seconds waited."""
+    if saving is None:
+        return 0.0
+    waited = checkpoint.finish(saving)
+    record_checkpoint(trainee, saving)
+    return waited
 
 
 def is_due(step: int, every: int) -> bool:
