@@ -75,11 +75,10 @@ test: $(READY) ## Run every test (ARGS="-k launch" for some)
 image-%: $(READY) ## Build images/%.sif: cpu, cuda, cuda_compat, rocm or lumi
 	$(BIN)/python -m atoll image build $* $(if $(IMAGE_CACHE),--cache '$(IMAGE_CACHE)') $(ARGS)
 
-# Of the host side what an image is asked for: composing, planning, telling mistakes. What calls
-# schedulers, ssh and the image builder stays outside of it.
+# An image has neither a testbed nor the benchmarks.
 test-image: $(READY) ## Run pytest inside an image (IMAGE=cpu), but for the matrices of strategies
 	$(BIN)/python -m atoll image test $(IMAGE) --ignore=tests/testbed --ignore=tests/benchmarks \
-		'--ignore-glob=tests/host/test_[!cmp]*' -m 'not matrix' $(ARGS)
+		-m 'not matrix' $(ARGS)
 
 testbed: streamflow ## As root: two real Slurms of virtual nodes and a real Apptainer on this machine
 	$(PYTHON) tests/testbed/testbed.py up
