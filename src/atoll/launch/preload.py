@@ -39,7 +39,7 @@ def preload(import_verb: Callable[[], ModuleType]) -> ModuleType:
 
     Raises UserError where an import started a thread or touched a device.
     """
-    with _environment(_WHILE_IMPORTING), paused_garbage_collection():
+    with environment(_WHILE_IMPORTING), paused_garbage_collection():
         for name in PRELOADED_MODULES:
             importlib.import_module(name)
         module = import_verb()
@@ -63,7 +63,8 @@ def paused_garbage_collection() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """These variables for the length of a `with`; what was there before is there again after it."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -7,7 +7,6 @@ write files and nothing else: what they would send, collect or ask for of themse
 import importlib.util
 import json
 import math
-import os
 import re
 import secrets
 import shutil
@@ -20,6 +19,7 @@ from typing import Any
 
 from atoll import run_dir
 from atoll.errors import UserError
+from atoll.launch.preload import environment
 from atoll.settings import Run, dumped
 
 Record = dict[str, Any]
@@ -71,7 +71,7 @@ def opened(start: Start) -> Iterator[Tell]:
     """
     sinks: dict[str, Sink] = {}
     failed = True
-    with _environment(start.folder):
+    with environment(_variables(start.folder)):
         try:
             if start.step == 0:
                 _forget(start.folder)
@@ -258,22 +258,11 @@ def _forget(run_folder: Path) -> None:
         shutil.rmtree(path(run_folder), ignore_errors=True)
 
 
-@contextmanager
-def _environment(run_folder: Path) -> Iterator[None]:
+def _variables(run_folder: Path) -> dict[str, str]:
     """What the libraries can be told by variables alone, before they are imported."""
-    wanted = {
+    return {
         "WANDB_ERROR_REPORTING": "false",  # errors are sent to nobody
         "WANDB_CACHE_DIR": str(run_dir.wandb(run_folder) / "cache"),  # not in a home
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_ALLOW_FILE_STORE": "true",
     }
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
