@@ -8,10 +8,13 @@ ARGS ?=
 IMAGE ?= cpu
 # Where image files are kept, to be found again by another clone; unset: in images/ itself.
 IMAGE_CACHE ?=
+# Processes that share the tests; 0: this one alone, as a debugger needs.
+TEST_PROCESSES ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PYTEST_BESIDE := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 LOCKS := containers/locks
 # Isolated (-I), so that the PYTHONPATH of a module system cannot interfere.
 PIP := $(BIN)/python -Im pip --disable-pip-version-check
@@ -70,15 +73,15 @@ streamflow: .venv-streamflow/.ready ## Install StreamFlow, for campaigns with en
 	@touch $@
 
 test: $(READY) ## Run every test (ARGS="-k launch" for some)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PYTEST_BESIDE) $(ARGS)
 
 image-%: $(READY) ## Build images/%.sif: cpu, cuda, cuda_compat, rocm or lumi
 	$(BIN)/python -m atoll image build $* $(if $(IMAGE_CACHE),--cache '$(IMAGE_CACHE)') $(ARGS)
 
 # An image has neither a testbed nor the benchmarks.
 test-image: $(READY) ## Run pytest inside an image (IMAGE=cpu), but for the matrices of strategies
-	$(BIN)/python -m atoll image test $(IMAGE) --ignore=tests/testbed --ignore=tests/benchmarks \
-		-m 'not matrix' $(ARGS)
+	$(BIN)/python -m atoll image test $(IMAGE) $(PYTEST_BESIDE) --ignore=tests/testbed \
+		--ignore=tests/benchmarks -m 'not matrix' $(ARGS)
 
 testbed: streamflow ## As root: two real Slurms of virtual nodes and a real Apptainer on this machine
 	$(PYTHON) tests/testbed/testbed.py up
@@ -110,6 +113,14 @@ gpu-travel: $(READY) ## Download them into .build/gpu, for GPU_PYTHON (3.12)
 		annotated-types==0.8.0 typing-inspection==0.4.5 typing-extensions==4.16.0
 	$(GPU_PIP) --target .build/gpu/peers torchtitan==0.2.2 torchdata==0.11.0 tyro==1.0.17 \
 		docstring-parser==0.18.0 typeguard==4.6.0 litgpt==0.5.13 jsonargparse==4.41.0
+
+bench-trainer_against_hf: .build/peers/.ready
+
+# Without what they ask for: the versions here are those that all sides share.
+.build/peers/.ready: $(READY)
+	$(PIP) install --quiet --upgrade --no-deps --target $(@D) litgpt==0.5.13 jsonargparse==4.41.0 \
+		lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0
+	@touch $@
 
 bench-%: $(READY) ## Run one of them: benchmarks/%.py (bench-report: draw what was measured)
 	$(BIN)/python benchmarks/$*.py $(ARGS)

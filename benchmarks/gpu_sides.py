@@ -21,6 +21,7 @@ from unittest.mock import MagicMock
 import torch
 import torch.nn.functional as F
 from gpu_turn import Clock, Turn, looped, moved, samples_of
+from litgpt_side import litgpt_model
 from torch import Tensor, nn
 
 GEMM_SIZE = 8192
@@ -210,28 +211,8 @@ def titan_arguments(turn: Turn) -> Any:
 
 def litgpt(turn: Turn) -> float:
     """litgpt's model, compiled whole with its loss, in a plain loop."""
-    from litgpt.config import Config
-    from litgpt.model import GPT
-
-    sizes = turn.config
-    config = Config(
-        name=turn.run.model.name,
-        block_size=turn.run.data.sequence_tokens,
-        n_layer=sizes["num_hidden_layers"],
-        n_embd=sizes["hidden_size"],
-        n_head=sizes["num_attention_heads"],
-        n_query_groups=sizes["num_key_value_heads"],
-        intermediate_size=sizes["intermediate_size"],
-        padded_vocab_size=sizes["vocab_size"],
-        rotary_percentage=1.0,
-        parallel_residual=False,
-        bias=False,
-        norm_class_name="RMSNorm",
-        mlp_class_name="LLaMAMLP",
-    )
     with turn.device:
-        model = GPT(config)
-    model.apply(model._init_weights)
+        model = litgpt_model(turn.config, turn.run.data.sequence_tokens)
     return looped(turn, plain_step(turn, model))
 
 

@@ -1,14 +1,15 @@
-"""Tokens per second of our trainer against the Hugging Face Trainer, in turns, in one run.
+"""Tokens per second of our trainer against the Hugging Face Trainer and litgpt, in turns.
 
     python benchmarks/trainer_against_hf.py [--rounds 3] [--steps 10] [--precision auto] [--check]
 
-Both train the same Llama from the same weights' shapes on two gloo ranks with DDP, the same
+All train the same Llama from the same weights' shapes on two gloo ranks with DDP, the same
 number of samples a step, gradient clipping and fused AdamW; every turn is a fresh pair of
 processes. The first three steps of a turn are not counted.
 
-`full`: the standard library's sources, chopped into full samples for both. The peer has its best
-settings: SDPA, packed samples, no attention mask, no logging, no saving.
-`documents`: the standard library's docstrings, one a document. The peer pads each batch to its
+`full`: the standard library's sources, chopped into full samples for all. The Trainer has its best
+settings: SDPA, packed samples, no attention mask, no logging, no saving; litgpt (litgpt_side.py)
+has its pretraining's loop.
+`documents`: the standard library's docstrings, one a document. The Trainer pads each batch to its
 longest sample, as it does by default; we pack. Only tokens that are not padding count.
 """
 
@@ -30,9 +31,19 @@ import results
 import yaml
 
 SKIPPED_STEPS = 3
-TARGETS = {"full": 1.0, "documents": 1.5}
-PEER = "Hugging Face Trainer"
-CASES = {"full": "full samples, its best settings", "documents": "documents, its padding"}
+TRAINER, LITGPT = "Hugging Face Trainer", "litgpt"
+# side -> the verb of its turns
+VERBS = {
+    "ours": "trainer_against_hf:ours",
+    TRAINER: "trainer_against_hf:hf_trainer",
+    LITGPT: "litgpt_side:litgpt",
+}
+TARGETS = {("full", TRAINER): 1.0, ("documents", TRAINER): 1.5}
+CASES = {
+    ("full", TRAINER): "full samples, its best settings",
+    ("full", LITGPT): "full samples, its pretraining",
+    ("documents", TRAINER): "documents, its padding",
+}
 
 
 def main() -> int:
@@ -44,26 +55,26 @@ def main() -> int:
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for case, target in TARGETS.items():
-            runs = {
-                side: ready(Path(folder), case, side, arguments) for side in ("ours", "hf_trainer")
-            }
-            ways = {side: partial(turn, runs[side], side) for side in runs}
-            rows += compared(case, target, *results.in_turns(ways, arguments.rounds).values())
+        for case in ("full", "documents"):
+            sides = ["ours", *(peer for of, peer in CASES if of == case)]
+            runs = {side: ready(Path(folder), case, side, arguments) for side in sides}
+            ways = {side: partial(turn, runs[side], side) for side in sides}
+            rows += compared(case, results.in_turns(ways, arguments.rounds))
     return int(not results.record("trainer_against_hf", rows) and arguments.check)
 
 
-def compared(
-    case: str, target: float, ours: list[dict[str, float]], peer: list[dict[str, float]]
-) -> list[dict[str, Any]]:
-    """Rows of one case: rates, with the MFU of ours beside them, and memory."""
-    rates = [[one["rate"] for one in side] for side in (ours, peer)]
-    peaks = [[one["memory_gib"] for one in side] for side in (ours, peer)]
-    name, memory, mfu = CASES[case], f"{CASES[case]}, a rank's peak", ours[-1]["mfu"]
-    return [
-        results.row(name, "tokens/s", rates[0], PEER, rates[1], "higher", target, mfu=mfu),
-        results.row(memory, "GiB", peaks[0], PEER, peaks[1], "lower"),
-    ]
+def compared(case: str, turns: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """Rows of one case and each peer: rates, with the MFU of ours beside them, and memory."""
+    ours, rows = turns.pop("ours"), []
+    for peer, theirs in turns.items():
+        rates = [[one["rate"] for one in side] for side in (ours, theirs)]
+        peaks = [[one["memory_gib"] for one in side] for side in (ours, theirs)]
+        name, target, mfu = CASES[case, peer], TARGETS.get((case, peer)), ours[-1]["mfu"]
+        rows += [
+            results.row(name, "tokens/s", rates[0], peer, rates[1], "higher", target, mfu=mfu),
+            results.row(f"{name}, a rank's peak", "GiB", peaks[0], peer, peaks[1], "lower"),
+        ]
+    return rows
 
 
 def ready(folder: Path, case: str, side: str, arguments: argparse.Namespace) -> Path:
@@ -80,14 +91,14 @@ def ready(folder: Path, case: str, side: str, arguments: argparse.Namespace) -> 
             f"data.files={docstrings(folder)}",
             "data.validation.fraction=0.02",
         ]
-        data += ["data.batching=padding"] if side == "hf_trainer" else []
+        data += ["data.batching=padding"] if side == TRAINER else []
     run = compose(
         [
             "facility=laptop",
             "launcher=static",
             "sharding=ddp",
             f"precision={arguments.precision}",
-            f"name={case}-{side}",
+            f"name={case}-{VERBS[side].split(':')[1]}",
             f"folders.runs={folder}/runs",
             f"folders.prepared={folder}/prepared",
             f"training.steps={arguments.steps + SKIPPED_STEPS}",
@@ -126,8 +137,8 @@ def turn(run_folder: Path, side: str) -> dict[str, float]:
         subprocess.run(["rm", "-rf", str(run_folder / leftover)], check=True)
     here = Path(__file__).resolve()
     path = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    verb = f"{here.stem}:{side}"
-    command = [sys.executable, "-m", "atoll", "launch", "--local-ranks", "2", str(run_folder), verb]
+    command = [sys.executable, "-m", "atoll", "launch", "--local-ranks", "2"]
+    command += [str(run_folder), VERBS[side]]
     finished = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )
