@@ -32,7 +32,7 @@ def litgpt(run_folder: Path, placement: Any) -> int:
     fabric = Fabric(
         accelerator="cpu",
         devices=placement.world_size,
-        strategy=DDPStrategy(environment, process_group_backend="gloo"),
+        strategy=DDPStrategy(cluster_environment=environment, process_group_backend="gloo"),
         precision="bf16-mixed" if dtype == torch.bfloat16 else "32-true",
     )
     fabric.launch()

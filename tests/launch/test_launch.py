@@ -73,7 +73,7 @@ def pids(run_folder: Path, count: int) -> list[int]:
 def is_gone(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before, or while, it is read
         return True
     return state == "Z"
 
