@@ -8,13 +8,10 @@ ARGS ?=
 IMAGE ?= cpu
 # Where image files are kept, to be found again by another clone; unset: in images/ itself.
 IMAGE_CACHE ?=
-# Processes that share the tests; 0: this one alone, as a debugger needs.
-TEST_PROCESSES ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PYTEST_BESIDE := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 LOCKS := containers/locks
 # Isolated (-I), so that the PYTHONPATH of a module system cannot interfere.
 PIP := $(BIN)/python -Im pip --disable-pip-version-check
@@ -73,15 +70,15 @@ streamflow: .venv-streamflow/.ready ## Install StreamFlow, for campaigns with en
 	@touch $@
 
 test: $(READY) ## Run every test (ARGS="-k launch" for some)
-	$(BIN)/python -m pytest $(PYTEST_BESIDE) $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 image-%: $(READY) ## Build images/%.sif: cpu, cuda, cuda_compat, rocm or lumi
 	$(BIN)/python -m atoll image build $* $(if $(IMAGE_CACHE),--cache '$(IMAGE_CACHE)') $(ARGS)
 
 # An image has neither a testbed nor the benchmarks.
 test-image: $(READY) ## Run pytest inside an image (IMAGE=cpu), but for the matrices of strategies
-	$(BIN)/python -m atoll image test $(IMAGE) $(PYTEST_BESIDE) --ignore=tests/testbed \
-		--ignore=tests/benchmarks -m 'not matrix' $(ARGS)
+	$(BIN)/python -m atoll image test $(IMAGE) --ignore=tests/testbed --ignore=tests/benchmarks \
+		-m 'not matrix' $(ARGS)
 
 testbed: streamflow ## As root: two real Slurms of virtual nodes and a real Apptainer on this machine
 	$(PYTHON) tests/testbed/testbed.py up

@@ -50,6 +50,8 @@ awk -v kept="$kept" '/^[A-Za-z0-9]/ { split($1, part, "=="); drop = index(kept, 
 PIP_CONSTRAINT='' python3 -m pip install -qq --require-hashes --no-deps --no-build-isolation \
     -r /tmp/lock.txt
 PIP_CONSTRAINT='' python3 -m pip install -qq --no-deps --no-build-isolation --editable $atoll
+# an image is read-only: without this every rank would compile our modules at every start
+python3 -m compileall -q --invalidation-mode unchecked-hash $atoll/src
 
 replaced=$(comm -23 <(printf '%s\n' "$before" | sort) <(state | sort))
 [[ -z $replaced ]] || stop "the lock replaced the base's $replaced" "take that out of image.txt"

@@ -30,6 +30,7 @@ TINY = [
     "data.sequence_tokens=32",
     "data.validation.fraction=0.3",
     "precision=fp32",
+    "facility.node.peak_tflops=0.1",
     "training.microbatch_samples=4",
     "optimizer.warmup_steps=0",
     "checkpoint.every_steps=0",

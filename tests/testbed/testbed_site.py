@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 USER = "atoll"
 HOW = "no testbed here; as root: make testbed image-cpu"
 TINY = (
+    "facility.node.peak_tflops=0.1",  # else every rank of every run measures one
     "model=llama_tiny",
     "model.config.vocab_size=512",
     "model.config.hidden_size=64",

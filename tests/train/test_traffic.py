@@ -9,7 +9,6 @@ from rank_pool import RankPool
 
 from atoll.settings import Run
 
-pytestmark = pytest.mark.alone  # what others send through the same interfaces is counted too
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 128,
