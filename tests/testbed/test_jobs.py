@@ -58,6 +58,7 @@ def test_a_run_goes_on_after_its_time_limit_with_the_same_losses(site):
     job = site.submit("limited", *line, *limit, "training.microbatch_samples=1")
     site.submit("unlimited", *line)
     until_it_restarts(site, "limited")
+    # it met its limit once, and may now come to its end
     subprocess.run(["scontrol", "update", f"JobId={job}", "TimeLimit=20"], check=True)
     unlimited = losses(site.finished("unlimited", 900))
     folder = site.finished("limited", 900)
