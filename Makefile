@@ -19,7 +19,7 @@ PIP_LOCKED := $(PIP) install --quiet --require-hashes --no-deps --no-build-isola
 LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.10 \
 	--generate-hashes --no-header --excludes $(LOCKS)/excludes.txt
 # About 25 minutes on 2 cores; what needs a testbed, and what tables other than speed, is beside it.
-BENCH := host_start tokenize_rate packing loop_overhead trainer_against_hf checkpoint_against_dcp \
+BENCH := host_start tokenize_rate packing short_attention loop_overhead trainer_against_hf checkpoint_against_dcp \
 	export_against_save_pretrained store_clients launch_to_first_collective aggregate_against_mean
 GPU_PYTHON ?= 3.12
 GPU_PIP := $(PIP) install --quiet --upgrade --no-deps --no-compile --only-binary=:all: \

@@ -1,12 +1,15 @@
 """Documents of one sample do not see each other, and each is attended to as if alone."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
+from atoll.models import attention
 from atoll.models.build import build_config, build_model, weights_for
 from atoll.models.causal_lm import CausalLM
 from atoll.models.weights import fill, fill_buffers, materialize
@@ -79,15 +82,74 @@ def test_one_document_a_sample_goes_through_one_call() -> None:
         segment_ends=torch.tensor([0, tiny.SEQUENCE], dtype=torch.int32),
         segment_lengths=(tiny.SEQUENCE,),
     )
-    calls = []
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-
-    def counted(*args: object, **kwargs: object) -> torch.Tensor:
-        calls.append(kwargs)
-        return sdpa(*args, **kwargs)  # type: ignore[arg-type]
-
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        calls = counted_calls(patch)
         model(whole, torch.float32)
     assert len(calls) == tiny.CONFIGS["llama"]["num_hidden_layers"]
-    assert all(call["is_causal"] and call.get("attn_mask") is None for call in calls)
+    assert all(call["is_causal"] and call.get("attn_mask") is None for _, call in calls)
+
+
+def counted_calls(patch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    """The arguments of all calls of torch's kernel from now on."""
+    calls: list[tuple[Any, dict[str, Any]]] = []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(*tensors: torch.Tensor, **more: Any) -> torch.Tensor:
+        calls.append((tensors, more))
+        return sdpa(*tensors, **more)
+
+    patch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    return calls
+
+
+def test_documents_need_no_kernel_for_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = model_of("llama"), counted_calls(monkeypatch)
+    lengths = set()
+    for seed in range(20):
+        batch = tiny.batch(seed, samples=3)
+        lengths |= set(batch.segment_lengths)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(batch, torch.bfloat16).backward()
+    assert {k.shape[2] for (_, k, _), _ in calls} == lengths
+    assert all(x.dtype == torch.float32 for tensors, _ in calls for x in tensors)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [(attention.SHORT_TOKENS, torch.float32), (attention.SHORT_TOKENS + 1, torch.bfloat16)],
+)
+def test_whole_samples_in_half_precision(
+    tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = counted_calls(monkeypatch)
+    # positions turn queries and keys back into fp32
+    query, key, value = (torch.randn(1, 2, tokens, 8) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = attention.packed_attention(torch.nn.Module(), query, key, value.bfloat16(), None)
+    assert [x.dtype for tensors, _ in calls for x in tensors] == [dtype] * 3
+    assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_segment_is_attended_to_as_if_alone(dtype: torch.dtype, causal: bool) -> None:
+    lengths, heads, width = (1, 40, 7, 32, 40, 8), 2, 16
+    shape = (2, heads, sum(lengths) // 2, width)
+    inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
+    module: Any = SimpleNamespace(is_causal=causal)
+    out_BTHD, _ = attention.packed_attention(module, *inputs, None, segment_lengths=lengths)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    parts = [x.transpose(1, 2).flatten(0, 1).transpose(0, 1).split(lengths, 1) for x in doubles]
+    alone = [
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        for q, k, v in zip(*parts, strict=True)
+    ]
+    expected_BTHD = torch.cat(alone, 1).transpose(0, 1).view_as(out_BTHD)
+    weight = torch.randn(out_BTHD.shape)
+    (out_BTHD * weight).sum().backward()
+    (expected_BTHD * weight).sum().backward()
+    near = dict.fromkeys(("atol", "rtol"), 1e-2 if dtype == torch.bfloat16 else 1e-5)
+    torch.testing.assert_close(out_BTHD.double(), expected_BTHD, **near)
+    for x, exact in zip(inputs, doubles, strict=True):
+        assert x.grad is not None and exact.grad is not None
+        torch.testing.assert_close(x.grad.double(), exact.grad, **near)

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 NAME = "atoll_packed"
+# Up to here torch's kernel was faster in fp32 than in bf16 (benchmarks/short_attention.py).
+SHORT_TOKENS = 256
 
 
 def register() -> None:
@@ -49,34 +51,54 @@ def packed_attention(
     [B, T, H, D].
     """
     assert attention_mask is None, "documents are kept apart by segments, not by masks"
+    device = query_BHTD.device.type
+    # not what autocast would give the kernel, where positions made queries and keys fp32 again
+    autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else query_BHTD.dtype
+    q, k, v = query_BHTD, key_BHTD, value_BHTD
     if heads_for_tokens is not None:
-        query_BHTD, key_BHTD, value_BHTD = (
-            heads_for_tokens(x) for x in (query_BHTD, key_BHTD, value_BHTD)
-        )
-        out_BTHD, _none = packed_attention(
-            module,
-            query_BHTD,
-            key_BHTD,
-            value_BHTD,
-            attention_mask,
-            scaling,
-            dropout,
-            segment_ends,
-            segment_lengths,
-        )
-        return heads_for_tokens.back(out_BTHD), None
+        q, k, v = (heads_for_tokens(x.to(dtype)) for x in (q, k, v))
+    kernel_dtype = _kernel_dtype(device, dtype, q.shape[2], segment_lengths is not None)
+    with torch.autocast(device, enabled=False):
+        q, k, v = (x.to(kernel_dtype) for x in (q, k, v))
+        out_BTHD = _attended(module, q, k, v, scaling, dropout, segment_ends, segment_lengths)
+    out_BTHD = out_BTHD.to(dtype)
+    return (out_BTHD if heads_for_tokens is None else heads_for_tokens.back(out_BTHD)), None
+
+
+def _kernel_dtype(device: str, dtype: torch.dtype, tokens: int, any_length: bool) -> torch.dtype:
+    """fp32 for short pieces on processors, where half precision is slower and takes more memory.
+
+    oneDNN compiles a kernel for each shape of a product in half precision and keeps 1,024 of
+    them, up to 1 MB each, which lengths of documents use up.
+    """
+    if device == "cpu" and dtype.itemsize == 2 and (any_length or tokens <= SHORT_TOKENS):
+        return torch.float32
+    return dtype
+
+
+def _attended(
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BHTD: Tensor,
+    value_BHTD: Tensor,
+    scaling: float | None,
+    dropout: float,
+    segment_ends: Tensor | None,
+    segment_lengths: tuple[int, ...] | None,
+) -> Tensor:
     causal = bool(getattr(module, "is_causal", True))
     batch, heads, tokens, width = query_BHTD.shape
     if segment_ends is None and segment_lengths is None:
         output = _sdpa(query_BHTD, key_BHTD, value_BHTD, scaling, dropout, causal)
-        return output.transpose(1, 2), None
+        return output.transpose(1, 2)
     q, k, v = (_flat(x) for x in (query_BHTD, key_BHTD, value_BHTD))
     if segment_lengths is None:
         assert segment_ends is not None
         out_NHD = _varlen(q, k, v, segment_ends, tokens, scaling, causal)
     else:
         out_NHD = _by_segment(q, k, v, segment_lengths, scaling, dropout, causal)
-    return out_NHD.view(batch, tokens, heads, width), None
+    return out_NHD.view(batch, tokens, heads, width)
 
 
 def _flat(x_BHTD: Tensor) -> Tensor:
