@@ -132,7 +132,7 @@ def federation(site: Site, door: Door, host_python: Path) -> Iterator[dict[str, 
         "train": [*train, "checkpoint.every_steps=0"],
         "steps": 4,
         "batch_samples": 8,
-        "poll_seconds": 1,
+        "poll_seconds": 3,  # to ask takes the processors a second from the runs
         "rule": {"max_norm_ratio": 100, "quorum": 2},
         "ssh_options": door.options,
     }
@@ -219,6 +219,7 @@ def test_a_facility_behind_a_closed_door_is_left_out(federation: dict[str, Any])
     while len(one_round.state.unsettled(held, 1)) > 1:
         for site in held.campaign.sites:
             one_round.go_on(held, 1, site)
+        time.sleep(held.campaign.poll_seconds)
     over = held.campaign.model_copy(update={"deadline_minutes": 0.001})
     assert federate.run(Held(over, held.folder)) == 0
     assert "Permission denied" in one_round.state.left_out(held, 1)["testbed"]

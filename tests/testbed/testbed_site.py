@@ -74,7 +74,7 @@ class Site:
         while ": finished" not in (said := self.status(name)):
             failed = ": failed" in said or time.monotonic() > deadline
             assert not failed, f"{said}\n{self.output(name)}"
-            time.sleep(1)
+            time.sleep(3)  # to ask takes the processors half a second from the run
         return folder
 
     def status(self, name: str) -> str:
