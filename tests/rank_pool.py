@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from typing import Any
 
 RANKS = 4
@@ -33,6 +34,8 @@ MOST_THREADS = 48
 class RankPool:
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
+        # the tokenizer's workers, in tests before, may have started one without these modules
+        forkserver._forkserver._stop()
         context.set_forkserver_preload([*PRELOADED, "rank_pool"])
         self.context = context
         self.pipes: list[Any] = [None] * RANKS
