@@ -67,10 +67,10 @@ def packed_attention(
 
 
 def _kernel_dtype(device: str, dtype: torch.dtype, tokens: int, any_length: bool) -> torch.dtype:
-    """fp32 for short pieces on processors, where half precision is slower and takes more memory.
+    """fp32 on processors for short samples, as faster, and for documents, as they are of any length.
 
     oneDNN compiles a kernel for each shape of a product in half precision and keeps 1,024 of
-    them, up to 1 MB each, which lengths of documents use up.
+    them, up to 1 MB each. Long documents pay for that memory with time.
     """
     if device == "cpu" and dtype.itemsize == 2 and (any_length or tokens <= SHORT_TOKENS):
         return torch.float32
