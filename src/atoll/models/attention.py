@@ -67,7 +67,7 @@ def packed_attention(
 
 
 def _kernel_dtype(device: str, dtype: torch.dtype, tokens: int, any_length: bool) -> torch.dtype:
-    """fp32 on processors for short samples, as faster, and for documents, as they are of any length.
+    """fp32 on processors: for short samples as the faster, for documents as of any length.
 
     oneDNN compiles a kernel for each shape of a product in half precision and keeps 1,024 of
     them, up to 1 MB each. Long documents pay for that memory with time.
