@@ -115,7 +115,8 @@ def federation(site: Site, door: Door, host_python: Path) -> Iterator[dict[str, 
             "folder": place,
             "command": ["env", f"PYTHONPATH={site.clone}/src", str(host_python), "-m", "atoll"],
             "overrides": [
-                *("facility=testbed", "nodes=1", f"image.file={site.image}"),
+                *("facility=testbed", "nodes=1", "launcher=static_node"),
+                f"image.file={site.image}",
                 f"data.files=[{texts}/{TEXTS[cluster.name]}]",
             ],
         }

@@ -1,5 +1,6 @@
 """Whole runs under each strategy: evaluation, checkpoints, another layout after them, exports."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +66,32 @@ def reference(ranks: RankPool, folder: Path, family: dict[str, Any], name: str) 
     return run_folder
 
 
+@pytest.fixture(scope="module")
+def stopped(ranks: RankPool, folder: Path) -> Path:
+    """A run under full_shard that fell over after its checkpoint of step 3."""
+    run = spread(folder, "full_shard", name="stopped")
+    run_folder = small_run.ready(run)
+    ranks.run(stop_after, run, 3)
+    return run_folder
+
+
 @pytest.mark.parametrize("strategy", list(STRATEGIES)[1:])
 def test_a_run_goes_on_under_another_strategy(
-    ranks: RankPool, folder: Path, whole: Path, strategy: str
+    ranks: RankPool, folder: Path, whole: Path, stopped: Path, strategy: str
 ) -> None:
     """From full_shard to the strategy and the other way, at step 3 of 6."""
     expected = small_run.losses(whole)
     held_out = small_run.records(whole, "evaluation")[-1]["loss"]
     for first, second in (("full_shard", strategy), (strategy, "full_shard")):
         run = spread(folder, first, name=f"{first}_to_{second}")
-        run_folder = small_run.ready(run)
-        ranks.run(stop_after, run, 3)
+        run_folder = run_dir.folder(run)
+        if first == "full_shard":
+            shutil.copytree(stopped, run_folder)
+        else:
+            small_run.ready(run)
+            ranks.run(stop_after, run, 3)
         assert checkpoint.latest(run_folder) == run_dir.checkpoint(run_folder, 3)
-        again = spread(folder, second, name=f"{first}_to_{second}")
+        again = spread(folder, second, name=run.name)
         ranks.run(small_run.train_here, again)
         assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-4), first
         last = small_run.records(run_folder, "evaluation")[-1]
