@@ -24,6 +24,7 @@ PRELOADED = [
     "transformers",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "opt", "bert")),
     "atoll.train.train",
+    "deepspeed.runtime.engine",
 ]
 TIMEOUT_SECONDS = 180.0
 # Some of what a test makes keeps its process groups, and each gloo group has threads that wake up a
@@ -34,6 +35,7 @@ MOST_THREADS = 48
 class RankPool:
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed looks for one when imported
         # the tokenizer's workers, in tests before, may have started one without these modules
         forkserver._forkserver._stop()
         context.set_forkserver_preload([*PRELOADED, "rank_pool"])

@@ -58,7 +58,7 @@ def settings(folder: Path, ranks: int, **changes: Any) -> Run:
         "training": {
             "steps": 6,
             "global_batch_samples": 8,
-            "microbatch_samples": 1,
+            "microbatch_samples": 2,
             "log_every_steps": 1,
         },
         "checkpoint": {"every_steps": 3},

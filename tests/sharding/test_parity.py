@@ -70,11 +70,12 @@ STRATEGIES = [
 
 
 def config_of(family: str, strategy: Strategy | None = None) -> dict[str, Any]:
-    """Four layers and four key heads, so that everything divides."""
+    """Four key heads, and two layers for each of two stages, so that everything divides."""
+    staged = strategy is not None and strategy.untied
     layers = {"gpt2": "n_layer"}.get(family, "num_hidden_layers")
-    more = {layers: 4, "tie_word_embeddings": not (strategy and strategy.untied)}
+    more = {layers: 4 if staged else 2, "tie_word_embeddings": not staged}
     if family == "llama":
-        more = {layers: 4, "num_key_value_heads": 4}
+        more |= {"num_key_value_heads": 4, "tie_word_embeddings": False}
     return tiny.CONFIGS[family] | more
 
 
@@ -96,9 +97,13 @@ def settings(config: dict[str, Any], sharding: dict[str, Any], ranks: int, **mor
     )
 
 
-def chosen(strategy: Strategy, family: str, ranks: int = 4, **more: Any) -> Run:
+def chosen(strategy: Strategy, family: str, microbatches: int = 2, **more: Any) -> Run:
+    """On four ranks, each of which adds up the gradients of so many microbatches in a step."""
     sharding = small_run.sharding(strategy.name) | strategy.changes
-    return settings(config_of(family, strategy), sharding, ranks, **more)
+    run = settings(config_of(family, strategy), sharding, 4, **more)
+    samples = SAMPLES // run.axes.data // microbatches
+    training = run.training.model_copy(update={"microbatch_samples": samples})
+    return run.model_copy(update={"training": training})
 
 
 def train(
@@ -158,7 +163,8 @@ def joined(seeds: list[int]) -> Any:
 @cache
 def one_process(family: str, clip_norm: float | None, untied: bool = False) -> Any:
     alone = World(0, 1, torch.device("cpu"), None)
-    run = chosen(Strategy("single", {}, untied), family, 1, training__microbatch_samples=8)
+    config = config_of(family, Strategy("single", {}, untied))
+    run = settings(config, small_run.sharding("single"), 1, training__microbatch_samples=SAMPLES)
     return train(alone, run, clip_norm)
 
 
@@ -187,8 +193,10 @@ def test_strategy_equals_one_process(ranks: RankPool, strategy: Strategy, family
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_without_clipping_and_with_wider_microbatches(ranks: RankPool, strategy: Strategy) -> None:
-    got = ranks.run(train, chosen(strategy, "llama", training__microbatch_samples=2), None)
+def test_without_clipping_and_with_other_microbatches(ranks: RankPool, strategy: Strategy) -> None:
+    """A single one, or where stages wait for each other as many as there are stages in all."""
+    run = chosen(strategy, "llama", microbatches=4 if strategy.untied else 1)
+    got = ranks.run(train, run, None)
     assert_same(one_process("llama", None, strategy.untied), got[0])
 
 
@@ -206,7 +214,7 @@ def test_recompute_changes_no_number(ranks: RankPool, recompute: str, strategy: 
 
 
 def test_clipping_acts(ranks: RankPool) -> None:
-    unclipped = one_process("llama", None)
+    unclipped = one_process("llama", None, untied=True)
     run = chosen(Strategy("full_shard", {"tensor": 2, "pipeline": 2}, True), "llama")
     clipped = ranks.run(train, run, 1e-4)[0]
     assert clipped[1][0] == pytest.approx(unclipped[1][0], rel=1e-3), "the norm before clipping"

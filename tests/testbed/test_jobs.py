@@ -3,9 +3,11 @@
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
+from testbed_site import USER
 
 FOUR_NODES = ("nodes=4", "training.steps=6")
 
@@ -18,7 +20,8 @@ def losses(folder: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def reference(site) -> dict[int, float]:
-    site.submit("static", *FOUR_NODES, "launcher=static")
+    sample = ("generation.prompt=def", "generation.max_new_tokens=4")
+    site.submit("static", *FOUR_NODES, "launcher=static", *sample)
     return losses(site.finished("static"))
 
 
@@ -26,6 +29,7 @@ def test_four_nodes_train_in_the_container(site, reference):
     folder = site.clone / "runs" / "static"
     assert sorted(reference) == [1, 2, 3, 4, 5, 6]
     assert (folder / "export" / "model.safetensors.index.json").exists()
+    site.until("static", (folder / "sample.txt").exists)
     start = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     assert start["ranks"] == 8
     assert re.search(r"finished, 6 steps, loss 6\.\d+, perplexity \d+", site.status("static"))
@@ -43,16 +47,23 @@ def test_pbs_s_commands_give_the_same_losses(site, reference):
     assert (site.clone / "runs" / "pbs" / "jobs.txt").read_text().startswith("pbs ")
 
 
-def test_a_run_goes_on_after_its_time_limit_with_the_same_losses(site):
-    line = ("nodes=4", "training.steps=60", "launcher=static_node")
-    limit = ("facility.walltime_minutes=2", "restart.notice_seconds=75")
-    site.submit("limited", *line, *limit, "training.microbatch_samples=1")
-    site.submit("unlimited", *line)
-    unlimited = losses(site.finished("unlimited", 900))
-    folder = site.finished("limited", 900)
+def signal_ranks(name: str) -> None:
+    command = ["pkill", f"-{name}", "-u", USER, "-f", "^[^ ]*python3 -m atoll launch"]
+    subprocess.run(command, check=True)
+
+
+def test_a_run_goes_on_after_its_time_limit_with_the_same_losses(site, reference):
+    """Its ranks stand still from the first step on, as for a file system, until Slurm's notice."""
+    limit = ("facility.walltime_minutes=2", "restart.notice_seconds=60")
+    site.submit("limited", *FOUR_NODES, "launcher=static_node", *limit)
+    folder, lines = site.clone / "runs" / "limited", site.clone / "runs/limited/metrics.jsonl"
+    site.until("limited", lambda: lines.exists() and 1 in losses(folder))
+    signal_ranks("STOP")
+    site.until("limited", (folder / "stop").exists)
+    signal_ranks("CONT")
+    assert losses(site.finished("limited")) == reference
     restarts = [json.loads(text) for text in (folder / "restarts.jsonl").read_text().splitlines()]
-    assert 0 < restarts[0]["step"] < 60
-    assert losses(folder) == unlimited
+    assert 0 < restarts[0]["step"] < 6
     assert "the run goes on in the next one" in site.output("limited")
 
 

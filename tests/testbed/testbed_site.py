@@ -7,12 +7,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from atoll import run_dir
 from atoll.host.image_recipe import recipe, stage
 
 ROOT = Path(__file__).parents[2]
@@ -24,15 +25,16 @@ TINY = (
     "model.config.vocab_size=512",
     "model.config.hidden_size=64",
     "model.config.intermediate_size=128",
-    "training.global_batch_samples=16",
+    "model.config.num_hidden_layers=4",
+    "training.global_batch_samples=8",
     "training.log_every_steps=1",
     "data=text_files",
     "data.files=texts/*.txt",
     "data.document=paragraph",
     "data.sequence_tokens=64",
     "tokenizer.vocabulary_tokens=512",
-    "evaluation.max_samples=16",
-    "generation.max_new_tokens=4",
+    "evaluation.max_samples=8",
+    "generation.prompt=null",  # a sample would be one more start of Python for each run
 )
 
 
@@ -70,12 +72,20 @@ class Site:
     def finished(self, name: str, seconds: float = 400) -> Path:
         """Wait until a run is finished; its folder."""
         folder = self.clone / "runs" / name
-        deadline = time.monotonic() + seconds
-        while ": finished" not in (said := self.status(name)):
-            failed = ": failed" in said or time.monotonic() > deadline
-            assert not failed, f"{said}\n{self.output(name)}"
-            time.sleep(3)  # to ask takes the processors half a second from the run
+        made = (run_dir.result_file(folder), run_dir.export(folder))
+        self.until(name, lambda: all(path.exists() for path in made), seconds)
+        assert ": finished" in (said := self.status(name)), said
         return folder
+
+    def until(self, name: str, ready: Callable[[], bool], seconds: float = 400) -> None:
+        """Wait for something that a run does; an AssertionError with its output if it failed."""
+        start = asked = time.monotonic()
+        while not ready():
+            if time.monotonic() - asked > 10:  # to ask takes the processors a second from the run
+                asked = time.monotonic()
+                failed = ": failed" in (said := self.status(name)) or asked - start > seconds
+                assert not failed, f"{said}\n{self.output(name)}"
+            time.sleep(0.05)
 
     def status(self, name: str) -> str:
         return self.atoll("status", str(self.clone / "runs" / name))

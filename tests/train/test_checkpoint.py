@@ -174,41 +174,44 @@ import os, signal, sys
 from pathlib import Path
 import test_checkpoint as t
 calls = 0
-def killing(original):
+def killing(original, last):
     def call(*args, **kwargs):
         global calls
         calls += 1
-        if calls == int(sys.argv[2]):
+        if calls == last:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **kwargs)
     return call
+def attempt(folder, last):
+    t.save(folder, t.ALONE, 1)
+    for name in ("fsync", "rename", "replace"):
+        setattr(os, name, killing(getattr(os, name), last))
+    t.save(folder, t.ALONE, 2)
+    (folder / "calls").write_text(str(calls))
+def forked(folder, last):
+    if (child := os.fork()) == 0:
+        attempt(folder, last)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 folder = Path(sys.argv[1])
-t.save(folder, t.ALONE, 1)
-for name in ("fsync", "rename", "replace"):
-    setattr(os, name, killing(getattr(os, name)))
-t.save(folder, t.ALONE, 2)
-print(calls)
+assert forked(folder / "none", -1) == 0
+steps = int((folder / "none" / "calls").read_text())
+for at in range(1, steps + 1, 2):
+    print(at, forked(folder / str(at), at))
 """
 
 
-def run_killed(folder: Path, at: int) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    return subprocess.run(
-        [sys.executable, "-c", KILLED, str(folder), str(at)],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_a_kill_at_any_step_of_writing_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    counted = run_killed(tmp_path / "none", -1)
-    steps = int(counted.stdout)
-    assert steps >= 5, counted.stderr
-    for at in range(1, steps + 1, 2):
-        folder = tmp_path / str(at)
-        assert run_killed(folder, at).returncode == -signal.SIGKILL
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    argv = [sys.executable, "-c", KILLED, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ends = dict(line.split() for line in done.stdout.splitlines())
+    assert len(ends) >= 3, "there are steps to be killed at"
+    for at, end in ends.items():
+        folder = tmp_path / at
+        assert int(end) == -signal.SIGKILL
         step, vector = load(folder, ALONE)
         assert step in (1, 2) and vector == [float(step)] * 3
         save(folder, ALONE, 3)

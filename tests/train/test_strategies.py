@@ -56,7 +56,8 @@ def whole(ranks: RankPool, folder: Path) -> Path:
 def spread(folder: Path, strategy: str, family: dict[str, Any] = CONFIG, **more: Any) -> Run:
     sharding = small_run.sharding(strategy) | STRATEGIES.get(strategy, {})
     exact = {"model__config": family, "export__dtype": "float32"}
-    return small_run.settings(folder, 4, sharding=sharding, **exact, **more)
+    short = {"training__steps": 4, "checkpoint__every_steps": 2}
+    return small_run.settings(folder, 4, sharding=sharding, **exact, **short, **more)
 
 
 def reference(ranks: RankPool, folder: Path, family: dict[str, Any], name: str) -> Path:
@@ -68,10 +69,10 @@ def reference(ranks: RankPool, folder: Path, family: dict[str, Any], name: str) 
 
 @pytest.fixture(scope="module")
 def stopped(ranks: RankPool, folder: Path) -> Path:
-    """A run under full_shard that fell over after its checkpoint of step 3."""
+    """A run under full_shard that fell over after its checkpoint of step 2."""
     run = spread(folder, "full_shard", name="stopped")
     run_folder = small_run.ready(run)
-    ranks.run(stop_after, run, 3)
+    ranks.run(stop_after, run, 2)
     return run_folder
 
 
@@ -79,7 +80,7 @@ def stopped(ranks: RankPool, folder: Path) -> Path:
 def test_a_run_goes_on_under_another_strategy(
     ranks: RankPool, folder: Path, whole: Path, stopped: Path, strategy: str
 ) -> None:
-    """From full_shard to the strategy and the other way, at step 3 of 6."""
+    """From full_shard to the strategy and the other way, at step 2 of 4."""
     expected = small_run.losses(whole)
     held_out = small_run.records(whole, "evaluation")[-1]["loss"]
     for first, second in (("full_shard", strategy), (strategy, "full_shard")):
@@ -89,8 +90,8 @@ def test_a_run_goes_on_under_another_strategy(
             shutil.copytree(stopped, run_folder)
         else:
             small_run.ready(run)
-            ranks.run(stop_after, run, 3)
-        assert checkpoint.latest(run_folder) == run_dir.checkpoint(run_folder, 3)
+            ranks.run(stop_after, run, 2)
+        assert checkpoint.latest(run_folder) == run_dir.checkpoint(run_folder, 2)
         again = spread(folder, second, name=run.name)
         ranks.run(small_run.train_here, again)
         assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-4), first
@@ -103,11 +104,11 @@ def test_a_run_goes_on_under_another_strategy(
 def test_vectors_that_two_axes_cut_are_saved_whole(
     ranks: RankPool, folder: Path, family: str
 ) -> None:
-    config = tiny.CONFIGS[family] | {"vocab_size": 300, "num_hidden_layers": 4}
+    config = tiny.CONFIGS[family] | {"vocab_size": 300}
     expected = small_run.losses(reference(ranks, folder, config, f"{family}_reference"))
     run = spread(folder, "hybrid_shard", config, name=f"{family}_moved")
     run_folder = small_run.ready(run)
-    ranks.run(stop_after, run, 3)
+    ranks.run(stop_after, run, 2)
     again = spread(folder, "full_shard", config, name=f"{family}_moved")
     ranks.run(small_run.train_here, again)
     assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-4)

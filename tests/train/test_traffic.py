@@ -37,6 +37,7 @@ def prepared(folder: Path, strategy: str, **more: Any) -> Run:
         sharding=small_run.sharding(strategy),
         model__config=CONFIG,
         training__steps=3,
+        training__microbatch_samples=1,
         **more,
     )
     small_run.ready(run)
