@@ -75,10 +75,10 @@ test: $(READY) ## Run every test (ARGS="-k launch" for some)
 image-%: $(READY) ## Build images/%.sif: cpu, cuda, cuda_compat, rocm or lumi
 	$(BIN)/python -m atoll image build $* $(if $(IMAGE_CACHE),--cache '$(IMAGE_CACHE)') $(ARGS)
 
-# An image has neither a testbed nor the benchmarks.
-test-image: $(READY) ## Run pytest inside an image (IMAGE=cpu), but for the matrices of strategies
+# What runs on nodes. The verbs of login nodes are tried in the image by the testbed's own jobs.
+test-image: $(READY) ## Run pytest inside an image (IMAGE=cpu), but for the longest tests
 	$(BIN)/python -m atoll image test $(IMAGE) --ignore=tests/testbed --ignore=tests/benchmarks \
-		-m 'not matrix' $(ARGS)
+		--ignore=tests/host --ignore=tests/setup -m 'not matrix' $(ARGS)
 
 testbed: streamflow ## As root: two real Slurms of virtual nodes and a real Apptainer on this machine
 	$(PYTHON) tests/testbed/testbed.py up

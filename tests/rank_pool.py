@@ -24,7 +24,10 @@ PRELOADED = [
     "transformers",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "opt", "bert")),
     "atoll.train.train",
+    "deepspeed.module_inject",
     "deepspeed.runtime.engine",
+    "networkx",
+    "torch._inductor.compile_fx",
 ]
 TIMEOUT_SECONDS = 180.0
 # Some of what a test makes keeps its process groups, and each gloo group has threads that wake up a
