@@ -48,21 +48,26 @@ def test_pbs_s_commands_give_the_same_losses(site, reference):
 
 
 def signal_ranks(name: str) -> None:
-    command = ["pkill", f"-{name}", "-u", USER, "-f", "^[^ ]*python3 -m atoll launch"]
-    subprocess.run(command, check=True)
+    subprocess.run(["pkill", f"-{name}", "-u", USER, "-f", "^[^ ]*python3 -m atoll launch"])
 
 
 def test_a_run_goes_on_after_its_time_limit_with_the_same_losses(site, reference):
-    """Its ranks stand still from the first step on, as for a file system, until Slurm's notice."""
+    """Its ranks stand still from the first step on, as for a file system, until Slurm's notice.
+
+    On a slow machine that comes before the first step is over, and they may be about to end.
+    """
     limit = ("facility.walltime_minutes=2", "restart.notice_seconds=60")
     site.submit("limited", *FOUR_NODES, "launcher=static_node", *limit)
-    folder, lines = site.clone / "runs" / "limited", site.clone / "runs/limited/metrics.jsonl"
+    folder = site.clone / "runs" / "limited"
+    lines, notice, restarts_file = (
+        folder / name for name in ("metrics.jsonl", "stop", "restarts.jsonl")
+    )
     site.until("limited", lambda: lines.exists() and 1 in losses(folder))
     signal_ranks("STOP")
-    site.until("limited", (folder / "stop").exists)
+    site.until("limited", lambda: notice.exists() or restarts_file.exists())
     signal_ranks("CONT")
     assert losses(site.finished("limited")) == reference
-    restarts = [json.loads(text) for text in (folder / "restarts.jsonl").read_text().splitlines()]
+    restarts = [json.loads(text) for text in restarts_file.read_text().splitlines()]
     assert 0 < restarts[0]["step"] < 6
     assert "the run goes on in the next one" in site.output("limited")
 
