@@ -98,7 +98,7 @@ def test_copies_send_two_ring_passes_of_fp32(
 
 def test_zero_3_sends_half_more_than_copies_and_zero_2_no_more(shape: Shape) -> None:
     """ZeRO (Rajbhandari et al. 2020), section 7; one microbatch, one precision."""
-    more = {"precision__compute": "fp32", "training__global_batch_samples": 8}
+    more = {"precision__compute": "fp32", "training__global_batch_samples": 16}
     node = {"devices": 8, "device": "cuda"}
     facility = {"name": "x", "scheduler": "none", "node": node}
     sent = {}
