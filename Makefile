@@ -78,7 +78,8 @@ image-%: $(READY) ## Build images/%.sif: cpu, cuda, cuda_compat, rocm or lumi
 # What runs on nodes. The verbs of login nodes are tried in the image by the testbed's own jobs.
 test-image: $(READY) ## Run pytest inside an image (IMAGE=cpu), but for the longest tests
 	$(BIN)/python -m atoll image test $(IMAGE) --ignore=tests/testbed --ignore=tests/benchmarks \
-		--ignore=tests/host --ignore=tests/setup -m 'not matrix' $(ARGS)
+		--ignore=tests/campaign --ignore=tests/cluster --ignore=tests/config --ignore=tests/images \
+		--ignore=tests/test_workloads.py --ignore=tests/setup -m 'not matrix' $(ARGS)
 
 testbed: streamflow ## As root: two real Slurms of virtual nodes and a real Apptainer on this machine
 	$(PYTHON) tests/testbed/testbed.py up

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from atoll.federation import model
-from atoll.federation.make_update import make_update
+from atoll.federation.make_delta import make_delta
 
 UPDATES = 4
 PEER_NAME = "from_pretrained + mean"
@@ -94,7 +94,7 @@ def made(folder: Path, layers: int) -> tuple[Path, list[Path], list[Path]]:
         about = {"campaign": "bench", "round": 1, "facility": f"f{number}", "tokens": 1000}
         about |= {"steps": 1, "loss": 1.0, "image": "", "configuration": "", "data": ""}
         update = folder / f"f{number}" / "update"
-        make_update(base, trained, None, "fp32", update, folder / f"left-{number}", about)
+        make_delta(base, trained, None, "fp32", update, folder / f"left-{number}", about)
         updates.append(update)
         models.append(trained)
     return base, updates, models

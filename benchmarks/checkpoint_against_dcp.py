@@ -28,8 +28,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils.logging import disable_progress_bar
 
+from atoll.sharding.process_group import World
 from atoll.train import checkpoint
-from atoll.train.world import World
 
 CACHES = Path("/proc/sys/vm/drop_caches")
 BLOCKED_LIMIT = 0.01

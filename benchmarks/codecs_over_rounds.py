@@ -19,8 +19,8 @@ from pathlib import Path
 import results
 from federation_against_alone import atoll, judged
 
-from atoll.host.campaign import checked_campaign
-from atoll.host.compose import campaign_values
+from atoll.campaign.store import checked_campaign
+from atoll.config.compose import campaign_values
 
 CODECS = ("fp32", "bf16", "int8")
 RATE = "optimizer.learning_rate"

@@ -72,9 +72,9 @@ def measured(world: Any, run: Any, rounds: int) -> dict[str, list[tuple[float, f
     from atoll.train.assemble import assemble
     from atoll.train.train import export_model
 
-    trainee = assemble(run, run_dir.folder(run), world)
-    final = run_dir.export(trainee.run_folder)
-    ways = {"ours": lambda: export_model(trainee), "peer": lambda: gathered(trainee, final)}
+    train_state = assemble(run, run_dir.folder(run), world)
+    final = run_dir.export(train_state.run_folder)
+    ways = {"ours": lambda: export_model(train_state), "peer": lambda: gathered(train_state, final)}
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for number in range(rounds + 1):
         for way in list(ways)[:: 1 if number % 2 == 0 else -1]:
@@ -104,11 +104,11 @@ def status_mebibytes(name: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def gathered(trainee: Any, final: Path) -> None:
+def gathered(train_state: Any, final: Path) -> None:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(trainee.model.hf, options=options)
-    if trainee.world.rank == 0:
-        trainee.model.hf.save_pretrained(final, state_dict=state)
+    state = get_model_state_dict(train_state.model.hf, options=options)
+    if train_state.world.rank == 0:
+        train_state.model.hf.save_pretrained(final, state_dict=state)
     dist.barrier()
 
 

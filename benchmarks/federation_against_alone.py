@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
-from atoll.host.campaign import checked_campaign
-from atoll.host.compose import campaign_values, compose
+from atoll.campaign.store import checked_campaign
+from atoll.config.compose import campaign_values, compose
 from atoll.settings.federation import Campaign, Site
 
 MODELS_BEFORE = "before"

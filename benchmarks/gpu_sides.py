@@ -45,8 +45,8 @@ def main() -> int:
 
 def card() -> dict[str, Any]:
     """What multiplies here: its data sheet's peak, and what a large matrix product reaches."""
+    from atoll.monitor.metrics import peak_tflops
     from atoll.settings import Node
-    from atoll.train.metrics import peak_tflops
 
     on_gpu = torch.cuda.is_available()
     device, dtype = (("cuda", torch.bfloat16), ("cpu", torch.float32))[not on_gpu]
@@ -72,8 +72,8 @@ def product_tflops(size: int, device: torch.device, dtype: torch.dtype) -> float
 
 
 def trained(side: str, folder: Path) -> dict[str, Any]:
+    from atoll.monitor.metrics import memory_gib
     from atoll.settings import load_run
-    from atoll.train.metrics import memory_gib
     from atoll.train.precision import compute_dtype
 
     run = load_run(folder / "run.yaml")

@@ -187,8 +187,8 @@ def rows_of(
 
 
 def flops_per_token(case: Case) -> float:
+    from atoll.monitor.metrics import flops_per_token as of
     from atoll.plan.shapes import shape_of
-    from atoll.train.metrics import flops_per_token as of
 
     return of(shape_of(case.config), case.tokens)
 

@@ -48,10 +48,10 @@ def measured(rank: int, strategy: str, rounds: int) -> dict[str, list[float]]:
     from atoll.models.build import build_config, build_model
     from atoll.settings import Run
     from atoll.sharding.engines import ENGINES, StepPlan
+    from atoll.sharding.process_group import World
     from atoll.train.assemble import build_sharded
-    from atoll.train.interrupt import agreement
     from atoll.train.optimizer import make_stepper, take_step
-    from atoll.train.world import World
+    from atoll.train.stop_signals import agreement
 
     config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 688}
     config |= {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 8}

@@ -41,9 +41,9 @@ def main() -> int:
 def document_tokens() -> np.ndarray[Any, Any]:
     """The lengths of the documents that `atoll tokenize` makes of the standard library."""
     from atoll import run_dir
+    from atoll.config.compose import compose
     from atoll.data import shards
     from atoll.data.tokenize import prepare
-    from atoll.host.compose import compose
 
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "sources.jsonl"

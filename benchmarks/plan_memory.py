@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from atoll.host.compose import compose, known_shape
+from atoll.config.compose import compose, known_shape
 from atoll.plan.memory import Memory, memory_of
 
 LIMIT = 0.10
@@ -30,7 +30,7 @@ CASES: dict[str, list[str]] = {
     "llama, one rank": [*LLAMA, *LONG, "sharding=single", "ranks_per_node=1"],
     "llama, recompute": [
         *[*LLAMA, *LONG, "sharding=single", "ranks_per_node=1"],
-        "training.recompute=full",
+        "training.activation_checkpointing=full",
     ],
     "opt, one rank": [*OPT, *LONG, "sharding=single", "ranks_per_node=1"],
     "gpt2, one rank": [*GPT2, *LONG, "sharding=single", "ranks_per_node=1"],

@@ -1,6 +1,6 @@
 """Where a training step's time goes: the ten costliest operations, and a trace to look into.
 
-    python benchmarks/profile_step.py [--recompute none|selective|full] [--trace runs/step.json]
+    python benchmarks/profile_step.py [--checkpointing none|selective|full] [--trace FILE]
 
 One process on processors, the model and batch of trainer_against_hf.py, three steps after one that
 warms up, taken by our engine and optimizer. The trace opens in chrome://tracing or ui.perfetto.dev.
@@ -21,11 +21,14 @@ SHAPE += ["training.global_batch_samples=8", "training.steps=4", "evaluation.max
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--recompute", default="none", choices=["none", "selective", "full"])
+    parser.add_argument("--checkpointing", default="none", choices=["none", "selective", "full"])
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
     parser.add_argument("--trace", type=Path, default=Path("runs/step.json"))
     arguments = parser.parse_args()
-    words = [f"training.recompute={arguments.recompute}", f"precision={arguments.precision}"]
+    words = [
+        f"training.activation_checkpointing={arguments.checkpointing}",
+        f"precision={arguments.precision}",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         seen = profiled(Path(folder), words)
     print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=10))
@@ -36,27 +39,30 @@ def main() -> int:
 
 
 def profiled(folder: Path, words: list[str]) -> profile:
+    from atoll.config.compose import compose
     from atoll.data.loader import batches_ahead
     from atoll.data.tokenize import prepare
-    from atoll.host.compose import compose
     from atoll.sharding.engines import ENGINES
+    from atoll.sharding.process_group import World
     from atoll.train.assemble import assemble
-    from atoll.train.state import update
-    from atoll.train.world import World
+    from atoll.train.state_dict import update
 
     places = [f"folders.runs={folder}/runs", f"folders.prepared={folder}/prepared", "name=profile"]
     run = compose([*SHAPE, *words, *places]).run
     prepare(run, lambda line: None)
-    trainee = assemble(run, folder, World(0, 1, torch.device("cpu"), None))
+    train_state = assemble(run, folder, World(0, 1, torch.device("cpu"), None))
 
     def step() -> None:
         share = next(batches)
         ENGINES["plain"](
-            trainee.wrapped, list(share.microbatches), 1.0 / share.global_targets, trainee.plan
+            train_state.wrapped,
+            list(share.microbatches),
+            1.0 / share.global_targets,
+            train_state.plan,
         )
-        update(trainee, 1e-4)
+        update(train_state, 1e-4)
 
-    with batches_ahead(trainee.training, run, 0, 4, 0) as batches:
+    with batches_ahead(train_state.training, run, 0, 4, 0) as batches:
         step()  # warms up
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             for _ in range(3):

@@ -15,7 +15,8 @@ from typing import Any
 
 import results
 
-from atoll.host import report_page, tables
+from atoll.report import html as report_page
+from atoll.report import tables
 from atoll.run_dir import write_whole
 
 BEGIN, END = "<!-- make bench-report -->\n", "<!-- end of bench -->"

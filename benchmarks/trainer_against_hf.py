@@ -80,8 +80,8 @@ def compared(case: str, turns: dict[str, list[dict[str, float]]]) -> list[dict[s
 def ready(folder: Path, case: str, side: str, arguments: argparse.Namespace) -> Path:
     """A run folder with its tokens prepared."""
     from atoll import run_dir
+    from atoll.config.compose import compose
     from atoll.data.tokenize import prepare
-    from atoll.host.compose import compose
     from atoll.settings import dumped
 
     data = ["data=python_stdlib", "data.packing=concat"]

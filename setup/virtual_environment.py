@@ -16,8 +16,8 @@ SYSTEM_CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")  # where Debian
 MEND = "Install what is missing: apt install python3-venv ca-certificates"
 
 
-def stop(found: str, mend: str) -> NoReturn:
-    raise SystemExit(f"{found}\n{mend}")
+def stop(found: str, hint: str) -> NoReturn:
+    raise SystemExit(f"{found}\n{hint}")
 
 
 def run(*argv: object, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":

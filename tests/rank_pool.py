@@ -106,7 +106,7 @@ def _in_group(function: Any, args: Any, rank: int, size: int, port: int) -> Any:
     import torch
     import torch.distributed as dist
 
-    from atoll.train.world import World
+    from atoll.sharding.process_group import World
 
     device = torch.device("cpu")
     if size == 1:

@@ -11,8 +11,8 @@ import yaml
 from atoll import run_dir
 from atoll.data.tokenize import prepare
 from atoll.settings import Run, checked, dumped
+from atoll.sharding.process_group import World
 from atoll.train.train import train
-from atoll.train.world import World
 
 # with a peak, so that not every rank of every run measures one
 NODE = {"devices": 8, "device": "cpu", "peak_tflops": 0.1}

@@ -20,12 +20,17 @@ ROOMS = {
     "settings": {"errors"},
     "run_dir": {"errors", "settings"},
     "plan": {"errors", "settings"},
-    "host": BASE | {"plan"},
+    "config": BASE | {"plan"},
+    "images": BASE,
+    "cluster": BASE | {"config", "images", "plan"},
+    "campaign": BASE | {"config", "cluster"},
+    "report": BASE | {"config", "cluster", "campaign", "plan"},
     "launch": {"errors"},
     "data": BASE,
     "models": BASE | {"data"},
-    "sharding": BASE | {"data", "models"},
-    "train": BASE | {"launch", "plan", "data", "models", "sharding"},
+    "sharding": BASE | {"launch", "data", "models"},
+    "monitor": BASE | {"launch", "plan", "data", "models", "sharding"},
+    "train": BASE | {"launch", "plan", "data", "models", "sharding", "monitor"},
     "federation": BASE,
 }
 # room -> the packages it may import, beside the standard library; other rooms: all but HOST_ONLY
@@ -35,7 +40,11 @@ PACKAGES = {
     "errors": set(),
     "settings": {"pydantic", "yaml"},
     "run_dir": {"yaml"},
-    "host": {"hydra", "omegaconf", "plotly", "pydantic", "spython", "yaml"},
+    "config": {"hydra", "omegaconf", "yaml"},
+    "images": {"spython"},
+    "cluster": {"yaml"},
+    "campaign": {"omegaconf", "pydantic", "yaml"},
+    "report": {"plotly"},
     "launch": set(),
     "plan": set(),
 }
@@ -66,7 +75,17 @@ def label(path: Path) -> str:
 
 def test_there_is_something_to_check():
     rooms = {room_of(path) for path in SOURCES}
-    assert rooms >= {"host", "launch", "data", "models", "sharding", "train", "settings"}
+    assert rooms >= {
+        "config",
+        "cluster",
+        "campaign",
+        "launch",
+        "data",
+        "models",
+        "sharding",
+        "train",
+        "settings",
+    }
     assert rooms <= set(ROOMS)
 
 
@@ -88,7 +107,7 @@ def test_a_room_imports_only_its_packages(path):
 
 def test_one_module_imports_hydra():
     users = [label(path) for path in SOURCES if any("hydra" in name for name in imported(path))]
-    assert users == ["src/atoll/host/compose.py"]
+    assert users == ["src/atoll/config/compose.py"]
 
 
 def test_no_facility_is_named_in_the_code():

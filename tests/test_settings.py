@@ -73,7 +73,7 @@ def test_a_run_cannot_be_changed():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "found", "mend"),
+    ("name", "value", "found", "hint"),
     [
         ("optimizer.learning_rte", 1, "unknown setting: optimizer.learning_rte", "learning_rate?"),
         ("optimizer.learning_rate", 0, "optimizer.learning_rate = 0", "another value"),
@@ -101,12 +101,12 @@ def test_a_run_cannot_be_changed():
         ("nodes", 1.5, "nodes = 1.5", "another value"),
     ],
 )
-def test_a_bad_value_is_named_with_its_mend(name, value, found, mend):
+def test_a_bad_value_is_named_with_its_mend(name, value, found, hint):
     with pytest.raises(UserError) as caught:
         checked(changed(name, value))
     assert found in caught.value.found
-    assert mend in caught.value.mend
-    assert "\n" not in caught.value.found + caught.value.mend
+    assert hint in caught.value.hint
+    assert "\n" not in caught.value.found + caught.value.hint
 
 
 def test_a_missing_setting_is_named():

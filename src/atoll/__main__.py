@@ -8,26 +8,29 @@ from atoll.errors import UserError
 
 # verb -> (module, what it does); each module has `main(argv) -> int`.
 VERBS = {
-    "compose": ("atoll.host.compose", "print the resolved run and where each value came from"),
-    "plan": ("atoll.host.plan", "what each strategy needs, what fits, and which one to take"),
-    "submit": ("atoll.host.submit", "compose, check, write the run folder, call the scheduler"),
-    "status": ("atoll.host.status", "say of a run: queued, running, finished, failed and why"),
-    "report": ("atoll.host.report", "tables of runs: speed, scaling, communication"),
-    "doctor": ("atoll.host.doctor", "check a facility, and with --job its devices and links"),
-    "image": ("atoll.host.image", "build, test, sign, verify or inspect a container image"),
-    "prepare": ("atoll.host.prepare", "fetch model and data into one folder that travels"),
+    "compose": ("atoll.config.compose", "print the resolved run and where each value came from"),
+    "plan": ("atoll.cluster.plan", "what each strategy needs, what fits, and which one to take"),
+    "submit": ("atoll.cluster.submit", "compose, check, write the run folder, call the scheduler"),
+    "status": ("atoll.cluster.status", "say of a run: queued, running, finished, failed and why"),
+    "report": ("atoll.report.command", "tables of runs: speed, scaling, communication"),
+    "doctor": ("atoll.cluster.doctor", "check a facility, and with --job its devices and links"),
+    "image": ("atoll.images.build", "build, test, sign, verify or inspect a container image"),
+    "prepare": ("atoll.cluster.prepare", "fetch model and data into one folder that travels"),
     "fetch": ("atoll.models.fetch", "the half of prepare that runs in the image"),
-    "evaluate": ("atoll.host.evaluate", "perplexity or metrics of a model, on any data"),
+    "evaluate": ("atoll.cluster.evaluate", "perplexity or metrics of a model, on any data"),
     "tokenize": ("atoll.data.tokenize", "turn text into token shards"),
     "launch": ("atoll.launch", "start this task's rank, or this node's ranks, of a run"),
-    "federate": ("atoll.host.federate", "rounds of training at facilities, averaged here"),
-    "round": ("atoll.host.round", "one step of a campaign's round, for its engine"),
-    "site": ("atoll.host.site", "one round at one facility, a step further"),
+    "federate": ("atoll.campaign.coordinator", "rounds of training at facilities, averaged here"),
+    "round": ("atoll.campaign.round", "one step of a campaign's round, for its engine"),
+    "site": ("atoll.campaign.site", "one round at one facility, a step further"),
     "aggregate": ("atoll.federation.aggregate", "the next global model from updates"),
-    "difference": ("atoll.federation.make_update", "a run's update to its global model"),
-    "rebase": ("atoll.federation.model", "a facility's copy of the global model"),
+    "difference": ("atoll.federation.make_delta", "a run's update to its global model"),
+    "apply-delta": ("atoll.federation.model", "a facility's copy of the global model"),
     "generate": ("atoll.train.generate", "continue a prompt with a run, checkpoint or adapter"),
 }
+
+# what a verb was called before -> its name
+RENAMED = {"difference": "make-delta", "rebase": "apply-delta"}
 
 
 def main(argv: list[str]) -> int:
@@ -36,6 +39,8 @@ def main(argv: list[str]) -> int:
         print(_usage())
         return 0
     try:
+        if argv[0] in RENAMED:
+            raise UserError(f"unknown verb: {argv[0]}", f"it is called {RENAMED[argv[0]]} now")
         if argv[0] not in VERBS:
             raise UserError(f"unknown verb: {argv[0]}", f"choose from: {', '.join(VERBS)}")
         module = importlib.import_module(VERBS[argv[0]][0])
@@ -54,7 +59,7 @@ def entry() -> None:
 
 
 def _usage() -> str:
-    lines = [f"  {verb:10} {about}" for verb, (_, about) in VERBS.items()]
+    lines = [f"  {verb:11} {about}" for verb, (_, about) in VERBS.items()]
     return "\n".join(["usage: atoll VERB …", "", *lines])
 
 

@@ -1,20 +1,20 @@
-"""The one error a person may cause: what was found, and how to mend it."""
+"""The one error a person may cause: what was found, and how to fix it."""
 
 
 class UserError(Exception):
     """A user's mistake, shown as two lines and never as a traceback.
 
-    `found` says what was found, with the numbers; `mend` says how to mend it.
+    `found` says what was found, with the numbers; `hint` says how to fix it.
     """
 
-    def __init__(self, found: str, mend: str) -> None:
-        super().__init__(found, mend)
+    def __init__(self, found: str, hint: str) -> None:
+        super().__init__(found, hint)
         self.found = found
-        self.mend = mend
+        self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.found}\n{self.mend}"
+        return f"{self.found}\n{self.hint}"
 
     def shown(self) -> str:
         """The two lines for stderr, to be written in one piece: ranks share one pipe."""
-        return f"atoll: {self.found}\n       {self.mend}\n"
+        return f"atoll: {self.found}\n       {self.hint}\n"

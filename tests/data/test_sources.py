@@ -252,7 +252,7 @@ def test_the_hub_out_of_reach_says_how_to_do_without(
     data = settings(tmp_path, source="hub", hub="nobody/has-this-data-set-here")
     with pytest.raises(UserError, match="nobody/has-this-data-set-here") as caught:
         sources.train_input(data)
-    assert "save_to_disk" in caught.value.mend
+    assert "save_to_disk" in caught.value.hint
 
 
 def test_splits_belong_to_the_hub(tmp_path: Path) -> None:

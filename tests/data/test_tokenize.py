@@ -269,8 +269,8 @@ def test_a_split_without_documents_is_refused_with_the_numbers(tmp_path: Path, c
     run = run_on_lines(tmp_path, validation={"fraction": 1e-6})
     with pytest.raises(UserError, match=f"validation split is empty: .* 0 of {count}") as caught:
         prepare(run, quiet)
-    assert "data.document=paragraph" in caught.value.mend
-    assert "data.validation.fraction" in caught.value.mend
+    assert "data.document=paragraph" in caught.value.hint
+    assert "data.validation.fraction" in caught.value.hint
 
 
 def test_a_split_of_blank_documents_is_refused(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_folder_without_a_tokenizer_is_named_with_its_setting(tmp_path: Path) 
     model = {"name": "m", "source": str(tmp_path / "empty")}
     with pytest.raises(UserError, match=r"model\.source=.*empty") as caught:
         prepare(run_with(tmp_path, None, model=model), quiet)
-    assert "tokenizer.path" in caught.value.mend
+    assert "tokenizer.path" in caught.value.hint
 
 
 def test_a_tokenizer_without_a_fast_form_is_refused(tmp_path: Path) -> None:

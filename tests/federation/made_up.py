@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atoll.federation import model
 from atoll.federation.aggregate import Update
-from atoll.federation.make_update import make_update
+from atoll.federation.make_delta import make_delta
 from atoll.federation.update import read_manifest, refuse_wrong_files
 
 SHAPES = {"embed.weight": (300, 7), "layer.0.weight": (65, 64), "layer.0.bias": (65,), "one": (1,)}
@@ -65,7 +65,7 @@ def update(
     write_model(trained, {name: start[name] + delta[name] for name in start}, files=1)
     out = folder / f"update-{facility}"
     after = folder / f"left-{facility}"
-    make_update(base, trained, before, codec, out, after, about(facility, **changes))
+    make_delta(base, trained, before, codec, out, after, about(facility, **changes))
     manifest = read_manifest(out)
     refuse_wrong_files(out, manifest)
     return Update(manifest, out)

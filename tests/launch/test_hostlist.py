@@ -63,7 +63,7 @@ def test_what_slurm_writes(host_list: str, hosts: list[str]) -> None:
 def test_anything_else_is_refused_with_a_mend(host_list: str) -> None:
     with pytest.raises(UserError) as refused:
         expand_hosts(host_list)
-    assert refused.value.found.startswith("host list ") and refused.value.mend
+    assert refused.value.found.startswith("host list ") and refused.value.hint
 
 
 @given(st.text(alphabet="ab1029[],-. \n", max_size=30))

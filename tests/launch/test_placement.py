@@ -183,7 +183,7 @@ def test_contradictions_are_refused_with_their_numbers(
     with pytest.raises(UserError) as refused:
         placed(environ)
     assert all(word in refused.value.found for word in words), refused.value.found
-    assert refused.value.mend
+    assert refused.value.hint
 
 
 @pytest.mark.parametrize("name", sorted(set(STEP) - {"SLURM_JOB_ID", "SLURM_STEP_ID"}))

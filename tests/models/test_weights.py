@@ -19,9 +19,9 @@ from atoll.models.source import weight_files
 from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.settings import Model, Sharding, Training
 from atoll.settings.axes import Axes
-from atoll.sharding.layouts import BEFORE_WEIGHTS, Spread, apply_layouts
+from atoll.sharding.layouts import BEFORE_WEIGHTS, ShardingContext, apply_layouts
 from atoll.sharding.mesh import Meshes
-from atoll.train.world import World
+from atoll.sharding.process_group import World
 
 CPU = torch.device("cpu")
 TRAINING = Training(steps=1, global_batch_samples=1, microbatch_samples=1)
@@ -92,7 +92,7 @@ def sharded_parts(world: World, settings: Model) -> tuple[dict[str, torch.Tensor
     model = build_model(config, TRAINING)
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("shard",))
     meshes = Meshes(Axes(1, 1, world.size, 1, 1), world.rank, mesh, mesh, None, None, None)
-    apply_layouts(BEFORE_WEIGHTS, model, meshes, Spread(FULL_SHARD, torch.float32, CPU))
+    apply_layouts(BEFORE_WEIGHTS, model, meshes, ShardingContext(FULL_SHARD, torch.float32, CPU))
     materialize(model, CPU)
     spy: list[Any] = []
     read_into(model, settings, config, 0, spy)

@@ -9,7 +9,7 @@ import yaml
 
 from atoll.errors import UserError
 from atoll.plan.choose import choose, options
-from atoll.plan.memory import memory_of, with_recompute, with_sharding
+from atoll.plan.memory import memory_of, with_activation_checkpointing, with_sharding
 from atoll.plan.shapes import Shape, shape_of
 from atoll.plan.traffic import bytes_sent
 from atoll.settings import Run
@@ -72,9 +72,11 @@ def test_an_unknown_device_is_not_guessed() -> None:
 def test_the_parts_of_a_7b_model_in_full_shard(shape: Shape) -> None:
     memory = memory_of(run_of(80, sharding=TREE["full_shard"]), shape)
     assert memory.parameters == memory.optimizer // 2 == round(shape.parameters * 4 / 8)
-    again = memory_of(with_recompute(run_of(80, sharding=TREE["full_shard"]), "full"), shape)
+    again = memory_of(
+        with_activation_checkpointing(run_of(80, sharding=TREE["full_shard"]), "full"), shape
+    )
     assert again.peak < memory.peak
-    assert again.activations == memory.activations > 5 * again.activations_recomputed
+    assert again.activations == memory.activations > 5 * again.recomputed_activations
 
 
 def test_each_axis_takes_its_part(shape: Shape) -> None:

@@ -42,9 +42,9 @@ def test_without_ensurepip_and_apt_get_the_python_is_named(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit) as stopped:
         script.install_pip_of_debian(tmp_path / "environment")
-    found, mend = str(stopped.value).splitlines()
+    found, hint = str(stopped.value).splitlines()
     assert found.startswith(f"{sys.executable} has no ensurepip")
-    assert "PYTHON=" in mend
+    assert "PYTHON=" in hint
 
 
 def test_the_reason_of_apt_get_is_shown(
@@ -54,9 +54,9 @@ def test_the_reason_of_apt_get_is_shown(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with pytest.raises(SystemExit) as stopped:
         script.download_debian_package("python3-pip-whl", tmp_path)
-    found, mend = str(stopped.value).splitlines()
+    found, hint = str(stopped.value).splitlines()
     assert found.endswith("cannot download python3-pip-whl: E: no such mirror")
-    assert "apt install python3-venv" in mend
+    assert "apt install python3-venv" in hint
 
 
 def test_fresh_package_lists_are_fetched_where_the_machine_has_none(

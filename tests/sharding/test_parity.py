@@ -20,9 +20,9 @@ from atoll.settings import Run
 from atoll.sharding import deepspeed
 from atoll.sharding.engines import ENGINES, StepPlan
 from atoll.sharding.exchange import EXCHANGES
+from atoll.sharding.process_group import World, gathered, summed
 from atoll.train.assemble import build_sharded
 from atoll.train.optimizer import make_stepper, take_step
-from atoll.train.world import World, gathered, summed
 
 STEPS = 5
 SAMPLES = 8
@@ -207,9 +207,15 @@ def test_exchange_at_every_microbatch(ranks: RankPool, strategy: Strategy) -> No
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.name != "ddp"][2::5], ids=str)
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recompute_changes_no_number(ranks: RankPool, recompute: str, strategy: Strategy) -> None:
-    got = ranks.run(train, chosen(strategy, "llama", training__recompute=recompute), 1.0)
+@pytest.mark.parametrize("activation_checkpointing", ["full", "selective"])
+def test_recompute_changes_no_number(
+    ranks: RankPool, activation_checkpointing: str, strategy: Strategy
+) -> None:
+    got = ranks.run(
+        train,
+        chosen(strategy, "llama", training__activation_checkpointing=activation_checkpointing),
+        1.0,
+    )
     assert_same(one_process("llama", 1.0, strategy.untied), got[0])
 
 

@@ -23,8 +23,8 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 PRIVATE_LIBRARY = Path("/usr/local/lib/atoll-testbed")
 
 
-def stop(found: str, mend: str) -> NoReturn:
-    raise SystemExit(f"testbed: {found}\n         {mend}")
+def stop(found: str, hint: str) -> NoReturn:
+    raise SystemExit(f"testbed: {found}\n         {hint}")
 
 
 def run(*argv: object, **options: object) -> str:
@@ -33,7 +33,7 @@ def run(*argv: object, **options: object) -> str:
     done = subprocess.run(words, capture_output=True, text=True, **options)  # type: ignore
     if done.returncode != 0:
         last = (done.stderr.strip() or done.stdout.strip() or "no reason given").splitlines()[-1]
-        stop(f"{' '.join(words)[:120]}: {last}", "mend that, then make testbed again")
+        stop(f"{' '.join(words)[:120]}: {last}", "fix that, then make testbed again")
     return str(done.stdout)
 
 

@@ -16,11 +16,11 @@ import pytest
 from testbed import CLUSTERS
 from testbed_site import HOW, ROOT, TINY, Site
 
+from atoll.campaign import coordinator as federate
+from atoll.campaign import round as one_round
+from atoll.campaign.store import CampaignStore, checked_campaign
+from atoll.campaign.transfer import Unreachable, ask, send
 from atoll.errors import UserError
-from atoll.host import federate
-from atoll.host import round as one_round
-from atoll.host.campaign import Held, checked_campaign
-from atoll.host.transfer import Unreachable, ask, send
 
 STREAMFLOW = ROOT / ".venv-streamflow" / "bin" / "streamflow"
 TEXTS = {"testbed": "data-*.txt", "east": "host-*.txt"}
@@ -151,7 +151,7 @@ def coordinator(values: dict[str, Any]) -> subprocess.Popen[str]:
     code = (
         "import json,sys; from pathlib import Path; from atoll.host import federate as f;"
         "c=f.checked_campaign(json.loads(sys.argv[1]));"
-        "sys.exit(f.run(f.Held(c,Path(c.folder)/c.name)))"
+        "sys.exit(f.run(f.CampaignStore(c,Path(c.folder)/c.name)))"
     )
     return subprocess.Popen(
         [sys.executable, "-c", code, json.dumps(values)],
@@ -203,7 +203,7 @@ def test_two_facilities_through_streamflow(federation: dict[str, Any]) -> None:
     said, _ = second.communicate(timeout=600)
     assert second.returncode == 0, said
     assert [len(ids) for ids in jobs(values, 2)] == [1, 1]
-    held = Held(checked_campaign(values), Path(values["folder"]) / "islands")
+    held = CampaignStore(checked_campaign(values), Path(values["folder"]) / "islands")
     for number in (1, 2):
         manifest = json.loads((held.model(number) / "manifest.json").read_text())
         assert set(manifest["weights"]) == set(TEXTS) and not manifest["rejected"]
@@ -215,14 +215,14 @@ def test_a_facility_behind_a_closed_door_is_left_out(federation: dict[str, Any])
     """By the engine without a workflow system, and the other one's update is enough."""
     values = federation | {"rule": federation["rule"] | {"quorum": 1}}
     values["sites"][0]["host"] = "nobody-like-this@127.0.0.1"
-    held = Held(checked_campaign(values), Path(values["folder"]) / "islands")
+    held = CampaignStore(checked_campaign(values), Path(values["folder"]) / "islands")
     one_round.begin(held)
     while len(one_round.state.unsettled(held, 1)) > 1:
         for site in held.campaign.sites:
             one_round.go_on(held, 1, site)
         time.sleep(held.campaign.poll_seconds)
     over = held.campaign.model_copy(update={"deadline_minutes": 0.001})
-    assert federate.run(Held(over, held.folder)) == 0
+    assert federate.run(CampaignStore(over, held.folder)) == 0
     assert "Permission denied" in one_round.state.left_out(held, 1)["testbed"]
     manifest = json.loads((held.model(1) / "manifest.json").read_text())
     assert list(manifest["weights"]) == ["east"]

@@ -75,7 +75,7 @@ def test_a_run_goes_on_after_its_time_limit_with_the_same_losses(site, reference
 def test_a_job_queued_with_sbatch_itself(site):
     exports = site.shell(
         f"apptainer -q exec --env PYTHONPATH={site.clone}/src {site.image} "
-        "python3 -m atoll compose --sbatch-env facility=testbed"
+        "python3 -m atoll submit --sbatch-env facility=testbed"
     )
     assert "export SBATCH_ACCOUNT=island\n" in exports
     nasty = "generation.prompt='$(touch pwned); touch pwned'"

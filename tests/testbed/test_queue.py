@@ -13,9 +13,9 @@ import pytest
 def test_a_refusal_is_slurm_s_own(words, said, setting, site):
     line = ["sbatch/train.sbatch", "facility=testbed", "nodes=1", "name=refused", words]
     answer = site.type(*line, check=False)
-    found, mend = answer.splitlines()
+    found, hint = answer.splitlines()
     assert said in found
-    assert setting in mend
+    assert setting in hint
     assert not (site.clone / "runs" / "refused").exists()
 
 

@@ -12,8 +12,8 @@ import yaml
 from testbed_site import HOW
 
 from atoll import run_dir
-from atoll.host import report
-from atoll.host.compose import compose
+from atoll.config.compose import compose
+from atoll.report import command as report
 from atoll.settings import dumped
 
 TITLES = (

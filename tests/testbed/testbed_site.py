@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from atoll import run_dir
-from atoll.host.image_recipe import recipe, stage
+from atoll.images.recipe import recipe, stage
 
 ROOT = Path(__file__).parents[2]
 USER = "atoll"

@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from atoll import run_dir
 from atoll.errors import UserError
+from atoll.sharding.process_group import World
 from atoll.train import checkpoint
-from atoll.train.world import World
 
 ALONE = World(0, 1, torch.device("cpu"), None)
 

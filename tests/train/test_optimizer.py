@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from atoll.settings import Optimizer
+from atoll.sharding.process_group import World
 from atoll.train.optimizer import (
     learning_rate,
     make_stepper,
@@ -19,7 +20,6 @@ from atoll.train.optimizer import (
     step_counts,
     take_step,
 )
-from atoll.train.world import World
 
 COSINE = Optimizer(name="adamw", learning_rate=1.0, warmup_steps=10, final_fraction=0.1)
 

@@ -22,8 +22,8 @@ from atoll import run_dir
 from atoll.data.loader import open_samples
 from atoll.errors import UserError
 from atoll.settings import Run
+from atoll.sharding.process_group import World
 from atoll.train import checkpoint, generate
-from atoll.train.world import World
 
 TESTS = Path(__file__).parents[1]
 
@@ -115,7 +115,7 @@ SHAPES = [
     ("ddp", 2, 2, {}),
     ("full_shard", 4, 1, {}),
     ("hybrid_shard", 4, 2, {}),
-    ("full_shard", 2, 4, {"training__recompute": "full"}),
+    ("full_shard", 2, 4, {"training__activation_checkpointing": "full"}),
 ]
 
 

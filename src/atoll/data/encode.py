@@ -172,17 +172,17 @@ def _labelled(tokenizer: Any, dtype: str, classes: Classes, rows: list[tuple[Any
 
 def _label(classes: Classes, number: int, value: Any) -> float:
     """The label's index, or the score itself where there are no labels to choose from."""
-    mend = f"mend the row, or set data.classes.labels; field: {classes.label_field}"
+    hint = f"fix the row, or set data.classes.labels; field: {classes.label_field}"
     if not classes.labels:
         if isinstance(value, (int, float)) and math.isfinite(value):
             return float(value)
-        raise UserError(f"row {number} has the label {value!r}, which is no score", mend)
+        raise UserError(f"row {number} has the label {value!r}, which is no score", hint)
     if isinstance(value, str) and value in classes.labels:
         return float(classes.labels.index(value))
     if isinstance(value, int) and 0 <= value < len(classes.labels):
         return float(value)
     known = f"0 to {len(classes.labels) - 1} ({', '.join(classes.labels)})"
-    raise UserError(f"row {number} has the label {value!r}; labels are {known}", mend)
+    raise UserError(f"row {number} has the label {value!r}; labels are {known}", hint)
 
 
 def _filled(template: str, text: str) -> str:

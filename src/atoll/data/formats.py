@@ -219,7 +219,7 @@ def _record(
         record = json.loads(line)
     except ValueError as error:
         raise UserError(
-            f"{where}: not JSON: {error}", "mend or delete the line: each is one JSON object"
+            f"{where}: not JSON: {error}", "fix or delete the line: each is one JSON object"
         ) from None
     if not isinstance(record, dict):
         raise UserError(f"{where}: not a JSON object", 'each line is one object: {"text": "…"}')

@@ -233,18 +233,18 @@ def read_manifest(folder: Path) -> Manifest:
     Raises `UserError` where it is missing or of another version of the format.
     """
     path = manifest_file(folder)
-    mend = "run `atoll tokenize RUN_FOLDER`"
+    hint = "run `atoll tokenize RUN_FOLDER`"
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise UserError(f"no tokens at {folder}: manifest.json is missing", mend) from None
+        raise UserError(f"no tokens at {folder}: manifest.json is missing", hint) from None
     except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}", f"delete {folder}, then {mend}") from None
+        raise UserError(f"{path} is not JSON: {error}", f"delete {folder}, then {hint}") from None
     version = content.get("format_version") if isinstance(content, dict) else None
     if version != FORMAT_VERSION:
         raise UserError(
             f"{path} is of format version {version}, this is {FORMAT_VERSION}",
-            f"delete {folder}, then {mend}",
+            f"delete {folder}, then {hint}",
         )
     try:
         return Manifest.model_validate(content)
@@ -252,7 +252,7 @@ def read_manifest(folder: Path) -> Manifest:
         first = error.errors()[0]
         raise UserError(
             f"{path} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}",
-            f"delete {folder}, then {mend}",
+            f"delete {folder}, then {hint}",
         ) from None
 
 

@@ -371,7 +371,7 @@ def _refuse_small_cohort(updates: list[Update], rule: Rule, rejected: dict[str, 
         raise UserError(
             f"{len(updates)} updates are left, the quorum is {rule.quorum}"
             + (f" ({why})" if why else ""),
-            "the global model stays as it is: wait for more, or mend what is named",
+            "the global model stays as it is: wait for more, or fix what is named",
         )
     combine.refuse_too_few(len(updates), rule)
 

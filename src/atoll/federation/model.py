@@ -153,8 +153,8 @@ def read_global(folder: Path) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """`atoll rebase CAME OUT [--base BEFORE]`: a facility's copy of a round's global model."""
-    parser = argparse.ArgumentParser(prog="atoll rebase", description=main.__doc__)
+    """`atoll apply-delta CAME OUT [--base BEFORE]`: a facility's copy of a round's global model."""
+    parser = argparse.ArgumentParser(prog="atoll apply-delta", description=main.__doc__)
     parser.add_argument("came", type=Path, help="the first global model whole, or a difference")
     parser.add_argument("out", type=Path)
     parser.add_argument("--base", type=Path, help="the global model that the difference is to")

@@ -197,7 +197,7 @@ def _make_task_folders(placement: Placement, task_folders: Sequence[str]) -> Non
         except OSError as error:
             raise UserError(
                 f"cannot make {own} for {variable}: {error.strerror}",
-                f"mend facility.task_folders.{variable}: a folder of the node's own disk",
+                f"fix facility.task_folders.{variable}: a folder of the node's own disk",
             ) from None
         os.environ[variable] = str(own)
 

@@ -73,11 +73,11 @@ def build_model(config: Any, training: Training, separator_id: int | None = None
         model = Classifier(hf, parts, separator_id)
     else:
         model = CausalLM(hf, parts, training.loss_chunk_tokens)
-    if training.recompute != "none":
+    if training.activation_checkpointing != "none":
         # the older name goes with transformers 6, the newer one is not in every 5
         enable = getattr(model.hf, "activation_checkpointing_enable", None)
         enable = enable or model.hf.gradient_checkpointing_enable
-        enable(_recompute_arguments(training.recompute))
+        enable(_checkpointing_arguments(training.activation_checkpointing))
     return model.train()
 
 
@@ -110,9 +110,9 @@ def _skeleton(config: Any) -> Any:
     return hf
 
 
-def _recompute_arguments(recompute: str) -> dict[str, Any]:
+def _checkpointing_arguments(activation_checkpointing: str) -> dict[str, Any]:
     arguments: dict[str, Any] = {"use_reentrant": False}
-    if recompute == "selective":
+    if activation_checkpointing == "selective":
         arguments["context_fn"] = _keep_attention
     return arguments
 

@@ -24,7 +24,7 @@ ORDER: tuple[tuple[str, dict[str, Any]], ...] = (
     ("full_shard", {"tensor": "node", "pipeline": 2}),
     ("full_shard_offload", {"sync_every_microbatch": True}),
 )
-RECOMPUTE = ("none", "full")
+ACTIVATION_CHECKPOINTING = ("none", "full")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Option:
     """A strategy, what it needs and sends, and whether it fits."""
 
     overrides: tuple[str, ...]
-    recompute: str
+    activation_checkpointing: str
     memory: Memory
     sent: Mapping[str, float]
     fits: bool | None  # None: the device's memory is not known
@@ -44,20 +44,26 @@ def options(run: Run, shape: Shape, tree: Mapping[str, Mapping[str, Any]]) -> It
     tree: sharding's name -> the content of its YAML.
     """
     order = ORDER if run.world_size > 1 else (("single", {}),)
-    for recompute in RECOMPUTE:
+    for activation_checkpointing in ACTIVATION_CHECKPOINTING:
         for name, changes in order:
             sized = {axis: run.ranks_per_node if v == "node" else v for axis, v in changes.items()}
             if any(size is not True and size == 1 for size in sized.values()):
                 continue
             values = dict(tree[name]) | sized
-            candidate = _with(run, values, recompute)
+            candidate = _with(run, values, activation_checkpointing)
             if candidate is None or not _divides(shape, candidate.sharding):
                 continue
             memory = memory_of(candidate, shape)
             words = [f"sharding={name}", *(f"sharding.{k}={v}".lower() for k, v in sized.items())]
-            words += [f"training.recompute={recompute}"] if recompute != "none" else []
+            words += (
+                [f"training.activation_checkpointing={activation_checkpointing}"]
+                if activation_checkpointing != "none"
+                else []
+            )
             sent = bytes_sent(candidate, shape)
-            yield Option(tuple(words), recompute, memory, sent, fits(candidate, memory))
+            yield Option(
+                tuple(words), activation_checkpointing, memory, sent, fits(candidate, memory)
+            )
 
 
 def fits(run: Run, memory: Memory) -> bool | None:
@@ -102,14 +108,18 @@ def choose(found: list[Option]) -> Option:
 def _cost(option: Option) -> tuple[bool, int, float]:
     """Offload is the last resort, recompute the one before."""
     sent = sum(option.sent.values())
-    return option.memory.host > 0, RECOMPUTE.index(option.recompute), sent
+    return (
+        option.memory.host > 0,
+        ACTIVATION_CHECKPOINTING.index(option.activation_checkpointing),
+        sent,
+    )
 
 
-def _with(run: Run, sharding: dict[str, Any], recompute: str) -> Run | None:
+def _with(run: Run, sharding: dict[str, Any], activation_checkpointing: str) -> Run | None:
     """The same run so spread; None where sizes do not multiply."""
     values = dumped(run)
     values["sharding"] = sharding
-    values["training"]["recompute"] = recompute
+    values["training"]["activation_checkpointing"] = activation_checkpointing
     try:
         return checked(values)
     except UserError:

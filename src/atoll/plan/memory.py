@@ -26,7 +26,7 @@ class Memory:
     gathered: int  # parameters of other ranks, for as long as they are needed
     buffers: int  # what collectives read and write
     activations: int
-    activations_recomputed: int  # the same under training.recompute=full
+    recomputed_activations: int  # the same under training.activation_checkpointing=full
     logits: int
     runtime: int
     loading: int  # the peak while weights are read
@@ -74,7 +74,7 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     one = block_activations(run, shape)
     recomputed = _block_input(run, shape) * layers * in_flight + one
     full = one * layers * in_flight
-    activations = recomputed if run.training.recompute == "full" else full
+    activations = recomputed if run.training.activation_checkpointing == "full" else full
     has_head = stage == axes.pipeline - 1
     logits = _logits(run, shape) if has_head else 0
     moments = own * MOMENT_BYTES[run.optimizer.name]
@@ -94,7 +94,7 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
         gathered=round(gathered),
         buffers=round(buffers),
         activations=round(full),
-        activations_recomputed=round(recomputed),
+        recomputed_activations=round(recomputed),
         logits=round(logits),
         runtime=round(runtime),
         loading=round(own * FP32 + largest * FP32),
@@ -126,9 +126,11 @@ def block_activations(run: Run, shape: Shape) -> float:
 ACTIVATION_COPIES = {"gpt2": 5, "opt": 1, "bert": 2}
 
 
-def with_recompute(run: Run, recompute: str) -> Run:
+def with_activation_checkpointing(run: Run, activation_checkpointing: str) -> Run:
     """The same run, other memory for time."""
-    training = run.training.model_copy(update={"recompute": recompute})
+    training = run.training.model_copy(
+        update={"activation_checkpointing": activation_checkpointing}
+    )
     return run.model_copy(update={"training": training})
 
 

@@ -65,7 +65,7 @@ def _within_samples(run: Run, shape: Shape) -> dict[str, float]:
     tokens = run.training.microbatch_samples * run.data.sequence_tokens
     layers = shape.layers / axes.pipeline
     hidden = tokens / axes.context * shape.hidden * c
-    again = 1 if run.training.recompute == "none" else 2
+    again = 1 if run.training.activation_checkpointing == "none" else 2
     sent = {}
     if axes.tensor > 1:
         # two gathers and two scatters a layer in each direction

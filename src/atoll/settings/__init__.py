@@ -5,6 +5,7 @@ The values live in `hydra_conf/`; here is what they may be. A run is read back f
 """
 
 from atoll.settings.check import (
+    RENAMED_SETTINGS,
     checked,
     dumped,
     is_setting,
@@ -29,6 +30,7 @@ from atoll.settings.machine import Facility, Folders, Image, Launcher, Limits, N
 from atoll.settings.run import Run, Sharding
 
 __all__ = [
+    "RENAMED_SETTINGS",
     "Classes",
     "Data",
     "Facility",

@@ -12,6 +12,13 @@ from pydantic import BaseModel, ValidationError
 from atoll.errors import UserError
 from atoll.settings.run import Run
 
+# what a setting was called before -> its name
+RENAMED_SETTINGS = {
+    "sinks": "loggers",
+    "training.recompute": "training.activation_checkpointing",
+    "training.samples_before": "training.consumed_samples",
+}
+
 
 def checked(values: Mapping[str, Any]) -> Run:
     """Turn plain values into a `Run`.
@@ -87,19 +94,23 @@ def _explained(error: ValidationError) -> UserError:
     name = ".".join(str(part) for part in first["loc"])
     kind = first["type"]
     if kind == "extra_forbidden":
+        if name in RENAMED_SETTINGS:
+            return UserError(
+                f"unknown setting: {name}", f"it is called {RENAMED_SETTINGS[name]} now"
+            )
         near = nearest_setting(name)
         hint = f"did you mean {near}?" if near else "`atoll compose` lists every setting"
         return UserError(f"unknown setting: {name}", hint)
     if kind == "missing":
         return UserError(f"setting missing: {name}", f"set it: {name}=VALUE")
     if kind == "value_error":
-        found, *mend = first["ctx"]["error"].args
-        return UserError(found, *(mend or ["change one of the named settings so that they agree"]))
+        found, *hint = first["ctx"]["error"].args
+        return UserError(found, *(hint or ["change one of the named settings so that they agree"]))
     found = f"{name} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
-    return UserError(found, _mend(name, first))
+    return UserError(found, _hint(name, first))
 
 
-def _mend(name: str, first: Any) -> str:
+def _hint(name: str, first: Any) -> str:
     if first["type"] == "string_type" and isinstance(first["input"], int | float):
         return f"quote it, so that it stays text: \"{name}='{first['input']}'\""
     choices = first.get("ctx", {}).get("expected")

@@ -11,7 +11,7 @@ Positive = Annotated[float, Field(gt=0.0)]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 VariableText = Annotated[str, Field(coerce_numbers_to_str=True)]
-# One file may be written without its brackets: data.files=a.txt; one sink too: sinks=wandb
+# One file may be written without its brackets: data.files=a.txt; one logger too: loggers=wandb
 one_is_a_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 FileNames = Annotated[list[str], one_is_a_list]
 SinkNames = Annotated[list[Literal["tensorboard", "wandb", "mlflow"]], one_is_a_list]

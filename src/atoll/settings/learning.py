@@ -164,9 +164,9 @@ class Training(Settings):
     microbatch_samples: Count
     log_every_steps: Count = 10
     compile: bool = False
-    recompute: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     loss_chunk_tokens: Count = 512
-    samples_before: CountOrZero = 0  # of the endless order: taken by earlier rounds
+    consumed_samples: CountOrZero = 0  # of the endless order: taken by earlier rounds
     timeout_minutes: Positive = 30.0
 
     @model_validator(mode="after")

@@ -97,7 +97,7 @@ class Run(Settings):
     evaluation: Evaluation
     export: Export
     generation: Generation
-    sinks: SinkNames = []  # where figures go beside metrics.jsonl, in the run's folder
+    loggers: SinkNames = []  # where figures go beside metrics.jsonl, in the run's folder
 
     @property
     def world_size(self) -> int:

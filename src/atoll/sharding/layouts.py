@@ -1,4 +1,4 @@
-"""How parameters are spread: functions (model, meshes, ...) -> model, named in a sharding's YAML.
+"""How parameters are context: functions (model, meshes, ...) -> model, named in a sharding's YAML.
 
 To add a layout, write a function here, add it to a table below, and name it in
 hydra_conf/sharding/.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ShardingContext:
     """What a layout needs to know beside the model and the meshes."""
 
     sharding: Sharding
@@ -32,25 +32,25 @@ class Spread:
     device: torch.device
 
 
-Layout = Callable[[Any, "Meshes", Spread], Any]
+Layout = Callable[[Any, "Meshes", ShardingContext], Any]
 
 
-def fsdp(model: Any, meshes: "Meshes", spread: Spread) -> Any:
+def fsdp(model: Any, meshes: "Meshes", context: ShardingContext) -> Any:
     """Shard every block and then the rest over their shard axes (FSDP2, ZeRO-2 and 3).
 
     With a replicate axis, shards are also replicated (HSDP, ZeRO++'s hpZ).
     """
-    half = spread.compute_dtype != torch.float32
-    reshard = spread.sharding.reshard_after_forward
+    half = context.compute_dtype != torch.float32
+    reshard = context.sharding.reshard_after_forward
     common: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=spread.compute_dtype if half else None,
+            param_dtype=context.compute_dtype if half else None,
             # summed in fp32 whatever the arithmetic: the mean of many bf16 gradients loses digits
             reduce_dtype=torch.float32,
         )
     }
-    if spread.sharding.offload:
-        common["offload_policy"] = CPUOffloadPolicy(pin_memory=spread.device.type == "cuda")
+    if context.sharding.offload:
+        common["offload_policy"] = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
     for block in blocks_of(model.hf, model.parts):
         if any(True for _ in block.parameters()):
             fully_shard(
@@ -69,9 +69,9 @@ def fsdp(model: Any, meshes: "Meshes", spread: Spread) -> Any:
     return root
 
 
-def ddp(model: Any, meshes: "Meshes", spread: Spread) -> Any:
+def ddp(model: Any, meshes: "Meshes", context: ShardingContext) -> Any:
     """Replicate the model and average gradients in buckets during the backward pass."""
-    indices = [spread.device.index] if spread.device.type == "cuda" else None
+    indices = [context.device.index] if context.device.type == "cuda" else None
     with warnings.catch_warnings():
         # torch 2.13 announces another name for broadcast_buffers that 2.10 does not know
         warnings.simplefilter("ignore", FutureWarning)
@@ -89,20 +89,20 @@ AFTER_WEIGHTS: dict[str, Layout] = {"ddp": ddp}
 
 
 def apply_layouts(
-    known: dict[str, Layout], model: Any, meshes: "Meshes | None", spread: Spread
+    known: dict[str, Layout], model: Any, meshes: "Meshes | None", context: ShardingContext
 ) -> Any:
     """Apply, in the order of the YAML, those of its layouts that are in `known`.
 
     Without meshes there is one rank, and nothing to apply.
     """
-    for name in spread.sharding.layouts:
+    for name in context.sharding.layouts:
         if name not in BEFORE_WEIGHTS | AFTER_WEIGHTS:
             raise UserError(
-                f"sharding={spread.sharding.name} names an unknown layout: {name}",
+                f"sharding={context.sharding.name} names an unknown layout: {name}",
                 f"choose from {', '.join(BEFORE_WEIGHTS | AFTER_WEIGHTS)}",
             )
         if name in known and meshes is not None:
-            model = known[name](model, meshes, spread)
+            model = known[name](model, meshes, context)
     return model
 
 

@@ -31,7 +31,7 @@ class Task(NamedTuple):
     stage: int
 
 
-class Absent(nn.Module):
+class Placeholder(nn.Module):
     """In the place of what another stage has: hidden states pass, and nothing is added to them."""
 
     def __init__(self, adds: bool) -> None:
@@ -118,7 +118,7 @@ def order_of(stages: Stages, microbatches: int) -> list[Task]:
 def pipeline(model: Any, batches: Sequence[Batch], scale: float, plan: "StepPlan") -> Tensor:
     """Forward and backward of all microbatches; returns this rank's summed loss, unscaled."""
     stages: Stages = model.stages
-    mail = Mail(stages, plan.compute_dtype)
+    mail = P2P(stages, plan.compute_dtype)
     tasks = order_of(stages, len(batches))
     total = torch.zeros((), device=batches[0].tokens_BT.device)
     kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
@@ -150,7 +150,7 @@ def pipeline(model: Any, batches: Sequence[Batch], scale: float, plan: "StepPlan
 def forward_only(model: Any, batch: Batch, plan: "StepPlan") -> Tensor:
     """One microbatch through all stages: the summed loss on the last rank, zero elsewhere."""
     stages: Stages = model.stages
-    mail = Mail(stages, plan.compute_dtype)
+    mail = P2P(stages, plan.compute_dtype)
     loss = torch.zeros((), device=batch.tokens_BT.device)
     for stage in stages.own:
         task = Task(FORWARD, 0, stage)
@@ -164,7 +164,7 @@ def forward_only(model: Any, batch: Batch, plan: "StepPlan") -> Tensor:
     return loss
 
 
-class Mail:
+class P2P:
     """Hidden states to the next stage, their gradients to the one before."""
 
     def __init__(self, stages: Stages, dtype: torch.dtype) -> None:
@@ -228,8 +228,8 @@ def _is_there(hf: nn.Module, name: str) -> bool:
     return hf.get_submodule(owner)._modules.get(leaf) is not None
 
 
-def _absent(model: Any, name: str) -> Absent:
-    return Absent(adds=name == model.parts.positions)
+def _absent(model: Any, name: str) -> Placeholder:
+    return Placeholder(adds=name == model.parts.positions)
 
 
 def _put(hf: nn.Module, name: str, module: nn.Module) -> None:

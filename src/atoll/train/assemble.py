@@ -19,26 +19,26 @@ from atoll.models.adapter import adapt, adapted_reader, check_device, fill_narro
 from atoll.models.build import weights_for
 from atoll.models.parts import blocks_of
 from atoll.models.weights import fill, fill_buffers, materialize
+from atoll.monitor import metrics
+from atoll.monitor.loggers import Tell, ignore
 from atoll.plan.shapes import Shape, check_architecture, shape_of
 from atoll.plan.traffic import bytes_sent
 from atoll.settings import Run
-from atoll.sharding.cut import cut_tokens
+from atoll.sharding.context_parallel import cut_tokens
 from atoll.sharding.deepspeed import initialize
 from atoll.sharding.engines import StepPlan
-from atoll.sharding.layouts import AFTER_WEIGHTS, BEFORE_WEIGHTS, Spread, apply_layouts
+from atoll.sharding.layouts import AFTER_WEIGHTS, BEFORE_WEIGHTS, ShardingContext, apply_layouts
 from atoll.sharding.mesh import Meshes, make_meshes
 from atoll.sharding.pipeline import split_layers
+from atoll.sharding.process_group import World, run_on_all_ranks, say
 from atoll.sharding.tensor import split_matrices
-from atoll.train import metrics
 from atoll.train.optimizer import Stepper, make_stepper
 from atoll.train.precision import compute_dtype
-from atoll.train.sinks import Tell, ignore
 from atoll.train.tasks import TASKS
-from atoll.train.world import World, say, together
 
 
 @dataclasses.dataclass(frozen=True)
-class Trainee:
+class TrainState:
     """Everything that takes part in training, put together once."""
 
     run: Run
@@ -55,7 +55,7 @@ class Trainee:
     peak_tflops: tuple[float, str]  # of one device, and where the number comes from
     communication_bytes: dict[str, float]  # expected, sent by one rank in a step
     shape: Shape
-    tell: Tell = ignore  # the run's sinks, on the first rank
+    tell: Tell = ignore  # the run's loggers, on the first rank
 
     @property
     def pipeline_group(self) -> Any:
@@ -67,23 +67,23 @@ class Trainee:
         return run_dir.prepared(self.run) / "tokenizer"
 
 
-def assemble(run: Run, run_folder: Path, world: World) -> Trainee:
+def assemble(run: Run, run_folder: Path, world: World) -> TrainState:
     """Data, model and optimizer; a user's mistake ends here, before the first step."""
-    manifest = together(
+    manifest = run_on_all_ranks(
         world, lambda: open_prepared(run, verify=True, rank=world.rank, world_size=world.size)
     )
     prepared = run_dir.prepared(run)
-    training = together(world, lambda: open_samples(run.data, prepared, "train"))
-    validation = together(world, lambda: open_samples(run.data, prepared, "validation"))
+    training = run_on_all_ranks(world, lambda: open_samples(run.data, prepared, "train"))
+    validation = run_on_all_ranks(world, lambda: open_samples(run.data, prepared, "validation"))
     task = TASKS[run.task.name]
-    config = together(world, lambda: task.config(run, manifest))
-    dtype, reason = together(world, lambda: compute_dtype(run.precision, world.device))
+    config = run_on_all_ranks(world, lambda: task.config(run, manifest))
+    dtype, reason = run_on_all_ranks(world, lambda: compute_dtype(run.precision, world.device))
     say(world, f"arithmetic in {reason}")
     empty = task.model(config, run, manifest)
     model, wrapped = build_sharded(run, config, empty, world, dtype)
-    stepper = together(world, lambda: make_stepper(run.optimizer, model))
+    stepper = run_on_all_ranks(world, lambda: make_stepper(run.optimizer, model))
     if run.sharding.step_engine == "deepspeed":
-        wrapped = together(world, lambda: initialize(run, model, stepper.optimizer, dtype))
+        wrapped = run_on_all_ranks(world, lambda: initialize(run, model, stepper.optimizer, dtype))
     plan = StepPlan(
         compute_dtype=dtype,
         autocast=dtype != torch.float32 and not isinstance(model, FSDPModule),
@@ -94,8 +94,10 @@ def assemble(run: Run, run_folder: Path, world: World) -> Trainee:
     )
     labels = 0 if run.data.classes is None else config.num_labels
     shape = dataclasses.replace(shape_of(config.to_dict()), labels=labels)
-    peak = together(world, lambda: metrics.peak_tflops(run.facility.node, world.device, dtype))
-    return Trainee(
+    peak = run_on_all_ranks(
+        world, lambda: metrics.peak_tflops(run.facility.node, world.device, dtype)
+    )
+    return TrainState(
         run=run,
         run_folder=run_folder,
         world=world,
@@ -124,16 +126,16 @@ def build_sharded(
     run: Run, config: Any, model: Any, world: World, dtype: torch.dtype
 ) -> tuple[Any, nn.Module]:
     """Meta, sharded, given memory, filled slice by slice, then wrapped."""
-    together(world, lambda: check_device(run.model.quantisation, world.device))
-    together(world, lambda: adapt(model.hf, run.model))
+    run_on_all_ranks(world, lambda: check_device(run.model.quantisation, world.device))
+    run_on_all_ranks(world, lambda: adapt(model.hf, run.model))
     if run.training.compile:
-        together(world, lambda: check_compiler(world))
+        run_on_all_ranks(world, lambda: check_compiler(world))
         for block in blocks_of(model.hf, model.parts):
             block.compile(fullgraph=world.device.type == "cuda")
-    meshes = together(world, lambda: make_meshes(run, world.device, world.rank))
-    spread = Spread(run.sharding, dtype, world.device)
-    together(world, lambda: divide(run, model, meshes))
-    apply_layouts(BEFORE_WEIGHTS, model, meshes, spread)
+    meshes = run_on_all_ranks(world, lambda: make_meshes(run, world.device, world.rank))
+    context = ShardingContext(run.sharding, dtype, world.device)
+    run_on_all_ranks(world, lambda: divide(run, model, meshes))
+    apply_layouts(BEFORE_WEIGHTS, model, meshes, context)
     shapes = {name: tuple(p.shape) for name, p in model.hf.named_parameters()}
 
     def fill_all() -> None:
@@ -144,8 +146,8 @@ def build_sharded(
             fill(model.hf, read)
             fill_buffers(model.hf)
 
-    together(world, fill_all)
-    return model, apply_layouts(AFTER_WEIGHTS, model, meshes, spread)
+    run_on_all_ranks(world, fill_all)
+    return model, apply_layouts(AFTER_WEIGHTS, model, meshes, context)
 
 
 def divide(run: Run, model: Any, meshes: Meshes | None) -> None:

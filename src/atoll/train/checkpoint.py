@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from atoll import run_dir
 from atoll.errors import UserError
-from atoll.train.world import SharedError, World, disk_error, gathered, together
+from atoll.sharding.process_group import SharedError, World, disk_error, gathered, run_on_all_ranks
 
 MANIFEST = "manifest.json"
 
@@ -64,7 +64,7 @@ def start_save(
     """
     started = time.monotonic()
     partial = run_dir.checkpoints(run_folder) / f".step-{progress.step:08d}.partial"
-    together(world, lambda: _prepare(partial, world))
+    run_on_all_ranks(world, lambda: _prepare(partial, world))
     pending = Pending(progress.step, started, Future(), Future())
     about = (pending, _stager(world.device), state, partial, progress, keep, world)
     threading.Thread(target=_save, args=about, daemon=True).start()
@@ -135,7 +135,7 @@ def load(path: Path, state: dict[str, Tensor], world: World) -> None:
 
     Raises `SharedError` naming the first file that is not as it was written.
     """
-    together(world, lambda: _verify(path, world))
+    run_on_all_ranks(world, lambda: _verify(path, world))
     with _as_user_error(f"checkpoint {path} does not fit this run"):
         dcp.load(
             state,
@@ -189,9 +189,9 @@ def _save(
                 process_group=world.host_group,
                 no_dist=world.size == 1,
             )
-        files = together(world, lambda: _own_files(partial, world))
+        files = run_on_all_ranks(world, lambda: _own_files(partial, world))
         every = {name: entry for part in gathered(world, files) for name, entry in part.items()}
-        together(
+        run_on_all_ranks(
             world, lambda: _publish(partial, every, progress, keep) if world.rank == 0 else None
         )
         pending.done.set_result(time.monotonic() - pending.started)
@@ -265,12 +265,12 @@ def _as_user_error(what: str) -> Iterator[None]:
         first = next(iter(error.failures.values()))[0]
         if isinstance(first, OSError):
             full = disk_error(first)
-            raise SharedError(f"{what}: {full.found}", full.mend) from error
+            raise SharedError(f"{what}: {full.found}", full.hint) from error
         reason = (str(first).strip().splitlines() or [type(first).__name__])[0]
         raise SharedError(f"{what}: {reason}", "start a new run with another name=") from error
     except OSError as error:
         full = disk_error(error)
-        raise SharedError(f"{what}: {full.found}", full.mend) from error
+        raise SharedError(f"{what}: {full.found}", full.hint) from error
 
 
 def barrier(world: World) -> None:

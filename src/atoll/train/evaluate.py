@@ -13,8 +13,8 @@ from atoll.data.batch import Batch
 from atoll.data.loader import Samples
 from atoll.settings import Run
 from atoll.sharding.engines import StepPlan
+from atoll.sharding.process_group import World, summed
 from atoll.train.tasks import TASKS, Judged
-from atoll.train.world import World, summed
 
 
 @dataclass(frozen=True)

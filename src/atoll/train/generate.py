@@ -12,12 +12,12 @@ from atoll.data.tokenize import open_prepared
 from atoll.errors import UserError
 from atoll.models.adapter import adapt, adapted_reader
 from atoll.models.build import weights_for
-from atoll.models.generate import Speaker, continue_text, from_folder
+from atoll.models.text_generator import TextGenerator, continue_text, from_folder
 from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.settings import Generation, Run, load_run
+from atoll.sharding.process_group import World
 from atoll.train import checkpoint
 from atoll.train.tasks import TASKS
-from atoll.train.world import World
 
 
 def main(argv: list[str]) -> int:
@@ -53,7 +53,7 @@ def run_of(where: Path) -> Run | None:
     return None
 
 
-def speaker_of(where: Path, run: Run | None) -> Speaker:
+def speaker_of(where: Path, run: Run | None) -> TextGenerator:
     """The model of a folder; a run's own is its export."""
     if (where / "manifest.json").is_file() and where.parent.name == "checkpoints":
         if run is None:
@@ -66,7 +66,7 @@ def speaker_of(where: Path, run: Run | None) -> Speaker:
     return from_folder(run_dir.export(where) if is_run else where)
 
 
-def from_checkpoint(path: Path, run: Run) -> Speaker:
+def from_checkpoint(path: Path, run: Run) -> TextGenerator:
     """The model of a training state, in one process whatever the ranks that saved it."""
     from transformers import AutoTokenizer
 
@@ -87,11 +87,11 @@ def from_checkpoint(path: Path, run: Run) -> Speaker:
     checkpoint.load(path, {f"model/{name}": p for name, p in learning.items()}, alone)
     model.hf.set_attn_implementation("sdpa")
     tokenizer = AutoTokenizer.from_pretrained(run_dir.prepared(run) / "tokenizer")
-    return Speaker(model.hf.eval(), tokenizer)
+    return TextGenerator(model.hf.eval(), tokenizer)
 
 
 def speak(
-    speaker: Speaker, prompts: list[str], settings: Generation, seed: int, aloud: bool
+    speaker: TextGenerator, prompts: list[str], settings: Generation, seed: int, aloud: bool
 ) -> list[str]:
     """Continue each prompt, the same for the same seed; aloud: on the terminal, as it comes."""
     from transformers import TextStreamer

@@ -1,0 +1,1 @@
+"""Rounds of training across facilities. Never imports torch."""

@@ -1,0 +1,1 @@
+"""From a typed run to a job: schedulers, launchers, containers. Never imports torch."""

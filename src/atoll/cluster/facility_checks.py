@@ -1,0 +1,200 @@
+"""What a login node can say of a facility: one function for each question, each with its hint."""
+
+import getpass
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from atoll.cluster import limits
+from atoll.errors import UserError
+from atoll.images.build import container_runtime
+from atoll.images.check import check_image
+from atoll.settings import Run
+
+OK, UNKNOWN, WRONG = "ok", "unknown", "wrong"
+LEAST_FREE_GIB = 1.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One answer: ok, unknown or wrong; and how to fix what is not ok."""
+
+    state: str
+    subject: str
+    found: str
+    hint: str = ""
+
+
+Question = Callable[[Run, Mapping[str, str]], Iterator[Finding]]
+
+
+def runtime(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Apptainer or SingularityCE, and its version."""
+    if run.image.args_file is None and run.image.file is None:
+        yield Finding(OK, "container", "none is used: image=none")
+        return
+    try:
+        name = container_runtime(environment)
+    except UserError as error:
+        # some facilities have it on the nodes only, as a module
+        state = UNKNOWN if run.facility.modules else WRONG
+        yield Finding(state, "container", error.found, error.hint)
+        return
+    version = _answer([name, "--version"], environment)
+    yield Finding(OK, "container", version[0] if version else name)
+
+
+def fuse(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Images are mounted through FUSE unless the runtime is installed with setuid."""
+    device = Path("/dev/fuse")
+    if run.image.args_file is None and run.image.file is None:
+        return
+    if os.access(device, os.R_OK | os.W_OK):
+        yield Finding(OK, "fuse", "/dev/fuse can be read and written")
+    else:
+        there = "cannot be read and written" if device.exists() else "is not there"
+        hint = "ask the administrators: chmod a+rw /dev/fuse, or a setuid installation"
+        yield Finding(UNKNOWN, "fuse", f"/dev/fuse {there}", hint)
+
+
+def image(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """The image file, for the nodes' architecture."""
+    if run.image.file is not None:
+        yield _checked("image", str(run.image.file), check_image, run)
+
+
+def folders(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Each folder can be written, and has room."""
+    written = [pair for pair in run.folders if pair[0] != "bundle"]
+    for setting, folder in written:
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+        free_gib = shutil.disk_usage(nearest).free / 2**30
+        found = f"{folder}, {free_gib:.1f} GiB free"
+        if not os.access(nearest, os.W_OK):
+            hint = f"folders.{setting}=FOLDER, in hydra_conf/local/default.yaml"
+            yield Finding(WRONG, setting, f"{nearest} cannot be written", hint)
+        elif free_gib < LEAST_FREE_GIB:
+            yield Finding(WRONG, setting, found, f"free some space, or folders.{setting}=FOLDER")
+        else:
+            yield Finding(OK, setting, found)
+
+
+def facility_limits(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Nodes, time and account against what the facility states."""
+    yield _checked("support", run.image.name, limits.check_supported, run)
+    yield _checked("nodes", str(run.nodes), limits.check_nodes, run)
+    if run.facility.scheduler != "none":
+        found = f"{run.facility.walltime_minutes} minutes"
+        yield _checked("time limit", found, limits.check_queue, run)
+
+
+def account(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Account and QoS as Slurm's accounting knows this user."""
+    if run.facility.scheduler != "slurm":
+        return
+    words = ["sacctmgr", "--noheader", "--parsable2", "show", "associations"]
+    form = "format=account,qos"
+    lines = _answer([*words, f"user={getpass.getuser()}", form], environment)
+    if not lines:
+        yield Finding(UNKNOWN, "account", "sacctmgr does not say which accounts are yours")
+        return
+    known = dict(line.split("|", 1) for line in lines)
+    mine = ", ".join(sorted(known))
+    if run.facility.account not in known:
+        hint = f"facility.account=NAME, one of: {mine}"
+        yield Finding(WRONG, "account", f"{run.facility.account} is not yours", hint)
+        return
+    yield Finding(OK, "account", str(run.facility.account))
+    qos, allowed = run.facility.submit.get("qos"), known[run.facility.account].split(",")
+    if qos is not None:
+        good = str(qos) in allowed
+        hint = "" if good else f"facility.submit.qos=NAME, one of: {', '.join(allowed)}"
+        yield Finding(OK if good else WRONG, "qos", str(qos), hint)
+
+
+def partition(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """The partition or queue, as the scheduler shows it."""
+    scheduler = run.facility.scheduler
+    if scheduler == "none":
+        return
+    flag = "partition" if scheduler == "slurm" else "q"
+    name = run.facility.submit.get(flag)
+    if name is None:
+        yield Finding(OK, flag, "the scheduler's default")
+        return
+    show = {
+        "slurm": ["sinfo", "--noheader", f"--partition={name}", "--format=%a %l %D nodes"],
+        "pbs": ["qstat", "-Q", str(name)],
+    }
+    if shutil.which(show[scheduler][0], path=environment.get("PATH")) is None:
+        hint = "ask again on a login node of the facility"
+        yield Finding(UNKNOWN, flag, f"no {show[scheduler][0]} here to ask about {name}", hint)
+        return
+    lines = _answer(show[scheduler], environment)
+    hint = f"facility.submit.{flag}=NAME; {show[scheduler][0]} lists them"
+    found = f"{name}: {lines[-1]}" if lines else f"{name} is not known to the scheduler"
+    yield Finding(OK if lines else WRONG, flag, found, "" if lines else hint)
+
+
+def offline(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """What has a name of the hub must be in a cache that the nodes see, or the nodes be online."""
+    named = {"models": run.model.source, "datasets": run.data.hub}
+    hub = {kind: name for kind, name in named.items() if name and not name.startswith("/")}
+    home = Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(environment.get("HF_HUB_CACHE") or home / "hub")
+    for kind, name in hub.items():
+        folder = cache / f"{kind}--{name.replace('/', '--')}"
+        if folder.is_dir():
+            yield Finding(OK, "hub cache", f"{name} is in {cache}")
+        else:
+            hint = (
+                "atoll prepare --into BUNDLE … where there is a network, then folders.bundle=BUNDLE"
+            )
+            verdict = WRONG if run.facility.node_network is False else UNKNOWN
+            yield Finding(verdict, "hub cache", f"{name} is not in {cache}", hint)
+    if hub:
+        token = "HF_TOKEN" in environment or (home / "token").exists()
+        found = "a token is set (its value is never shown)" if token else "no token is set"
+        hint = "" if token else "gated names need one: export HF_TOKEN in the shell that submits"
+        yield Finding(OK if token else UNKNOWN, "hub token", found, hint)
+
+
+QUESTIONS: tuple[Question, ...] = (
+    runtime,
+    fuse,
+    image,
+    folders,
+    facility_limits,
+    account,
+    partition,
+    offline,
+)
+
+
+def all_findings(run: Run, environment: Mapping[str, str]) -> list[Finding]:
+    """Ask every question."""
+    return [finding for ask in QUESTIONS for finding in ask(run, environment)]
+
+
+def _checked(subject: str, found: str, check: Callable[[Run], None], run: Run) -> Finding:
+    try:
+        check(run)
+    except UserError as error:
+        return Finding(WRONG, subject, error.found, error.hint)
+    return Finding(OK, subject, found)
+
+
+def _answer(argv: list[str], environment: Mapping[str, str]) -> list[str]:
+    """The lines a program prints; none where it is missing or refuses."""
+    program = shutil.which(argv[0], path=environment.get("PATH"))
+    if program is None:
+        return []
+    done = subprocess.run(
+        [program, *argv[1:]], env=dict(environment), capture_output=True, text=True
+    )
+    lines = [line.strip() for line in done.stdout.splitlines() if re.search(r"\S", line)]
+    return lines if done.returncode == 0 else []

@@ -1,0 +1,125 @@
+"""`launch.sh`: all that a job does, in order. Each step may be done again after a requeue."""
+
+import shlex
+from pathlib import Path
+
+from atoll import run_dir
+from atoll.cluster import pbs, slurm
+from atoll.cluster.launchers import atoll_command, launch_step
+from atoll.settings import Run
+
+HEADER = """#!/bin/bash
+# What this run does. Written when it was submitted; started again, it goes on where it stopped.
+"""
+STRICT = "set -euo pipefail\n"
+# A module system greets with unset variables and failing commands, so strictness comes after it.
+MODULES = "source /etc/profile\n"
+# The warning reaches this shell alone. A signal to all processes of the step would also end those
+# that hold its image open, and so the ranks; they look for a file instead.
+HEED = """\
+stop_file={stop_file} restart_file={restart_file}
+rm -f "$stop_file" "$restart_file"
+trap 'touch "$stop_file"' USR2
+attend() {{
+    "$@" &
+    local task=$!
+    while kill -0 "$task" 2> /dev/null; do wait "$task" || true; done
+    wait "$task"
+}}
+"""
+# A launcher has its own idea of an exit code when some of its tasks end before others, so the
+# ranks say by a file that their state is saved and the run should go on.
+GO_ON = """\
+trap 'if [[ -e $restart_file ]]; then again; exit {code}; fi' EXIT
+"""
+# The hub's libraries ask the network before they look beside them, and wait for its answer.
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+# scheduler -> the shell function by which a job queues the run again.
+AGAIN = {"slurm": slurm.again, "pbs": pbs.again}
+
+
+def launch_script(
+    run: Run, run_folder: Path, batch_file: Path | None = None, verb: str | None = None
+) -> str:
+    """The text of a run's `launch.sh`; with a `batch_file` its jobs may queue another one.
+
+    verb: `module:function` for all ranks to call, in place of the whole training.
+    """
+    scheduler = run.facility.scheduler
+    modules = [["module", "load", name] for name in run.facility.modules]
+    queued = scheduler in AGAIN
+    return (
+        HEADER
+        + (MODULES + _lines(modules) if modules else "")
+        + STRICT
+        + (_going_on(run, run_folder, batch_file) if queued else "")
+        + _lines(preparation(run, run_folder))
+        + _lines([_ranks(run, run_folder, verb)] if verb else training(run, run_folder))
+    )
+
+
+def preparation(run: Run, run_folder: Path) -> list[list[str]]:
+    """What comes before any rank: the facility's variables, and the image's checks."""
+    variables = dict(run.facility.environment)
+    if run.facility.node_network is False:
+        variables |= OFFLINE
+    return [
+        *(["export", f"{name}={text}"] for name, text in variables.items()),
+        *_image_checks(run, run_folder),
+    ]
+
+
+def training(run: Run, run_folder: Path) -> list[list[str]]:
+    """The commands of a training job: prepare the tokens, train, sample, say where."""
+    atoll = atoll_command(run)
+    return [
+        [*atoll, "tokenize", str(run_folder)],
+        _ranks(run, run_folder, None),
+        *([[*atoll, "generate", str(run_folder)]] if _writes_text(run) else []),
+        _where_everything_is(run, run_folder),
+    ]
+
+
+def _going_on(run: Run, run_folder: Path, batch_file: Path | None) -> str:
+    """How the job heeds its time limit, and how the run goes on after it."""
+    files = {
+        "stop_file": shlex.quote(str(run_dir.stop_file(run_folder))),
+        "restart_file": shlex.quote(str(run_dir.restart_file(run_folder))),
+    }
+    again = AGAIN[run.facility.scheduler](run, run_folder, batch_file)
+    return HEED.format(**files) + again + GO_ON.format(code=run_dir.RESTART_CODE)
+
+
+def _writes_text(run: Run) -> bool:
+    asked = run.generation.prompt is not None
+    return asked and run.task.name == "causal_lm" and run.training.steps != 0
+
+
+def _lines(commands: list[list[str]]) -> str:
+    return "".join(f"{shlex.join(argv)}\n" for argv in commands)
+
+
+def _ranks(run: Run, run_folder: Path, verb: str | None) -> list[str]:
+    attended = ["attend"] if run.facility.scheduler in AGAIN else []
+    return [*attended, *launch_step(run, run_folder, verb)]
+
+
+def _image_checks(run: Run, run_folder: Path) -> list[list[str]]:
+    """Signature, then what is inside against this node, before anything else is started."""
+    image = run.image
+    if image.file is None:
+        return []
+    key = ["--key", str(image.verify_key), str(image.file)]
+    verify = [[run.facility.container, "verify", *key]] if image.verify_key else []
+    return [*verify, [*atoll_command(run), "image", "check", str(run_folder)]]
+
+
+def _where_everything_is(run: Run, run_folder: Path) -> list[str]:
+    places = {"run": run_folder, "metrics": run_dir.metrics_file(run_folder)}
+    if run.training.steps != 0:
+        places["checkpoints"] = run_dir.checkpoints(run_folder)
+        places["export"] = run_dir.export(run_folder)
+    if _writes_text(run):
+        places["sample"] = run_dir.sample_file(run_folder)
+    words = [str(word) for place in places.items() for word in place]
+    return ["printf", "%-12s %s\\n", *words]

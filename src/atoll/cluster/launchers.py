@@ -1,0 +1,103 @@
+"""From a run to the command that starts its ranks: one function for each launcher."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from atoll.cluster.container import container_prefix
+from atoll.settings import Run
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The tasks a launcher starts on each node, and the cores of each (None: not known)."""
+
+    per_node: int
+    cores: int | None
+
+
+def tasks(run: Run) -> Tasks:
+    """How many tasks the run's launcher wants on a node, and what each of them gets."""
+    per_node = TASKS_PER_NODE[run.launcher.name](run)
+    cores = run.facility.node.cores
+    return Tasks(per_node, max(1, cores // per_node) if cores else None)
+
+
+def launch_step(run: Run, run_folder: Path, verb: str | None = None) -> list[str]:
+    """The command that runs a verb (`module:function`; None: train) on all ranks of the run."""
+    return [*LAUNCHERS[run.launcher.name](run, run_folder), *([verb] if verb else [])]
+
+
+def static(run: Run, run_folder: Path) -> list[str]:
+    """One task per device, in place; without a scheduler one process starts the tasks."""
+    if run.facility.scheduler == "none":
+        return _launch(run, run_folder, "--local-ranks")
+    return [*_srun(run), *_launch(run, run_folder)]
+
+
+def static_node(run: Run, run_folder: Path) -> list[str]:
+    """One task per node, which forks the node's ranks."""
+    return [*_srun(run), *_launch(run, run_folder, "--fork")]
+
+
+def torchrun(run: Run, run_folder: Path) -> list[str]:
+    """One task per node, which becomes the agent that torch brings along."""
+    return [*_srun(run), *_launch(run, run_folder, "--torchrun")]
+
+
+def mpiexec(run: Run, run_folder: Path) -> list[str]:
+    """One task per device, as MPICH's and PALS's `mpiexec` start them."""
+    per_node = run.ranks_per_node
+    counts = ["-n", str(run.world_size), "--ppn", str(per_node)]
+    step = [*run.facility.step, *run.facility.task_binding]
+    return ["mpiexec", *counts, *step, *_launch(run, run_folder)]
+
+
+LAUNCHERS: dict[str, Callable[[Run, Path], list[str]]] = {
+    "static": static,
+    "static_node": static_node,
+    "torchrun": torchrun,
+    "mpiexec": mpiexec,
+}
+TASKS_PER_NODE: dict[str, Callable[[Run], int]] = {
+    "static": lambda run: run.ranks_per_node,
+    "static_node": lambda run: 1,
+    "torchrun": lambda run: 1,
+    "mpiexec": lambda run: run.ranks_per_node,
+}
+
+
+def atoll_command(run: Run) -> list[str]:
+    """`atoll`, in the run's container or in the environment this process runs from."""
+    prefix = container_prefix(run)
+    return [*prefix, "python3" if prefix else sys.executable, "-m", "atoll"]
+
+
+def _srun(run: Run) -> list[str]:
+    """All of the step is stated here: srun inherits too little, and differently by version."""
+    if run.facility.scheduler == "none":
+        return []
+    wanted = tasks(run)
+    cores = [] if wanted.cores is None else [f"--cpus-per-task={wanted.cores}"]
+    one_per_device = wanted.per_node == run.ranks_per_node
+    return [
+        "srun",
+        f"--nodes={run.nodes}",
+        f"--ntasks={run.nodes * wanted.per_node}",
+        f"--ntasks-per-node={wanted.per_node}",
+        *cores,
+        "--kill-on-bad-exit=1",
+        *run.facility.step,
+        *(run.facility.task_binding if one_per_device else []),
+    ]
+
+
+def _launch(run: Run, run_folder: Path, start: str | None = None) -> list[str]:
+    """`atoll launch`; `start` says how it starts the node's ranks, if it is not one itself."""
+    facility = run.facility
+    port = [] if facility.port is None else ["--port", str(facility.port)]
+    suffix = ["--address-suffix", facility.address_suffix] if facility.address_suffix else []
+    folders = [f"--task-folder={name}={path}" for name, path in facility.task_folders.items()]
+    ranks = [start, str(run.ranks_per_node)] if start else []
+    return [*atoll_command(run), "launch", *port, *suffix, *folders, *ranks, str(run_folder)]

@@ -1,0 +1,75 @@
+"""`atoll prepare`: everything a run reads, fetched and tokenised into one folder that travels."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from atoll import run_dir
+from atoll.cluster.launchers import atoll_command
+from atoll.config.bundle import made_for, read_manifest
+from atoll.config.compose import compose
+from atoll.errors import UserError
+from atoll.images.check import check_image
+
+USAGE = """usage: atoll prepare --into BUNDLE KEY=VALUE …
+       atoll prepare --verify BUNDLE
+
+Where there is a network: fetches the model, its tokenizer and the data of a run, converts and
+tokenises them into BUNDLE, and vouches for every file. Typed again it goes on where it stopped.
+At the facility: sbatch/train.sbatch KEY=VALUE … folders.bundle=BUNDLE
+--verify     read every file of a bundle again and compare its sha256"""
+
+
+def main(argv: list[str]) -> int:
+    """Make a bundle, or compare one with what it says of itself."""
+    if not argv or argv[0] in ("--help", "-h"):
+        print(USAGE)
+        return 0
+    if argv[0] not in ("--into", "--verify") or len(argv) < 2:
+        raise UserError(
+            f"atoll prepare begins with --into or --verify, not {argv[0]}",
+            "atoll prepare --into BUNDLE KEY=VALUE …",
+        )
+    folder = Path(argv[1]).absolute()
+    if argv[0] == "--verify":
+        return verify(folder)
+    composition = compose(argv[2:])
+    run = composition.run
+    check_image(run)
+    _refuse_another_request(folder, composition.as_yaml())
+    run_dir.write_whole(run_dir.bundle_request(folder), composition.as_yaml())
+    command = [*atoll_command(run), "fetch", str(folder), run_dir.digest(made_for(run), 64)]
+    if code := subprocess.run(command).returncode:
+        return code
+    words = [word for word in argv[2:] if not word.startswith("folders.")]
+    line = shlex.join(["sbatch/train.sbatch", *words, f"folders.bundle={folder}"])
+    print(f"the bundle is whole: {folder}\nat the facility: {line}")
+    return 0
+
+
+def verify(folder: Path) -> int:
+    """Compare the sha256 of every file of a bundle; `UserError` names the first that differs."""
+    files = read_manifest(folder)["files"]
+    for name, facts in files.items():
+        path = folder / name
+        found = run_dir.sha256_of(path) if path.is_file() else "missing"
+        if found != facts["sha256"]:
+            raise UserError(
+                f"{path} is {found[:12]}, bundle.json says {facts['sha256'][:12]}",
+                "copy it again, or delete it and type atoll prepare --into again",
+            )
+    print(f"{len(files)} files match their sha256", file=sys.stdout)
+    return 0
+
+
+def _refuse_another_request(folder: Path, text: str) -> None:
+    """One bundle is of one run: another's files would be mixed into it."""
+    path = run_dir.bundle_request(folder)
+    if folder.exists() and any(folder.iterdir()) and not path.is_file():
+        raise UserError(f"{folder} holds other things", "give a new folder: --into BUNDLE")
+    if path.is_file() and path.read_text() != text:
+        raise UserError(
+            f"{folder} was begun with other settings (see {path})",
+            "give another folder, or delete this one",
+        )

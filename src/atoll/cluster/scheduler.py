@@ -1,0 +1,55 @@
+"""Hand a command to a scheduler, and pass on its own words when it refuses."""
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from atoll.errors import UserError
+
+# What a refusal is about -> the settings that carry it. The scheduler's words are shown above.
+SETTINGS_BEHIND = {
+    "account": "facility.account",
+    "project": "facility.account",
+    "partition": "facility.submit.partition",
+    "queue": "facility.submit.q",
+    "qos": "facility.submit.qos",
+    "time limit": "facility.walltime_minutes",
+    "walltime": "facility.walltime_minutes",
+    "node count": "nodes",
+    "node configuration": "nodes, ranks_per_node, facility.node.cores",
+    "gres": "facility.submit",
+    "select": "facility.submit.l",
+}
+
+
+def queued(argv: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Queue a job and return its id.
+
+    Raises `UserError` with the scheduler's own words if it refuses.
+    """
+    try:
+        done = subprocess.run(argv, env=dict(environment), capture_output=True, text=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot start {argv[0]}: {error.strerror}",
+            "submit from a login node of the facility, or choose one without a scheduler",
+        ) from None
+    if done.returncode != 0:
+        raise refusal(argv[0], done.stderr or done.stdout or f"exit code {done.returncode}")
+    return done.stdout.strip().split(";")[0]
+
+
+def refusal(program: str, words: str) -> UserError:
+    """The scheduler's own words on one line, and the settings they are about."""
+    lines = [line.removeprefix(f"{program}: error: ").strip() for line in words.splitlines()]
+    settings = [name for word, name in SETTINGS_BEHIND.items() if word in words.lower()]
+    hint = f"see {', '.join(settings)}" if settings else "`--dry-run` prints the whole command"
+    return UserError(f"{program}: {'; '.join(line for line in lines if line)}", hint)
+
+
+def without_outer_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a new job: an allocation around us would speak for it."""
+    if "SLURM_JOB_ID" not in environment:
+        return dict(environment)
+    keep = re.compile(r"(?!SLURM_)|SLURM_CONF$")
+    return {name: value for name, value in environment.items() if keep.match(name)}

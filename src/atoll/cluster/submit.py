@@ -1,0 +1,214 @@
+"""`atoll submit`: compose, check, write the run folder, hand it to the scheduler or run it here."""
+
+import fcntl
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from atoll import run_dir
+from atoll.cluster import limits, pbs, slurm
+from atoll.cluster.job_script import launch_script
+from atoll.cluster.scheduler import queued, refusal, without_outer_job
+from atoll.config.compose import MULTIRUN, Composition, compose_all, config_tree, split_options
+from atoll.config.identity import check_same_run
+from atoll.errors import UserError
+from atoll.images.check import check_image
+from atoll.settings import Run
+
+USAGE = """usage: sbatch/train.sbatch [--dry-run] [--multirun] [--here] [--sbatch-env] KEY=VALUE …
+
+Composes a run, checks it, writes its folder, and queues it; without a scheduler it runs here.
+--dry-run    print the commands, write and run nothing
+--multirun   several values, as in nodes=1,2,4: one job for each combination
+--here       run in this allocation (salloc, or inside a job) instead of queueing a job
+--sbatch-env print the sbatch flags as exports: eval "$(atoll submit --sbatch-env …)" """
+# scheduler -> the command that queues a run
+SUBMISSIONS = {"slurm": slurm.sbatch_argv, "pbs": pbs.qsub_argv}
+OPTIONS = {"--dry-run", "--here", "--hand-over", "--sbatch-env", "--help", "-h", *MULTIRUN}
+
+
+def main(argv: list[str]) -> int:
+    """Submit one run, or with --multirun one for each combination."""
+    if argv[:1] == ["--refused"]:
+        return refused(*argv[1:])
+    options, overrides = split_options(argv, OPTIONS)
+    if options & {"--help", "-h"}:
+        print(USAGE)
+        return 0
+    environment, here = dict(os.environ), "--here" in options
+    if here:
+        overrides = with_allocated_nodes(overrides, environment)
+    compositions = compose_all(overrides, multirun=bool(options & set(MULTIRUN)))
+    if "--sbatch-env" in options:
+        for composition in compositions:
+            print("\n".join(shlex.join(words) for words in slurm.sbatch_exports(composition.run)))
+        return 0
+    for composition in compositions:
+        check(composition.run, here, environment)
+        if "--dry-run" not in options:  # which may be typed before there is an image
+            check_image(composition.run)
+    if "--dry-run" in options:
+        print("\n".join(dry_run(composition.run, here) for composition in compositions), end="")
+        return 0
+    if "--hand-over" in options:
+        print("\n".join(hand_over(composition, here) for composition in compositions))
+        return 0
+    for position, composition in enumerate(compositions, 1):
+        last = position == len(compositions)
+        if code := start(composition, here, last, environment):
+            return code
+    return 0
+
+
+def dry_run(run: Run, here: bool = False) -> str:
+    """The exact commands, as shell text."""
+    folder = run_dir.folder(run)
+    queue = "" if _runs_here(run, here) else shlex.join(_submission(run)) + "\n\n"
+    return f"{queue}# {run_dir.launch_script(folder)}\n{_script(run, here)}"
+
+
+def hand_over(composition: Composition, here: bool) -> str:
+    """Write the run's folder; the command for the shell that called us from inside an image."""
+    run = composition.run
+    if run.image.file is None:
+        raise UserError(
+            f"no environment for image={run.image.name}: this clone has an image and no .venv",
+            "choose an image, as image=cpu, or make setup",
+        )
+    folder = write_run_folder(composition, here)
+    if _runs_here(run, here):
+        return shlex.join(["exec", "bash", str(run_dir.launch_script(folder))])
+    run_dir.restarts_file(folder).unlink(missing_ok=True)
+    return shlex.join(["queue", str(folder), run.facility.scheduler, *_submission(run)])
+
+
+def refused(folder: str, program: str, words: str) -> int:
+    """What the shell that we handed a command to calls when the scheduler refused it."""
+    if not run_dir.jobs_file(Path(folder)).exists():
+        shutil.rmtree(folder)
+    raise refusal(program, words)
+
+
+def with_allocated_nodes(overrides: list[str], environment: Mapping[str, str]) -> list[str]:
+    """The overrides with the number of nodes this job has, unless they say one themselves."""
+    allocated = limits.allocated_nodes(environment)
+    said = any(word.lstrip("+").startswith("nodes=") for word in overrides)
+    return overrides if allocated is None or said else [*overrides, f"nodes={allocated}"]
+
+
+def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
+    """Refuse what the facility, the allocation or the run's own past does not allow."""
+    limits.check_supported(run)
+    limits.check_nodes(run)
+    if here:
+        limits.check_allocation(run, limits.allocated_nodes(environment))
+    elif run.facility.scheduler != "none":
+        limits.check_queue(run)
+    check_same_run(run, run_dir.folder(run))
+
+
+def write_run_folder(composition: Composition, here: bool = False, verb: str | None = None) -> Path:
+    """Write `launch.sh`, then `run.yaml`, and return the run's folder."""
+    folder = run_dir.folder(composition.run)
+    script = _script(composition.run, here, verb)
+    try:
+        composition.run.folders.prepared.mkdir(parents=True, exist_ok=True)  # a bind needs it
+        run_dir.write_whole(run_dir.launch_script(folder), script)
+        run_dir.write_whole(run_dir.settings_file(folder), composition.as_yaml())
+    except OSError as error:
+        raise UserError(
+            f"cannot write the run folder {folder}: {error.strerror}",
+            "give another place: folders.runs=FOLDER",
+        ) from None
+    return folder
+
+
+def start(
+    composition: Composition,
+    here: bool,
+    last: bool,
+    environment: Mapping[str, str],
+    verb: str | None = None,
+) -> int:
+    """Queue a run, or run it here; `last`: become it, so that its signals and code are ours.
+
+    verb: `module:function` for all ranks to call, in place of the whole training.
+    """
+    run = composition.run
+    if not _runs_here(run, here):
+        print(f"job {_queue(composition, environment, verb)}: {run_dir.folder(run)}", flush=True)
+        return 0
+    lock = _locked(run) if run.facility.scheduler == "none" else None
+    folder = write_run_folder(composition, here, verb)
+    print(f"run {run.name} in {folder}", flush=True)
+    command = ["bash", str(run_dir.launch_script(folder))]
+    if last:
+        os.execvp(command[0], command)  # signals reach the run, its exit code is ours
+    code = subprocess.run(command, pass_fds=[] if lock is None else [lock]).returncode
+    if lock is not None:
+        os.close(lock)
+    return code
+
+
+def _queue(composition: Composition, environment: Mapping[str, str], verb: str | None) -> str:
+    run = composition.run
+    known = run_dir.folder(run).exists()
+    folder = write_run_folder(composition, verb=verb)
+    run_dir.restarts_file(folder).unlink(missing_ok=True)  # a person starts the count anew
+    try:
+        job = queued(_submission(run), without_outer_job(environment))
+    except UserError:
+        if not known:  # a refused run leaves no trace that its corrected form would trip over
+            shutil.rmtree(folder)
+        raise
+    _remember(run, job)
+    return job
+
+
+def _remember(run: Run, job: str) -> None:
+    """Note the job for `atoll status`."""
+    with open(run_dir.jobs_file(run_dir.folder(run)), "a") as file:
+        file.write(f"{run.facility.scheduler} {job}\n")
+
+
+def _submission(run: Run) -> list[str]:
+    argv = SUBMISSIONS[run.facility.scheduler]
+    return argv(run, _batch_file(), run_dir.folder(run))
+
+
+def _script(run: Run, here: bool, verb: str | None = None) -> str:
+    """`launch.sh`; a job that a person queued by hand is theirs to queue again."""
+    batch_file = None if here else _batch_file()
+    return launch_script(run, run_dir.folder(run), batch_file, verb)
+
+
+def _batch_file() -> Path:
+    return config_tree().parent / "sbatch" / "train.sbatch"
+
+
+def _runs_here(run: Run, here: bool) -> bool:
+    return here or run.facility.scheduler == "none"
+
+
+def _locked(run: Run) -> int:
+    """Hold the run's folder until the last process of the run has ended."""
+    folder = run_dir.folder(run)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"run {run.name} is running already in {folder}",
+            "wait for it or end it, or give this one another name: name=NAME",
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"cannot use the run folder {folder}: {error.strerror}",
+            "give another place: folders.runs=FOLDER",
+        ) from None
+    os.set_inheritable(descriptor, True)
+    return descriptor

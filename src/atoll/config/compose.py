@@ -1,0 +1,295 @@
+"""Compose the configuration tree into typed runs; the only module that imports Hydra.
+
+`atoll compose [--multirun] OVERRIDES` prints each run and where its values came from.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+
+from atoll.config.bundle import with_bundle
+from atoll.config.identity import derived_name
+from atoll.config.paths import with_absolute_paths, with_image_file
+from atoll.config.provenance import DERIVED, annotated, leaves, origins
+from atoll.errors import UserError
+from atoll.plan.choose import choose, options
+from atoll.plan.shapes import FAMILIES, Shape, check_architecture, known_config, shape_of
+from atoll.settings import Run, checked, dumped, is_setting
+from atoll.settings.suggestions import check_choice, check_option, unknown_setting, unreadable
+
+COMMAND_LINE = "command line"
+MULTIRUN = ("--multirun", "-m")
+USAGE = """usage: atoll compose [--multirun] KEY=VALUE …
+
+Prints the resolved run as YAML, with the source of each value beside it.
+--multirun takes several values, as in nodes=1,2,4: one run for each combination."""
+
+
+AUTO = "sharding=auto"  # the planner chooses
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A run, and where each of its values came from."""
+
+    run: Run
+    sources: dict[str, str]
+
+    def as_yaml(self) -> str:
+        return annotated(dumped(self.run), self.sources)
+
+
+def main(argv: list[str]) -> int:
+    """Print the resolved runs, one YAML document each."""
+    options, overrides = split_options(argv, {*MULTIRUN, "--help", "-h"})
+    if options & {"--help", "-h"}:
+        print(USAGE)
+        return 0
+    runs = compose_all(overrides, multirun=bool(options & set(MULTIRUN)))
+    print("---\n".join(composition.as_yaml() for composition in runs), end="")
+    return 0
+
+
+def split_options(argv: Sequence[str], known: set[str]) -> tuple[set[str], list[str]]:
+    """Options (`--name`, `-n`) and overrides (`KEY=VALUE`), which may be typed in any order."""
+    options = {word for word in argv if word.startswith("-")}
+    for option in sorted(options):
+        check_option(option, known)
+    return options, [word for word in argv if not word.startswith("-")]
+
+
+def config_tree() -> Path:
+    """The clone's `hydra_conf`, or the one installed beside the package."""
+    here = Path(__file__).resolve()
+    trees = [here.parents[3] / "hydra_conf", here.parents[1] / "hydra_conf"]
+    for tree in trees:
+        if (tree / "run.yaml").is_file():
+            return tree
+    raise UserError(f"no configuration tree at {trees[0]}", "use the package from its clone")
+
+
+def compose_all(
+    overrides: Sequence[str], multirun: bool, tree: Path | None = None
+) -> list[Composition]:
+    """One composition, or with `multirun` one for each combination of values.
+
+    Raises `UserError` where two of them would share a name, and so a folder.
+    """
+    tree = tree or config_tree()
+    lines = combinations(overrides, tree) if multirun else [list(overrides)]
+    compositions = [compose(line, tree) for line in lines]
+    seen: dict[str, list[str]] = {}
+    for line, composition in zip(lines, compositions, strict=True):
+        name = composition.run.name
+        if name in seen:
+            raise UserError(
+                f"two runs have the name {name}: {' '.join(seen[name])} and {' '.join(line)}",
+                "leave name out, or make it tell them apart: name='x${nodes}'",
+            )
+        seen[name] = line
+    return compositions
+
+
+def compose(overrides: Sequence[str], tree: Path | None = None) -> Composition:
+    """Compose, check and type one run.
+
+    Raises `UserError` for any name or value that the tree or the settings do not know.
+    """
+    tree = tree or config_tree()
+    if AUTO in overrides:
+        return _planned([line for line in overrides if line != AUTO], tree)
+    with _hydra(tree) as loader:
+        parsed = [_parsed(line, loader) for line in overrides]
+        lines = [_checked_line(override, tree) for override in parsed]
+        config = hydra_compose("run", lines)
+        values = _plain(config)
+        defaults = loader.compute_defaults_list("run", lines, RunMode.RUN).defaults
+    sources = _sources(tree, defaults, parsed)
+    for name, _ in leaves(values):
+        if not is_setting(name):
+            raise unknown_setting(name, groups(tree), f" in {sources.get(name, tree)}")
+    named = values.get("name") is not None
+    typed = checked(values | ({} if named else {"name": "unnamed"}))
+    check_model(typed)
+    run = with_image_file(with_absolute_paths(typed, Path.cwd()))
+    if not named:
+        run = run.model_copy(update={"name": derived_name(run)})
+        sources["name"] = DERIVED
+    return Composition(with_bundle(run), sources)
+
+
+def check_model(run: Run) -> None:
+    """Refuse what cannot be divided, where this machine knows the model's shape."""
+    config = known_config(run.model)
+    if config is not None and config.get("model_type") in FAMILIES:
+        check_architecture(shape_of(config), run.sharding)
+
+
+def campaign_values(overrides: Sequence[str], tree: Path | None = None) -> dict[str, Any]:
+    """The plain settings of a campaign, from campaign.yaml and a federation's file."""
+    tree = tree or config_tree()
+    with _hydra(tree) as loader:
+        lines = []
+        for override in (_parsed(line, loader) for line in overrides):
+            text, key = str(override.input_line).lstrip("+"), override.key_or_group
+            if key == "federation":
+                check_choice(key, override.value(), groups(tree)[key])
+            lines.append(text if key == "federation" else f"++{text}")
+        return _plain(hydra_compose("campaign", lines))
+
+
+def shardings(tree: Path) -> dict[str, dict[str, Any]]:
+    """Name -> the content of each sharding's YAML."""
+    files = sorted((tree / "sharding").glob("*.yaml"))
+    return {file.stem: yaml.safe_load(file.read_text()) for file in files}
+
+
+def known_shape(run: Run) -> Shape:
+    """The shape of a run's model.
+
+    Raises `UserError` where this machine has no configuration of it.
+    """
+    config = known_config(run.model)
+    if config is None:
+        raise UserError(
+            f"the shape of {run.model.source} is not known here",
+            "give model.source as a folder, or model.config.model_type and its sizes",
+        )
+    return shape_of(config)
+
+
+def _planned(overrides: list[str], tree: Path) -> Composition:
+    """The run with the strategy that the planner chooses for it."""
+    run = compose(overrides, tree).run
+    best = choose(list(options(run, known_shape(run), shardings(tree))))
+    return compose([*overrides, *best.overrides], tree)
+
+
+def combinations(overrides: Sequence[str], tree: Path) -> list[list[str]]:
+    """Every combination of the values that Hydra's sweep grammar gives."""
+    with _hydra(tree) as loader:
+        parsed = [_parsed(line, loader) for line in overrides]
+        choices = [_values(override) for override in parsed]
+    return [list(line) for line in itertools.product(*choices)]
+
+
+def groups(tree: Path) -> dict[str, list[str]]:
+    """Group -> the choices it offers."""
+    folders = [path for path in sorted(tree.iterdir()) if path.is_dir()]
+    return {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in folders}
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+@contextmanager
+def _hydra(tree: Path) -> Iterator[ConfigLoader]:
+    try:
+        with initialize_config_dir(str(tree), version_base="1.3"):
+            yield GlobalHydra.instance().config_loader()
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        raise _explained(error, tree) from None
+
+
+def _parsed(line: str, loader: ConfigLoader) -> Override:
+    try:
+        [override] = OverridesParser.create(loader).parse_overrides([line])
+        return override
+    except HydraException:
+        raise unreadable(line) from None
+
+
+def _values(override: Override) -> list[str]:
+    """The override once for each of its values."""
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    discrete = override.is_discrete_sweep()
+    values = list(override.sweep_string_iterator()) if discrete else []
+    if not values:
+        key = override.key_or_group
+        raise UserError(
+            f"no values to take in turn: {override.input_line}",
+            f"list them: {key}=A,B or {key}=range(1,4)",
+        )
+    return [f"{override.get_key_element()}={value}" for value in values]
+
+
+def _checked_line(override: Override, tree: Path) -> str:
+    """The override as Hydra should see it: a known setting may be given without `+`."""
+    offered, key = groups(tree), override.key_or_group
+    line = str(override.input_line).lstrip("+")
+    if override.is_sweep_override():
+        several = line.partition("=")[2]
+        raise UserError(
+            f"several values for {key}: {several}",
+            f"for one run each add --multirun; for a list write '{key}=[{several}]'",
+        )
+    if key in offered:
+        if not override.is_delete():
+            check_choice(key, override.value(), offered[key])
+        return line
+    if not is_setting(key):
+        raise unknown_setting(key, offered)
+    return line if override.is_delete() else f"++{line}"
+
+
+def _sources(tree: Path, defaults: Sequence[Any], parsed: Sequence[Override]) -> dict[str, str]:
+    layers = []
+    for part in defaults:
+        file = tree / f"{part.config_path}.yaml"
+        if file.is_file():
+            values = yaml.safe_load(file.read_text()) or {}
+            values.pop("defaults", None)
+            layers.append((str(file.relative_to(tree.parent)), _nested(part.package, values)))
+    for override in parsed:
+        if override.key_or_group not in groups(tree) and not override.is_delete():
+            layers.append((COMMAND_LINE, _nested(override.key_or_group, override.value())))
+    return origins(layers)
+
+
+def _nested(dotted: str, value: Any) -> dict[str, Any]:
+    for part in reversed([part for part in dotted.split(".") if part]):
+        value = {part: value}
+    return dict(value)
+
+
+def _explained(error: Exception, tree: Path) -> UserError:
+    """What Hydra, OmegaConf or YAML found, in two lines."""
+    text = str(error.__cause__ or error)
+    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    if ungiven := re.match(r"You must specify '(\w+)'", first):
+        group = ungiven[1]
+        choices = " | ".join(groups(tree)[group])
+        return UserError(f"no {group} is chosen", f"choose one: {group}={choices}")
+    if isinstance(error, MissingMandatoryValue):
+        return UserError(f"setting missing: {error.full_key}", f"set it: {error.full_key}=VALUE")
+    if isinstance(error, InterpolationResolutionError):
+        return UserError(f"{error.full_key}: {first}", f"fix what {error.full_key} refers to")
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        where = f"{mark.name}, line {mark.line + 1}"
+        return UserError(f"{where}: {error.problem}", "fix the YAML there")
+    return UserError(first, "fix the override or the file of the configuration tree it names")

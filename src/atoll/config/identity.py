@@ -1,0 +1,71 @@
+"""What makes a run the run it is: its derived name, and what may not change when it resumes."""
+
+from pathlib import Path
+from typing import Any
+
+from atoll import run_dir
+from atoll.config.provenance import leaves
+from atoll.errors import UserError
+from atoll.settings import Run, dumped, load_run
+
+# A run that resumes may use other nodes, strategies, cadences and folders; these decide its
+# losses, and stay.
+FIXED = (
+    "seed",
+    "model",
+    "tokenizer",
+    "data",
+    "task",
+    "optimizer",
+    "precision",
+    "training.global_batch_samples",
+)
+FREE = ("data.workers",)
+
+
+def derived_name(run: Run) -> str:
+    """A name from the configuration alone, so that the same line typed again resumes.
+
+    Folders, and all that a facility says of itself but its name, do not count: who pays, how
+    long the job may take or a network variable make no other run. Settings left at their default
+    do not count either, so that a setting added later renames nothing.
+    """
+    values = run.model_dump(
+        mode="json",
+        exclude_defaults=True,
+        exclude={
+            "name": True,
+            "folders": True,
+            "facility": True,
+            "restart": True,
+            "image": {"file", "verify_key", "bind_source"},
+            "data": {"workers"},
+        },
+    )
+    values["facility"] = run.facility.name
+    parts = (run.model.name, run.data.name, run.sharding.name)
+    return f"{'-'.join(part[:32] for part in parts)}-{run_dir.digest(values)}"
+
+
+def check_same_run(run: Run, run_folder: Path) -> None:
+    """Refuse to resume another run under this run's name."""
+    settings_file = run_dir.settings_file(run_folder)
+    if not settings_file.exists():
+        return
+    before, now = fixed_values(load_run(settings_file)), fixed_values(run)
+    for name in [*now, *(name for name in before if name not in now)]:
+        if before.get(name) != now.get(name):
+            raise UserError(
+                f"run {run.name} was made with {name}={before.get(name)!r}, "
+                f"now it is {now.get(name)!r}",
+                "give this one another name: name=NAME",
+            )
+
+
+def fixed_values(run: Run) -> dict[str, Any]:
+    """The settings that a run keeps for life, by dotted name."""
+    return {
+        name: value
+        for name, value in leaves(dumped(run))
+        if name not in FREE and any(name == part or name.startswith(f"{part}.") for part in FIXED)
+    }

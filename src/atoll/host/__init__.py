@@ -1,1 +1,0 @@
-"""What runs outside the container: compose, check, submit. Never imports torch."""

@@ -1,0 +1,1 @@
+"""Build, check and name container images. Never imports torch."""

@@ -1,0 +1,86 @@
+"""Does an image fit this run and this node: there, of the right architecture, for this driver."""
+
+import json
+import platform
+import re
+from pathlib import Path
+
+from atoll import run_dir
+from atoll.errors import UserError
+from atoll.settings import Run, load_run
+
+# The header of a SIF file (sylabs/sif, pkg/sif/sif.go): a launch line of 32 bytes, the magic
+# word, a version, then the architecture in two digits.
+SIF_MAGIC, MAGIC_AT, ARCHITECTURE_AT = b"SIF_MAGIC", 32, 45
+ARCHITECTURES = {b"02": "x86_64", b"04": "aarch64"}
+# NVIDIA's driver branch that a CUDA major version needs at least (CUDA Compatibility, minor
+# version compatibility), and with the forward-compatible libraries of the image first.
+LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
+LEAST_DRIVER_COMPAT = {11: 418, 12: 450, 13: 535}
+LABELS = Path("/.singularity.d/labels.json")
+
+
+def check_image(run: Run) -> None:
+    """On the login node: refuse an image that is not there or is for another architecture."""
+    image = run.image
+    if image.file is None:
+        return
+    build = f"build it: make image-{image.name}"
+    if not image.file.is_file():
+        raise UserError(f"no image {image.file}", f"{build}, or name one: image.file=FILE")
+    with open(image.file, "rb") as file:
+        header = file.read(ARCHITECTURE_AT + 2)
+    if header[MAGIC_AT : MAGIC_AT + len(SIF_MAGIC)] != SIF_MAGIC:
+        raise UserError(f"{image.file} is no SIF image", build)
+    inside = ARCHITECTURES.get(header[ARCHITECTURE_AT:], "another architecture")
+    check_architecture(inside, run.facility.node.architecture, str(image.file))
+    if image.verify_key and not image.verify_key.is_file():
+        raise UserError(f"no key {image.verify_key}", "image.verify_key=FILE, the public key")
+
+
+def check_architecture(inside: str, wanted: str, image: str) -> None:
+    """Refuse an image whose programs the node cannot run."""
+    if inside != wanted:
+        raise UserError(
+            f"{image} is for {inside}, the nodes are {wanted}",
+            f"build it on a machine with {wanted}, or name another: image.file=FILE",
+        )
+
+
+def check_inside(run_folder: Path) -> None:
+    """In the job, inside the image: refuse another architecture, an older driver, no package."""
+    run = load_run(run_dir.settings_file(run_folder))
+    node = run.facility.node
+    check_architecture(platform.machine(), node.architecture, str(run.image.file))
+    labels = json.loads(LABELS.read_text())
+    cuda, driver = labels.get("atoll.cuda"), nvidia_driver() or run.facility.driver
+    if run.image.device == "cuda" and cuda and driver:
+        check_driver(cuda, driver, compatible=labels.get("atoll.cuda.compat") == "yes")
+
+
+def check_driver(cuda: str, driver: str, compatible: bool) -> None:
+    """Refuse a CUDA that the node's driver cannot run (CUDA Compatibility, table 3)."""
+    major, branch = int(cuda.split(".")[0]), int(driver.split(".")[0])
+    table = LEAST_DRIVER_COMPAT if compatible else LEAST_DRIVER
+    least = table.get(major, branch + 1 if major > max(table) else 0)
+    if branch >= least:
+        return
+    compat = LEAST_DRIVER_COMPAT.get(major, least)
+    hint = (
+        "image=cuda_compat brings driver libraries for it"
+        if compat <= branch and not compatible
+        else f"an image with an older CUDA: another `from` in containers/bases (driver {driver})"
+    )
+    raise UserError(
+        f"the image has CUDA {cuda}, which needs driver {least}; here is {driver}", hint
+    )
+
+
+def nvidia_driver() -> str | None:
+    """The version of NVIDIA's kernel driver on this node, as the kernel states it."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"(\d+\.\d+(?:\.\d+)?)", text)
+    return found[1] if found else None

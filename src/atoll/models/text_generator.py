@@ -1,0 +1,97 @@
+"""Continue a text with a Hugging Face model: an export, or an adapter beside its model."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from atoll.errors import UserError
+from atoll.models.source import local_folder
+from atoll.settings import Generation
+
+
+class TextGenerator(NamedTuple):
+    """A model that continues texts, and its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+
+
+def from_folder(folder: Path) -> TextGenerator:
+    """The model of a Hugging Face folder, or of a folder with a peft adapter.
+
+    Raises `UserError` where it is neither, or its adapter's model is not to be had.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
+        from peft import PeftModel
+
+        home = _home_of(adapter)
+        model: Any = AutoModelForCausalLM.from_pretrained(home, dtype="auto")
+        model = PeftModel.from_pretrained(model, str(folder))
+        # in an export of ours the tokenizer stands beside the merged model, one folder up
+        places = (folder, folder.parent, home)
+        home = next((place for place in places if (place / "tokenizer.json").is_file()), home)
+    else:
+        _refuse_other_kinds(folder)
+        home = folder
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    return TextGenerator(model.eval().to(device), AutoTokenizer.from_pretrained(home))
+
+
+def continue_text(speaker: TextGenerator, prompt: str, settings: Generation, streamer: Any) -> str:
+    """The prompt and its continuation; to the streamer as it comes, where there is one.
+
+    Raises `UserError` for a prompt that the tokenizer cannot spell or that leaves no room.
+    """
+    model, tokenizer = speaker
+    try:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    except Exception as error:  # the library raises bare Exceptions
+        raise UserError(
+            f"the tokenizer has no tokens for the prompt {prompt!r}: {error}",
+            "use characters that were in the text it was made from",
+        ) from None
+    used = inputs["input_ids"].shape[1]
+    room = model.config.max_position_embeddings - used
+    if not used or room < 1:
+        raise UserError(
+            f"the prompt has {used} tokens, the model {room + used} positions",
+            "give a prompt of at least one token, and of fewer than the model's positions",
+        )
+    tokens_BT = model.generate(
+        **inputs.to(model.device),
+        do_sample=True,
+        max_new_tokens=min(settings.max_new_tokens, room),
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+        streamer=streamer,
+    )
+    return str(tokenizer.decode(tokens_BT[0], skip_special_tokens=True))
+
+
+def _home_of(adapter: Path) -> Path:
+    """The folder of the model that an adapter belongs to."""
+    name = json.loads(adapter.read_text()).get("base_model_name_or_path") or ""
+    beside = (adapter.parent / name).resolve() if name else adapter.parent
+    return beside if beside.is_dir() else local_folder(name, None)
+
+
+def _refuse_other_kinds(folder: Path) -> None:
+    config = folder / "config.json"
+    if not config.is_file():
+        raise UserError(
+            f"no exported model at {folder}",
+            "finish the run first: start its launch.sh again; or name a checkpoint",
+        )
+    kinds = json.loads(config.read_text()).get("architectures") or []
+    if any("Classification" in kind for kind in kinds):
+        raise UserError(
+            f"{folder} holds {kinds[0]}, which gives labels and writes no text",
+            "evaluate it: atoll evaluate task=classification model.source=FOLDER …",
+        )

@@ -1,0 +1,268 @@
+"""Where a run's figures also go: TensorBoard, Weights & Biases, MLflow, in folders of the run.
+
+metrics.jsonl comes first and holds everything; a logger gets the numbers of its lines. All of them
+write files and nothing else: what they would send, collect or ask for of themselves is turned off.
+"""
+
+import importlib.util
+import json
+import math
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll import run_dir
+from atoll.errors import UserError
+from atoll.launch.preload import environment
+from atoll.settings import Run, dumped
+
+Record = dict[str, Any]
+Tell = Callable[[Record], None]
+
+# event -> what its figures are filed under
+FILED_UNDER = {"train": "train", "evaluation": "held_out", "energy": "energy"}
+PLACES = ("step", "first_step", "time")  # numbers of a record that are no figures
+
+
+@dataclass(frozen=True)
+class Logger:
+    """An open logger: how it is told a record, and closed (True: the run has failed)."""
+
+    tell: Tell
+    close: Callable[[bool], None]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a logger is opened with: the run, and how far it is."""
+
+    run: Run
+    folder: Path
+    step: int  # of the checkpoint it goes on from, where metrics.jsonl now ends; 0: it begins
+
+
+def ignore(record: Record) -> None:
+    """What a rank tells that has no loggers."""
+
+
+def check_installed(names: list[str]) -> None:
+    """Raises `UserError` if the library of a logger is not there."""
+    for name in names:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a mere folder of this name is no library
+            raise UserError(
+                f"loggers={name}: its library is not installed where the ranks run",
+                f"pip install 'atoll[loggers]' there, or leave {name} out of loggers=",
+            )
+
+
+@contextmanager
+def opened(start: Start) -> Iterator[Tell]:
+    """All loggers of a run as one function; closed however the `with` ends.
+
+    A run that begins, begins them anew. Raises `UserError` for a logger that cannot be opened; one
+    that fails later is left, and the run goes on without it.
+    """
+    loggers: dict[str, Logger] = {}
+    failed = True
+    with environment(_variables(start.folder)):
+        try:
+            if start.step == 0:
+                _forget(start.folder)
+            for wanted in start.run.loggers:
+                if wanted not in loggers:
+                    loggers[wanted] = _open(wanted, start)
+            yield _teller(loggers)
+            failed = False
+        finally:
+            for name, logger in loggers.items():
+                _close(name, logger, failed)
+
+
+def figures(record: Record) -> dict[str, float]:
+    """The finite numbers of a record, by the name they have in a logger."""
+    return {
+        f"{FILED_UNDER[record['event']]}/{name}": float(value)
+        for name, value in record.items()
+        if name not in PLACES and isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def tensorboard(start: Start) -> Logger:
+    """Event files; those of a run that resumes hide what came after its checkpoint."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    purge = start.step + 1 if start.step else None
+    writer = SummaryWriter(str(run_dir.tensorboard(start.folder)), purge_step=purge)
+    if start.step == 0:
+        writer.add_text("settings", f"```json\n{json.dumps(dumped(start.run), indent=1)}\n```")
+
+    def tell(record: Record) -> None:
+        for name, value in figures(record).items():
+            writer.add_scalar(name, value, record["step"])
+        writer.flush()
+
+    return Logger(tell, lambda failed: writer.close())
+
+
+# Of a run its figures and settings alone: no code, packages, host, console or git.
+WANDB_SETTINGS: dict[str, Any] = {
+    "mode": "offline",
+    "project": "atoll",
+    "program": "atoll",
+    "console": "off",
+    "silent": True,
+    "save_code": False,
+    "disable_code": True,
+    "disable_git": True,
+    "disable_job_creation": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_disable_machine_info": True,
+    "x_save_requirements": False,
+}
+
+
+def wandb(start: Start) -> Logger:
+    """An offline run. A resume tells a new one all again under the same id, and drops the old.
+
+    A kill loses what W&B has not yet written, and a file once written cannot be cut.
+    """
+    import wandb as library
+
+    earlier = sorted(run_dir.wandb(start.folder).glob("offline-run-*"))  # offline-run-DATE-ID
+    run_id = earlier[0].name.split("-", 3)[3] if earlier else secrets.token_hex(4)
+    names = {"root_dir": str(start.folder), "run_id": run_id, "run_name": start.run.name}
+    settings = library.Settings(**WANDB_SETTINGS, **names)
+    session = library.init(settings=settings, config=dumped(start.run))
+
+    def tell(record: Record) -> None:
+        when = {"_timestamp": record.get("time", time.time())}
+        session.log(figures(record) | when, step=record["step"])
+
+    def close(failed: bool) -> None:
+        session.finish(exit_code=int(failed))
+        library.teardown()  # the process that writes for it
+
+    for record in run_dir.metrics(start.folder) if start.step else []:
+        if record["event"] in FILED_UNDER:
+            tell(record)
+    for folder in earlier:
+        shutil.rmtree(folder)
+    return Logger(tell, close)
+
+
+def mlflow(start: Start) -> Logger:
+    """One run in a store of files: the kind that needs no library of a database.
+
+    It forgets nothing, so what a killed start told stays, and is not told again.
+    """
+    from mlflow.entities import Metric
+    from mlflow.tracking import MlflowClient
+
+    store = run_dir.mlflow(start.folder).absolute()
+    is_new = not store.exists()
+    client = MlflowClient(tracking_uri=store.as_uri())
+    run_id = _new_run(client, start.run) if is_new else _only_run(client)
+    client.update_run(run_id, status="RUNNING")
+    held = {
+        (name, one.step)
+        for name in client.get_run(run_id).data.metrics
+        for one in client.get_metric_history(run_id, name)
+    }
+
+    def tell(record: Record) -> None:
+        now, step = int(time.time() * 1000), record["step"]
+        new = {name: x for name, x in figures(record).items() if (name, step) not in held}
+        client.log_batch(run_id, [Metric(name, x, now, step) for name, x in new.items()])
+
+    def close(failed: bool) -> None:
+        client.set_terminated(run_id, "FAILED" if failed else "FINISHED")
+
+    return Logger(tell, close)
+
+
+LOGGERS: dict[str, Callable[[Start], Logger]] = {
+    "tensorboard": tensorboard,
+    "wandb": wandb,
+    "mlflow": mlflow,
+}
+
+
+def _new_run(client: Any, run: Run) -> str:
+    from mlflow.entities import Param
+
+    created = client.create_run(client.create_experiment("atoll"), run_name=run.name)
+    leaves = _leaves(dumped(run))
+    # MLflow's limits: characters of a name, length of a value, values at once
+    params = [Param(re.sub(r"[^\w\-. /]", "_", name), text[:6000]) for name, text in leaves]
+    for first in range(0, len(params), 100):
+        client.log_batch(created.info.run_id, params=params[first : first + 100])
+    return str(created.info.run_id)
+
+
+def _only_run(client: Any) -> str:
+    experiment = client.get_experiment_by_name("atoll")
+    return str(client.search_runs([experiment.experiment_id])[0].info.run_id)
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield prefix + name, value if isinstance(value, str) else json.dumps(value)
+
+
+def _teller(loggers: dict[str, Logger]) -> Tell:
+    """Tells all; one that fails is told no more, for the training matters more."""
+    tells = {name: logger.tell for name, logger in loggers.items()}
+
+    def tell(record: Record) -> None:
+        for name in list(tells) if record["event"] in FILED_UNDER else []:
+            try:
+                tells[name](record)
+            except Exception as error:
+                del tells[name]
+                print(f"logger {name} is left: {error!r}; metrics.jsonl goes on", flush=True)
+
+    return tell
+
+
+def _open(name: str, start: Start) -> Logger:
+    try:
+        return LOGGERS[name](start)
+    except Exception as error:
+        raise UserError(
+            f"logger {name} cannot be opened: {error!r}".replace("\n", " "),
+            f"fix what it says, or leave {name} out of loggers=",
+        ) from error
+
+
+def _close(name: str, logger: Logger, failed: bool) -> None:
+    try:
+        logger.close(failed)
+    except Exception as error:
+        print(f"logger {name} was not closed well: {error!r}", flush=True)
+
+
+def _forget(run_folder: Path) -> None:
+    """A run that begins again writes its metrics.jsonl anew, and so its loggers."""
+    for path in (run_dir.tensorboard, run_dir.wandb, run_dir.mlflow):
+        shutil.rmtree(path(run_folder), ignore_errors=True)
+
+
+def _variables(run_folder: Path) -> dict[str, str]:
+    """What the libraries can be told by variables alone, before they are imported."""
+    return {
+        "WANDB_ERROR_REPORTING": "false",  # errors are sent to nobody
+        "WANDB_CACHE_DIR": str(run_dir.wandb(run_folder) / "cache"),  # not in a home
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+    }

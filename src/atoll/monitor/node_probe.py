@@ -1,0 +1,167 @@
+"""What the ranks of a job see and how fast they talk: the inside half of `atoll doctor`."""
+
+import json
+import os
+import platform
+import re
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from atoll import run_dir
+from atoll.launch import Placement
+from atoll.monitor.bandwidth import Speed, measure
+from atoll.settings import Facility, load_run
+from atoll.sharding.process_group import World, gathered, joined, say
+
+DEBUG_FILE = "nccl-%h-%p.log"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank sees."""
+
+    rank: int
+    host: str
+    visible_devices: int
+    device: str
+    device_id: str  # what tells two devices of a host apart
+    cores: list[int]
+    torch: str
+    runtime: str
+    missing_interfaces: list[str]
+
+
+def main(run_folder: Path, placement: Placement) -> int:
+    """Report, measure, compare with what was stated; 1 if something is wrong."""
+    run = load_run(run_dir.settings_file(run_folder))
+    log = run_folder / DEBUG_FILE
+    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+    os.environ["NCCL_DEBUG_FILE"] = str(log)
+    with joined(run, placement) as world:
+        reports = gathered(world, report(world, run.facility))
+        speeds = measure(world) if world.size > 1 else []
+        transports = sorted(
+            {word for words in gathered(world, transport(world, log)) for word in words}
+        )
+        wrong = faults(reports, transports, run.facility)
+        if world.rank == 0:
+            found = {
+                "reports": [asdict(one) for one in reports],
+                "transports": transports,
+                "speeds": [asdict(one) for one in speeds],
+                "wrong": [{"found": found, "hint": hint} for found, hint in wrong],
+            }
+            run_dir.write_whole(run_dir.doctor_file(run_folder), json.dumps(found, indent=1))
+        say(world, as_text(reports, transports, speeds, wrong))
+    return 1 if wrong else 0
+
+
+def report(world: World, facility: Facility) -> Report:
+    """What this rank sees of its node."""
+    on_gpu = world.device.type == "cuda"
+    properties = torch.cuda.get_device_properties(world.device) if on_gpu else None
+    runtime = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    return Report(
+        rank=world.rank,
+        host=socket.gethostname(),
+        visible_devices=torch.cuda.device_count() if on_gpu else 0,
+        device=properties.name if properties else platform.machine(),
+        device_id=str(getattr(properties, "uuid", world.device)) if properties else "",
+        cores=sorted(os.sched_getaffinity(0)),
+        torch=torch.__version__,
+        runtime=runtime if on_gpu else "processor",
+        missing_interfaces=missing_interfaces(facility),
+    )
+
+
+def missing_interfaces(facility: Facility, known: Path = Path("/sys/class/net")) -> list[str]:
+    """Interfaces that the facility's variables name and this node has not."""
+    named = [
+        facility.environment.get(f"{library}_SOCKET_IFNAME", "") for library in ("NCCL", "GLOO")
+    ]
+    words = [word.lstrip("=") for text in named for word in text.split(",") if word]
+    there = {path.name for path in known.iterdir()} if known.is_dir() else set()
+    # a word is a prefix of names, or with ^ what is not to be used
+    return [
+        word
+        for word in words
+        if not word.startswith("^") and not any(name.startswith(word) for name in there)
+    ]
+
+
+def transport(world: World, log: Path) -> list[str]:
+    """What carried the messages: of NCCL from its own log, else gloo's TCP."""
+    if world.size == 1:
+        return []
+    if world.device.type != "cuda":
+        return ["gloo over TCP"]
+    own = str(log).replace("%h", socket.gethostname()).replace("%p", str(os.getpid()))
+    return transports_in(Path(own).read_text()) if Path(own).exists() else []
+
+
+def transports_in(text: str) -> list[str]:
+    """The network plugin and the ways that lines of NCCL_DEBUG=INFO name."""
+    networks = re.findall(r"Using network (.+)", text)
+    return sorted({f"network {name.strip()}" for name in networks})
+
+
+def faults(
+    reports: list[Report], transports: list[str], facility: Facility
+) -> list[tuple[str, str]]:
+    """What is not as it should be, each with its hint."""
+    wrong = []
+    if facility.node.device != "cpu" and any(one.device_id == "" for one in reports):
+        hosts = sorted({one.host for one in reports if one.device_id == ""})
+        wrong.append(
+            (
+                f"no device is visible on {', '.join(hosts)}",
+                "see image.run_flags and facility.submit",
+            )
+        )
+    taken: dict[tuple[str, str], int] = {}
+    for one in reports:
+        other = taken.setdefault((one.host, one.device_id), one.rank)
+        if one.device_id and other != one.rank:
+            found = f"ranks {other} and {one.rank} share a device of {one.host}"
+            wrong.append((found, "see facility.task_binding, and how the scheduler masks devices"))
+    missing = sorted({name for one in reports for name in one.missing_interfaces})
+    if missing:
+        found = f"no interface {', '.join(missing)} on the nodes"
+        wrong.append((found, "fix NCCL_SOCKET_IFNAME in facility.environment"))
+    fast = [name for name in ("NCCL_NET", "FI_MR_CACHE_MONITOR") if name in facility.environment]
+    if fast and "network Socket" in transports:
+        found = f"NCCL fell back to TCP, though {fast[0]} is set"
+        wrong.append((found, "the image or facility.binds lack the plugin for this network"))
+    return wrong
+
+
+def as_text(
+    reports: list[Report], transports: list[str], speeds: list[Speed], wrong: list[tuple[str, str]]
+) -> str:
+    """The report as lines for a person."""
+    ranks = [
+        f"rank {one.rank}: {one.host}, {one.device}, {one.visible_devices} devices visible, "
+        f"cores {_ranges(one.cores)}, torch {one.torch}, {one.runtime}"
+        for one in reports
+    ]
+    table = [
+        f"{one.collective:15} {one.size_bytes:>12,} B {one.seconds * 1e3:10.3f} ms "
+        f"{one.algorithm_gb_s:8.3f} GB/s, bus {one.bus_gb_s:8.3f} GB/s"
+        for one in speeds
+    ]
+    carried = [f"carried by {', '.join(transports)}"] if transports else []
+    ends = [f"wrong: {found}\n       {hint}" for found, hint in wrong] or ["nothing is wrong"]
+    return "\n".join([*ranks, *carried, *table, *ends])
+
+
+def _ranges(cores: list[int]) -> str:
+    """0,1,2,5 as 0-2,5."""
+    starts = [core for core in cores if core - 1 not in cores]
+    ends = [core for core in cores if core + 1 not in cores]
+    return ",".join(
+        str(start) if start == end else f"{start}-{end}"
+        for start, end in zip(starts, ends, strict=True)
+    )

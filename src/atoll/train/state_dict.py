@@ -1,0 +1,53 @@
+"""What a checkpoint holds of a train_state, whichever engine keeps it."""
+
+from torch import Tensor
+
+from atoll.sharding import deepspeed
+from atoll.train.assemble import TrainState
+from atoll.train.optimizer import optimizer_state, take_step
+
+
+def is_deepspeed(train_state: TrainState) -> bool:
+    return train_state.run.sharding.step_engine == "deepspeed"
+
+
+def state_of(train_state: TrainState) -> dict[str, Tensor]:
+    """Every tensor a checkpoint holds, by name; plain shards get the rank's number."""
+    if is_deepspeed(train_state):
+        return deepspeed.state_of(train_state.wrapped)
+    own = train_state.run.optimizer.name == "adamw_8bit" and train_state.world.size > 1
+    suffix = f"/rank{train_state.world.rank}" if own else ""
+    # what stays is read from the model's source again
+    parameters = {
+        f"model/{name}": p.detach()
+        for name, p in train_state.model.named_parameters()
+        if p.requires_grad
+    }
+    moments = {
+        f"optimizer/{name}{suffix}": value
+        for name, value in optimizer_state(train_state.stepper).items()
+    }
+    return parameters | moments
+
+
+def set_state(train_state: TrainState, state: dict[str, Tensor]) -> None:
+    """Take over what was loaded into `state`; the tensors of most engines are its own already."""
+    if is_deepspeed(train_state):
+        deepspeed.set_state(train_state.wrapped, state)
+
+
+def parameters_of(train_state: TrainState) -> dict[str, Tensor]:
+    """Name in the Hugging Face model -> parameter, as this rank has it."""
+    if is_deepspeed(train_state):
+        named = deepspeed.whole_parameters(train_state.wrapped)
+    else:
+        named = dict(train_state.model.named_parameters())
+    return {name.removeprefix("hf."): parameter for name, parameter in named.items()}
+
+
+def update(train_state: TrainState, rate: float) -> Tensor:
+    """Clip, update, clear the gradients; returns the gradient's norm before clipping."""
+    if is_deepspeed(train_state):
+        return deepspeed.take_step(train_state.wrapped, rate)
+    clip = train_state.run.optimizer.clip_norm
+    return take_step(train_state.stepper, rate, clip, train_state.pipeline_group)

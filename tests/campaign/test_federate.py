@@ -1,0 +1,357 @@
+"""Whole campaigns on this machine: killed and taken up again, with a facility that is missing."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from atoll import run_dir
+from atoll.campaign import coordinator as federate
+from atoll.campaign import workflow
+from atoll.campaign.round import check_update
+from atoll.campaign.signing import refuse_unsigned, sign
+from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings, kept
+from atoll.errors import UserError
+from atoll.report import command as report
+from atoll.report.campaign import rounds
+
+pytestmark = pytest.mark.matrix
+TINY = [
+    "facility=laptop",
+    "ranks_per_node=1",
+    "sharding=single",
+    "data=python_stdlib",
+    "data.sequence_tokens=32",
+    "data.validation.fraction=0.3",
+    "precision=fp32",
+    "facility.node.peak_tflops=0.1",
+    "training.microbatch_samples=4",
+    "optimizer.warmup_steps=0",
+    "checkpoint.every_steps=0",
+    "evaluation.max_samples=8",
+]
+MODEL = [
+    "model=llama_tiny",
+    "tokenizer.vocabulary_tokens=300",
+    "model.config.vocab_size=300",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=64",
+    "model.config.num_hidden_layers=1",
+    "model.config.num_attention_heads=2",
+    "model.config.num_key_value_heads=2",
+]
+TEXT = {"reef": "json/*", "lagoon": "email/*"}
+
+
+def settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    sites = [
+        {
+            "name": name,
+            "folder": str(folder / "sites" / name),
+            "overrides": [f"data.files=[{text}]"],
+        }
+        for name, text in TEXT.items()
+    ]
+    return {
+        "name": "c",
+        "rounds": 2,
+        "folder": str(folder / "campaigns"),
+        "sites": sites,
+        "start": [*TINY, *MODEL, "data.files=[json/*,email/*]"],
+        "train": TINY,
+        "steps": 3,
+        "batch_samples": 4,
+        "poll_seconds": 0.1,
+        "rule": {"max_norm_ratio": 100},
+    } | changes
+
+
+def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:
+    """A coordinator in a process of its own, in a group with all that it starts here."""
+    code = (
+        "import json,sys; from pathlib import Path; from atoll.host import federate as f;"
+        "c=f.checked_campaign(json.loads(sys.argv[1]));"
+        "sys.exit(f.run(f.CampaignStore(c,Path(c.folder)/c.name)))"
+    )
+    argv = [sys.executable, "-c", code, json.dumps(settings(folder, **changes))]
+    return subprocess.Popen(
+        argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def finished(folder: Path, **changes: Any) -> str:
+    coordinator = start(folder, **changes)
+    said, _ = coordinator.communicate(timeout=400)
+    assert coordinator.returncode == 0, said
+    return said
+
+
+def manifest(folder: Path, number: int) -> dict[str, Any]:
+    path = folder / "campaigns" / "c" / f"round-{number:03d}" / "global" / "manifest.json"
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def keys(folder: Path, *names: str) -> Path:
+    """A key pair for each name, and the file of allowed signers."""
+    lines = []
+    for name in names:
+        argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(folder / name)]
+        subprocess.run(argv, check=True)
+        kind, key, _ = (folder / f"{name}.pub").read_text().split()
+        lines.append(f"{name} {kind} {key}\n")
+    allowed = folder / "allowed_signers"
+    allowed.write_text("".join(lines))
+    return allowed
+
+
+def signed(folder: Path) -> dict[str, Any]:
+    """Settings by which each facility signs with the key of its name."""
+    sites = [
+        site | {"signing_key": str(folder / site["name"])} for site in settings(folder)["sites"]
+    ]
+    return {"sites": sites, "allowed_signers": str(folder / "allowed_signers")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted campaign, whose facilities sign."""
+    folder = tmp_path_factory.mktemp("whole")
+    keys(folder, *TEXT)
+    finished(folder, **signed(folder))
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """Where a campaign has its first model, and the facilities their tokens: the rest is to do."""
+    first = Path("campaigns") / "c" / "round-000"
+    shutil.copytree(whole / first, tmp_path / first)
+    for name in TEXT:
+        for part in ("prepared", "tokenizer"):
+            shutil.copytree(whole / "sites" / name / part, tmp_path / "sites" / name / part)
+    return tmp_path
+
+
+def test_a_campaign_ends_with_a_model_that_transformers_loads(whole: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    export = whole / "campaigns" / "c" / "round-002" / "global" / "export"
+    model = AutoModelForCausalLM.from_pretrained(export)
+    assert model.config.vocab_size == 300
+    assert set(manifest(whole, 2)["weights"]) == set(TEXT)
+    events = [
+        json.loads(line)
+        for line in (whole / "campaigns" / "c" / "events.jsonl").read_text().splitlines()
+    ]
+    received = [one["bytes"] for one in events if one["event"] == "received"]
+    whole_model = next(one["bytes"] for one in events if one["event"] == "sent")
+    assert len(received) == 4 and max(received) < whole_model / 2
+
+
+def test_the_report_tells_rounds_bytes_losses_and_weights(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report.main([str(whole / "campaigns" / "c")]) == 0
+    name, titles, *rows = capsys.readouterr().out.splitlines()
+    assert name == "Facilities" and "queue s" in titles
+    assert [row.split()[:2] for row in rows[:4]] == [
+        [str(n), site] for n in (1, 2) for site in TEXT
+    ]
+    first, *_ = rounds(kept(whole / "campaigns" / "c"))
+    for part in first.parts:
+        assert part.sent_bytes > 2 * part.received_bytes > 0 and part.why == ""
+        assert part.train_seconds is not None and part.losses[-1] < part.losses[0]
+    assert sum(part.weight or 0.0 for part in first.parts) == pytest.approx(1.0)
+    assert first.ended is not None and first.global_loss is not None
+
+
+def test_a_campaign_ends_early_where_its_target_is_reached(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = kept(whole / "campaigns" / "c")
+    further = held.campaign.model_copy(update={"rounds": 9, "target_loss": 100.0})
+    before = (held.folder / "campaign.json").read_text()
+    assert federate.run(CampaignStore(further, held.folder)) == 0
+    (held.folder / "campaign.json").write_text(before)
+    assert "the target loss 100.0 is reached" in capsys.readouterr().out
+    assert not held.round(3).exists()
+
+
+@pytest.mark.parametrize("moment", ["sent", "received"])
+def test_a_killed_coordinator_goes_on_where_it_was(whole: Path, folder: Path, moment: str) -> None:
+    """SIGKILL to it and all it started here; the second start ends with the same bits."""
+    coordinator = start(folder, rounds=1)
+    log = folder / "campaigns" / "c" / "events.jsonl"
+    for _ in range(2000):
+        if log.is_file() and f'"event": "{moment}"' in log.read_text():
+            break
+        assert coordinator.poll() is None, coordinator.stdout and coordinator.stdout.read()
+        time.sleep(0.05)
+    os.killpg(coordinator.pid, signal.SIGKILL)
+    coordinator.communicate()
+    finished(folder, rounds=1)
+    assert manifest(folder, 1)["digest"] == manifest(whole, 1)["digest"]
+    assert len(list(folder.glob("sites/*/runs/*"))) == 2, "a run for each facility, not more"
+
+
+def test_a_facility_that_never_answers_is_left_out(folder: Path) -> None:
+    sites = settings(folder)["sites"]
+    sites[1]["command"] = ["false"]
+    said = finished(folder, rounds=1, sites=sites, attempts=2)
+    assert "without lagoon" in said and list(manifest(folder, 1)["weights"]) == ["reef"]
+    [parts] = [one.parts for one in rounds(kept(folder / "campaigns" / "c"))]
+    assert "left out: lagoon: no reason" in next(
+        one.why for one in parts if one.facility == "lagoon"
+    )
+
+
+def test_late_work_has_its_part_in_the_next_round(folder: Path) -> None:
+    """One facility answers when round 1 is over; in round 2 what it makes for round 1 is taken."""
+    sites = settings(folder)["sites"]
+    slow = folder / "slow"
+    slow.write_text(
+        f"#!/bin/sh\n[ -e {folder}/campaigns/c/round-002/began.json ] || exit 255\n"
+        f'exec {sys.executable} -m atoll "$@"\n'
+    )
+    slow.chmod(0o755)
+    sites[1]["command"] = [str(slow)]
+    rule = {"max_norm_ratio": 100, "max_staleness": 1}
+    said = finished(folder, sites=sites, rule=rule, deadline_minutes=0.02, attempts=1000)
+    assert "without lagoon: no update after 0.02 minutes" in said
+    assert list(manifest(folder, 1)["weights"]) == ["reef"]
+    assert set(manifest(folder, 2)["weights"]) == set(TEXT)
+    update = folder / "campaigns" / "c" / "round-002" / "lagoon" / "update" / "manifest.json"
+    assert json.loads(update.read_text())["round"] == 1
+    shares = manifest(folder, 2)["weights"]
+    assert shares["lagoon"] == pytest.approx(2**-0.5 / (1 + 2**-0.5))
+
+
+def test_below_the_quorum_the_model_stays_and_nobody_trains_twice(folder: Path) -> None:
+    sites = settings(folder)["sites"]
+    broken = [sites[0], sites[1] | {"command": ["false"]}]
+    coordinator = start(folder, rounds=1, sites=broken, attempts=1, rule={"quorum": 2})
+    said, _ = coordinator.communicate(timeout=200)
+    assert coordinator.returncode != 0
+    assert "1 of 2 facilities sent an update, the quorum is 2" in said
+    update = folder / "campaigns" / "c" / "round-001" / "reef" / "update" / "manifest.json"
+    nonce = json.loads(update.read_text())["nonce"]
+    (folder / "campaigns" / "c" / "campaign.json").unlink()  # the command is mended by hand
+    finished(folder, rounds=1, rule={"quorum": 2, "max_norm_ratio": 100})
+    assert json.loads(update.read_text())["nonce"] == nonce
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"round": 9}, "says round=9, this round is 1"),
+        ({"campaign": "another"}, "says campaign=another"),
+        ({"facility": "lagoon"}, "says facility=lagoon"),
+        ({"base": "0" * 64}, "says base=0000"),
+        ({"nonce": "a" * 32}, "was sent before"),
+    ],
+)
+def test_foreign_and_replayed_updates_are_refused(
+    whole: Path, tmp_path: Path, change: dict[str, Any], found: str
+) -> None:
+    campaign = checked_campaign(settings(whole))
+    held = CampaignStore(campaign, whole / "campaigns" / "c")
+    told = json.loads((held.at(1, campaign.sites[0]) / "update" / "manifest.json").read_text())
+    seen = held.at(2, campaign.sites[0]) / "update" / "manifest.json"
+    if "nonce" in change:
+        change = {"nonce": json.loads(seen.read_text())["nonce"]}
+    run_dir.write_whole(tmp_path / "manifest.json", json.dumps(told | change))
+    with pytest.raises(UserError, match=found):
+        check_update(held, 1, campaign.sites[0], tmp_path)
+
+
+def test_signatures_are_of_one_facility_and_one_text(tmp_path: Path) -> None:
+    allowed = keys(tmp_path, "reef", "lagoon")
+    file = tmp_path / "manifest.json"
+    file.write_text('{"round": 1}')
+    with pytest.raises(UserError, match="is not signed"):
+        refuse_unsigned(file, allowed, "reef")
+    sign(file, tmp_path / "reef")
+    refuse_unsigned(file, allowed, "reef")
+    with pytest.raises(UserError, match="not signed by lagoon"):
+        refuse_unsigned(file, allowed, "lagoon")
+    file.write_text('{"round": 2}')
+    with pytest.raises(UserError, match="not signed by reef"):
+        refuse_unsigned(file, allowed, "reef")
+
+
+def test_an_update_that_another_facility_signed_is_refused(whole: Path, tmp_path: Path) -> None:
+    campaign = checked_campaign(settings(whole, **signed(whole)))
+    held = CampaignStore(campaign, whole / "campaigns" / "c")
+    reef, lagoon = campaign.sites
+    for name in ("manifest.json", "manifest.json.sig"):
+        shutil.copy(held.at(1, reef) / "update" / name, tmp_path / name)
+    check_update(held, 1, reef, tmp_path)
+    sign(tmp_path / "manifest.json", whole / "lagoon")
+    with pytest.raises(UserError, match="not signed by reef"):
+        check_update(held, 1, reef, tmp_path)
+    (tmp_path / "manifest.json.sig").unlink()
+    with pytest.raises(UserError, match="is not signed"):
+        check_update(held, 1, lagoon, tmp_path)
+
+
+def test_settings_stay_for_a_campaigns_life(whole: Path) -> None:
+    held = CampaignStore(
+        checked_campaign(settings(whole, steps=4, **signed(whole))), whole / "campaigns" / "c"
+    )
+    with pytest.raises(UserError, match="was begun with steps=3, now it is 4"):
+        keep_settings(held)
+
+
+def test_mistakes_in_settings_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="campaign setting codec"):
+        federate.main(["--dry-run", "federation=demo", "codec=int7"])
+    assert federate.main(["--dry-run", "federation=demo", "rounds=3"]) == 0
+    assert "rounds: 3" in capsys.readouterr().out
+
+
+SSH_CONFIG = """
+Host leonardo
+    HostName login.leonardo.example
+    Port 2222
+    User researcher
+    IdentityFile {folder}/key
+    UserKnownHostsFile {folder}/known
+    ProxyJump gate
+Host gate
+    HostName gate.example
+    User visitor
+"""
+
+
+def test_the_workflow_names_hosts_as_ssh_knows_them(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text(SSH_CONFIG.format(folder=tmp_path))
+    (tmp_path / "known").write_text("login.leonardo.example ssh-ed25519 AAAA\n")
+    (tmp_path / "key").touch()
+    values = settings(tmp_path, engine="streamflow", ssh_options=["-F", str(tmp_path / "config")])
+    values["sites"][0] |= {"host": "leonardo", "folder": "campaign"}
+    held = CampaignStore(checked_campaign(values), tmp_path / "campaigns" / "c")
+    homes: dict[str, Path | None] = {"reef": tmp_path / "home"}
+    workflow.write(held, 1, homes, everyone=False)
+    folder = held.folder / "streamflow"
+    files = {path.name: yaml.safe_load(path.read_text()) for path in folder.glob("*.*l")}
+    [node] = files["streamflow.yml"]["deployments"]["reef"]["config"]["nodes"]
+    assert node["hostname"] == "login.leonardo.example:2222" and node["username"] == "researcher"
+    assert node["sshKey"] == str(tmp_path / "key") and node["checkHostKey"] is True
+    assert node["tunnel"]["hostname"] == "gate.example:22"
+    assert node["tunnel"]["username"] == "visitor"
+    assert "login.leonardo.example" in (folder / "home" / ".ssh" / "known_hosts").read_text()
+    assert "average" not in files["round.cwl"]["steps"], "the other facility is still awaited"
+    assert files["train_reef.cwl"]["baseCommand"][-2:] == ["site", "campaign"]
+    workflow.write(held, 1, homes, everyone=True)
+    steps = yaml.safe_load((folder / "round.cwl").read_text())["steps"]
+    assert list(steps) == ["send_reef", "train_reef", "take_reef", "average"]

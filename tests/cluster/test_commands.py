@@ -1,0 +1,239 @@
+"""The exact commands of a run, and values that a shell must never read."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from atoll.cluster import submit
+from atoll.cluster.container import binds, container_prefix
+from atoll.cluster.job_script import launch_script
+from atoll.cluster.launchers import LAUNCHERS, TASKS_PER_NODE, launch_step
+from atoll.cluster.slurm import sbatch_argv
+
+ROOT = Path(__file__).parents[2]
+PYTHON = sys.executable
+RUN = Path("/runs/x")
+SLURM = ("facility=generic_slurm", "name=x", "folders.runs=/runs")
+NODES = ("nodes=2", "facility.node.devices=4", "facility.node.cores=32")
+
+LAPTOP = f"""\
+# /runs/x/launch.sh
+#!/bin/bash
+# What this run does. Written when it was submitted; started again, it goes on where it stopped.
+set -euo pipefail
+{PYTHON} -m atoll tokenize /runs/x
+{PYTHON} -m atoll launch --fork 2 /runs/x
+{PYTHON} -m atoll generate /runs/x
+printf '%-12s %s\\n' run /runs/x metrics /runs/x/metrics.jsonl checkpoints /runs/x/checkpoints \
+export /runs/x/export sample /runs/x/sample.txt
+"""
+
+SBATCH = f"""\
+sbatch --parsable --job-name=x --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --time=90 \
+--account=mine --output=/runs/x/slurm-%j.out --signal=B:USR2@180 --requeue \
+--dependency=singleton --partition=gpu --gpus-per-node=4 {ROOT}/sbatch/train.sbatch /runs/x"""
+
+GENERIC_SLURM = f"""\
+{SBATCH}
+
+# /runs/x/launch.sh
+#!/bin/bash
+# What this run does. Written when it was submitted; started again, it goes on where it stopped.
+set -euo pipefail
+stop_file=/runs/x/stop restart_file=/runs/x/restart
+rm -f "$stop_file" "$restart_file"
+trap 'touch "$stop_file"' USR2
+attend() {{
+    "$@" &
+    local task=$!
+    while kill -0 "$task" 2> /dev/null; do wait "$task" || true; done
+    wait "$task"
+}}
+again() {{
+    printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\\n' \\
+        "$SLURM_JOB_ID"
+    scontrol requeue "$SLURM_JOB_ID" && return 0
+    for name in "${{!SLURM_@}}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
+    {SBATCH}
+}}
+trap 'if [[ -e $restart_file ]]; then again; exit 200; fi' EXIT
+export NCCL_SOCKET_IFNAME=hsn0,hsn1
+{PYTHON} -m atoll tokenize /runs/x
+attend srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 \
+--cpu-bind=cores {PYTHON} -m atoll launch --port 3442 --address-suffix i /runs/x
+{PYTHON} -m atoll generate /runs/x
+printf '%-12s %s\\n' run /runs/x metrics /runs/x/metrics.jsonl checkpoints /runs/x/checkpoints \
+export /runs/x/export sample /runs/x/sample.txt
+"""
+
+NASTY = [
+    "a; touch pwned",
+    "$(touch pwned)",
+    "`touch pwned`",
+    "'; touch pwned; '",
+    '" && touch pwned && "',
+    "a\ntouch pwned\n#SBATCH --account=theirs",
+    "a\r\ntouch pwned",
+    "${HOME}",
+    "* ? [a-z] ~ !! \\",
+    "",
+]
+
+
+def test_the_commands_of_the_laptop(composed):
+    run = composed("facility=laptop", "name=x", "folders.runs=/runs").run
+    assert submit.dry_run(run) == LAPTOP
+
+
+def test_the_commands_of_a_slurm_cluster(composed):
+    run = composed(
+        *SLURM,
+        *NODES,
+        "facility.account=mine",
+        "facility.walltime_minutes=90",
+        "facility.submit.partition=gpu",
+        "facility.step=['--cpu-bind=cores']",
+        "facility.environment.NCCL_SOCKET_IFNAME='hsn0,hsn1'",
+        "facility.address_suffix=i",
+        "facility.port=3442",
+    ).run
+    assert submit.dry_run(run) == GENERIC_SLURM
+
+
+def test_inside_a_job_nothing_is_queued(composed):
+    assert "sbatch" not in submit.dry_run(composed(*SLURM).run, here=True)
+
+
+def test_static_starts_a_task_for_each_rank_and_static_node_one_for_each_node(composed):
+    atoll = [PYTHON, "-m", "atoll", "launch"]
+    srun = ["srun", "--nodes=2"]
+    step = launch_step(composed(*SLURM, *NODES, "launcher=static").run, RUN)
+    assert step[:5] == [*srun, "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=8"]
+    assert step[6:] == [*atoll, "/runs/x"]
+    step = launch_step(composed(*SLURM, *NODES, "launcher=static_node").run, RUN)
+    assert step[:5] == [*srun, "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=32"]
+    assert step[6:] == [*atoll, "--fork", "4", "/runs/x"]
+    step = launch_step(composed(*SLURM, *NODES, "launcher=torchrun").run, RUN)
+    assert step[6:] == [*atoll, "--torchrun", "4", "/runs/x"]
+    step = launch_step(composed(*SLURM, *NODES, "launcher=mpiexec").run, RUN)
+    assert step == ["mpiexec", "-n", "8", "--ppn", "4", *atoll, "/runs/x"]
+    laptop = ("facility=laptop", "name=x", "folders.runs=/runs")
+    assert launch_step(composed(*laptop, "launcher=static").run, RUN) == [
+        *atoll,
+        "--local-ranks",
+        "2",
+        "/runs/x",
+    ]
+
+
+def test_cores_that_nobody_knows_are_not_asked_for(composed):
+    run = composed(*SLURM).run
+    words = [*launch_step(run, RUN), *sbatch_argv(run, Path("b"), RUN)]
+    assert not [word for word in words if word.startswith("--cpus-per-task")]
+
+
+def test_every_launcher_has_its_file_and_its_function():
+    files = {path.stem for path in (ROOT / "hydra_conf" / "launcher").glob("*.yaml")}
+    assert files == set(LAUNCHERS) == set(TASKS_PER_NODE)
+
+
+def test_a_facility_s_own_flags_are_taken_as_they_are_and_win(composed):
+    run = composed(
+        *SLURM,
+        "facility.submit.exclusive=true",
+        "facility.submit.requeue=false",
+        "facility.submit.gpus-per-node=null",
+        "facility.submit.gres='gpu:4'",
+        "facility.submit.dependency=null",
+    ).run
+    words = sbatch_argv(run, Path("train.sbatch"), RUN)
+    assert words[0:2] == ["sbatch", "--parsable"]
+    assert words[-2:] == ["train.sbatch", "/runs/x"]
+    assert "--exclusive" in words
+    assert "--gres=gpu:4" in words
+    for absent in ("requeue", "gpus-per-node", "dependency", "partition", "account"):
+        assert not [word for word in words if word.startswith(f"--{absent}")]
+
+
+def test_a_container_stands_before_the_command_and_brings_its_own_python(composed):
+    binds = "facility.binds=[/scratch,/a:/b]"
+    folders = "folders.prepared=/prepared"
+    image = ("image.file=/images/x.sif", "image.run_flags=['--nv']")
+    run = composed(*SLURM, *image, binds, folders).run
+    prefix = [
+        *("apptainer", "-q", "exec", "--nv", "--bind", "/scratch", "--bind", "/a:/b"),
+        *("--bind", "/prepared", "--bind", "/runs", "/images/x.sif"),
+    ]
+    assert container_prefix(run) == prefix
+    assert container_prefix(composed(*SLURM, binds).run) == []
+    assert launch_step(run, RUN)[-len(prefix) - 5 :] == [
+        *prefix,
+        *("python3", "-m", "atoll", "launch", "/runs/x"),
+    ]
+    other = composed(*SLURM, *image, "facility.container=singularity").run
+    assert container_prefix(other)[0] == "singularity"
+
+
+def test_links_on_the_way_to_a_folder_are_followed_by_its_bind(composed, tmp_path):
+    (tmp_path / "disk7").mkdir()
+    (tmp_path / "scratch").symlink_to("disk7")
+    scratch = tmp_path / "scratch"
+    folders = (f"folders.runs={scratch}/runs", f"folders.prepared={scratch}/runs/prepared")
+    run = composed("facility=generic_slurm", "image.file=/x.sif", *folders).run
+    assert binds(run) == [f"{tmp_path}/disk7/runs:{scratch}/runs"]
+
+
+def test_the_files_that_a_run_names_are_bound_too(composed, tmp_path):
+    text = tmp_path / "texts" / "a.txt"
+    text.parent.mkdir()
+    text.write_text("a")
+    run = composed(
+        *SLURM,
+        "image.file=/x.sif",
+        "folders.prepared=/runs/prepared",
+        "data=text_files",
+        f"data.files=[{text},{tmp_path}/more/**/*.jsonl]",
+    ).run
+    assert binds(run) == [*sorted([f"{tmp_path}/texts", f"{tmp_path}/more", "/runs"])]
+
+
+def carrying(run, value):
+    """The run with a text in each place that reaches a command."""
+    changed = {
+        "environment": {"VALUE": value},
+        "step": [f"--flag={value}"],
+        "submit": {"comment": value},
+    }
+    return run.model_copy(update={"facility": run.facility.model_copy(update=changed)})
+
+
+@pytest.mark.parametrize("value", NASTY)
+def test_values_stay_values_in_a_shell(value, composed, here):
+    script = launch_script(carrying(composed(*SLURM).run, value), RUN)
+    exports, _, _ = script.partition(f"{PYTHON} -m atoll")
+    done = subprocess.run(
+        ["bash", "-c", f'{exports}printf %s "$VALUE"'], capture_output=True, check=True
+    )
+    assert done.stdout.decode() == value
+    assert list(here.iterdir()) == []
+
+
+def test_every_word_survives_the_shell_s_reading(composed):
+    base = composed(*SLURM).run
+
+    @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+    def check(value):
+        run = carrying(base, value)
+        words = shlex.split(launch_script(run, RUN), comments=True)
+        assert f"VALUE={value}" in words
+        assert f"--flag={value}" in words
+        # for sbatch it is one argument: never a line of a script, so never an #SBATCH directive
+        assert f"--comment={value}" in sbatch_argv(run, Path("train.sbatch"), RUN)
+
+    check()

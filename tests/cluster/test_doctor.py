@@ -1,0 +1,131 @@
+"""`atoll doctor` on the login node: each question, answered by programs that stand in for Slurm."""
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from atoll import __main__
+from atoll.cluster import doctor
+from atoll.cluster.facility_checks import OK, UNKNOWN, WRONG, Finding, all_findings
+
+SLURM = ("facility=generic_slurm", "facility.account=mine", "folders.runs=/tmp")
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """Programs of a facility: `site(sinfo="echo up")` puts them on PATH, alone."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+
+    def install(**programs: str) -> dict[str, str]:
+        for name, body in programs.items():
+            path = folder / name
+            path.write_text(f"#!/bin/sh\n{body}\n")
+            path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return {"PATH": str(folder), "HF_HOME": str(tmp_path / "hub")}
+
+    return install
+
+
+def found(run, environment, subject: str) -> Finding:
+    [finding] = [one for one in all_findings(run, environment) if one.subject == subject]
+    return finding
+
+
+def test_accounts_that_are_not_yours_are_named_with_those_that_are(composed, site):
+    environment = site(sacctmgr="printf 'mine|normal,debug\\nours|normal\\n'")
+    assert found(composed(*SLURM).run, environment, "account").state == OK
+    other = composed(*SLURM, "facility.account=theirs").run
+    finding = found(other, environment, "account")
+    assert (finding.state, finding.found) == (WRONG, "theirs is not yours")
+    assert finding.hint == "facility.account=NAME, one of: mine, ours"
+
+
+def test_a_qos_that_the_account_has_not(composed, site):
+    environment = site(sacctmgr="echo 'mine|normal,debug'")
+    for qos, state in (("debug", OK), ("big", WRONG)):
+        run = composed(*SLURM, f"+facility.submit.qos={qos}").run
+        assert found(run, environment, "qos").state == state
+
+
+def test_an_accounting_that_says_nothing_is_unknown(composed, site):
+    finding = found(composed(*SLURM).run, site(sacctmgr="exit 1"), "account")
+    assert finding.state == UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "words"),
+    [
+        ("echo up infinite 4 nodes", OK, "gpu: up infinite 4 nodes"),
+        ("exit 0", WRONG, "gpu is not known"),
+    ],
+)
+def test_the_partition(answer, state, words, composed, site):
+    run = composed(*SLURM, "+facility.submit.partition=gpu").run
+    finding = found(run, site(sinfo=answer), "partition")
+    assert finding.state == state
+    assert words in finding.found
+
+
+def test_without_slurm_s_programs_the_partition_is_unknown(composed, site):
+    run = composed(*SLURM, "+facility.submit.partition=gpu").run
+    finding = found(run, site(), "partition")
+    assert (finding.state, finding.found) == (UNKNOWN, "no sinfo here to ask about gpu")
+
+
+def test_an_image_without_a_runtime(composed, site):
+    run = composed(*SLURM, "image=cpu").run
+    assert found(run, site(), "container").state == WRONG
+    assert found(run, site(apptainer="echo apptainer version 1.4.5"), "container").state == OK
+    assert found(run, site(), "image").hint.startswith("build it: make image-cpu")
+
+
+def test_limits_are_asked_as_at_submission(composed, site):
+    run = composed(*SLURM, "nodes=16", "facility.limits.max_nodes=8").run
+    finding = found(run, site(), "nodes")
+    assert finding.state == WRONG
+    assert finding.hint.startswith("nodes=8")
+
+
+def test_names_of_the_hub_want_a_cache_and_a_token(composed, site, tmp_path):
+    run = composed(*SLURM, "model=from_path", "model.source=meta/llama").run
+    environment = site()
+    assert found(run, environment, "hub cache").state == UNKNOWN
+    (tmp_path / "hub" / "hub" / "models--meta--llama").mkdir(parents=True)
+    assert found(run, environment, "hub cache").state == OK
+    assert found(run, environment, "hub token").state == UNKNOWN
+    with_token = found(run, environment | {"HF_TOKEN": "hf_secret"}, "hub token")
+    assert with_token.state == OK
+    assert "hf_secret" not in str(with_token)
+
+
+def test_a_folder_that_cannot_be_made(composed, site):
+    run = composed(*SLURM, "folders.prepared=/proc/atoll").run
+    finding = found(run, site(), "prepared")
+    assert finding.state == WRONG
+    assert "folders.prepared=" in finding.hint
+
+
+def test_the_command_prints_the_findings_and_fails_where_one_is_wrong(tree, capsys, here):
+    good = ["--json", "facility=laptop", f"folders.runs={here}"]
+    assert doctor.main(good) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert {one["state"] for one in findings} == {OK}
+    assert doctor.main(["facility=laptop", "nodes=2"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    wrong = next(i for i, text in enumerate(lines) if text.startswith("wrong"))
+    assert "at most 1 nodes, not 2" in lines[wrong]
+    assert lines[wrong + 1].strip().startswith("→ nodes=1")
+
+
+def test_a_wrong_facility_queues_no_job(here, capsys):
+    assert doctor.main(["--job", "facility=laptop", "nodes=2"]) == 1
+    assert not list(Path(here).iterdir())
+
+
+def test_the_probe_has_a_name_of_its_own(tree, composed):
+    probe = doctor.as_probe(composed("facility=laptop", "name=precious"))
+    assert probe.run.name == "doctor-laptop-1x2"
+    assert "doctor" in __main__.VERBS

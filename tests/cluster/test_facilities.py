@@ -1,0 +1,172 @@
+"""Every facility: its full command, held by a golden text, and the limits it states.
+
+`python tests/host/test_facilities.py` writes the golden texts anew.
+"""
+
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from atoll.cluster.launchers import launch_step
+from atoll.cluster.submit import check, dry_run
+from atoll.config.compose import compose
+from atoll.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+FACILITIES = ROOT / "hydra_conf" / "facility"
+NAMES = sorted(path.stem for path in FACILITIES.glob("*.yaml"))
+LINE = ("name=x", "folders.runs=/runs", "folders.prepared=/prepared", "folders.images=/images")
+# Known and not supported: composed all the same, for the day it is.
+TRIED = {"aurora": ("facility.unsupported=null",)}
+
+
+def values(name: str) -> dict:
+    return yaml.safe_load((FACILITIES / f"{name}.yaml").read_text())
+
+
+def line(name: str, *more: str) -> tuple[str, ...]:
+    """Two nodes, or as few as the facility takes, and a batch that divides."""
+    facility = values(name)
+    most = facility.get("limits", {}).get("max_nodes") or 2
+    nodes = max(min(2, most), facility.get("limits", {}).get("min_nodes", 1))
+    ranks = nodes * facility["node"]["devices"]
+    given = (f"facility={name}", f"nodes={nodes}", f"training.global_batch_samples={ranks}")
+    account = ("facility.account=project",) if facility["scheduler"] != "none" else ()
+    return (*given, *LINE, *account, *TRIED.get(name, ()), *more)
+
+
+def printed(name: str, tree: Path) -> str:
+    """What --dry-run prints, without this machine's own paths."""
+    text = dry_run(compose(line(name), tree).run)
+    # the interpreter first: it may live in the clone
+    return text.replace(sys.executable, "{PYTHON}").replace(str(ROOT), "{CLONE}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_full_command(name, tree):
+    assert printed(name, tree) == (GOLDEN / f"{name}.txt").read_text()
+
+
+def test_there_is_a_golden_text_for_each_facility_and_no_other():
+    assert sorted(path.stem for path in GOLDEN.glob("*.txt")) == NAMES
+    wanted = """leonardo karolina lumi setonix meluxina iris polaris aurora marenostrum5
+        juwels_booster jupiter frontier perlmutter snellius generic_slurm laptop testbed"""
+    assert set(wanted.split()) <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"laptop", "generic_slurm"}))
+def test_facts_have_a_source_and_a_date(name):
+    facility = values(name)
+    assert re.fullmatch(r"2\d{3}-\d\d-\d\d", facility["checked_on"])
+    assert facility["source"]
+    assert facility.get("account") in (None, "island")
+
+
+LIMITED = [
+    (name, queue, key, most)
+    for name in NAMES
+    for queue, limits in [
+        (None, values(name).get("limits", {})),
+        *values(name).get("limits", {}).get("queues", {}).items(),
+    ]
+    for key in ("min_nodes", "max_nodes", "max_walltime_minutes")
+    for most in [limits.get(key)]
+    if most is not None and values(name)["scheduler"] != "none"
+]
+
+
+@pytest.mark.parametrize(("name", "queue", "key", "most"), LIMITED)
+def test_one_more_than_allowed_is_refused_with_both_numbers(name, queue, key, most, composed):
+    facility = values(name)
+    flag = next(flag for flag in ("qos", "partition", "q") if flag in facility["submit"])
+    queues = facility["limits"].get("queues", {})
+    if queue is None and any(
+        facility["submit"].get(f) in queues for f in ("qos", "partition", "q")
+    ):
+        queue = next(
+            facility["submit"][f]
+            for f in ("qos", "partition", "q")
+            if facility["submit"].get(f) in queues
+        )
+        most = queues[queue].get(key, most)
+    limits = queues[queue] if queue else facility["limits"]
+    beyond = most - 1 if key == "min_nodes" else most + 1
+    nodes = beyond if key != "max_walltime_minutes" else max(limits.get("min_nodes", 1), 1)
+    words = [
+        f"nodes={nodes}",
+        f"training.global_batch_samples={nodes * facility['node']['devices']}",
+    ]
+    words += [f"++facility.submit.{flag}={queue}"] if queue else []
+    words += [f"facility.walltime_minutes={beyond}"] if key == "max_walltime_minutes" else []
+    if key != "max_walltime_minutes":
+        words += ["facility.walltime_minutes=10"]
+    run = composed(*line(name), *words).run
+    with pytest.raises(UserError) as caught:
+        check(run, here=False, environment={})
+    assert f" {most} " in caught.value.found
+    assert caught.value.found.endswith(f"not {beyond}")
+
+
+def test_longer_jobs_need_more_nodes_where_the_facility_says_so(composed):
+    for nodes, most in ((1, 120), (91, 120), (92, 360), (184, 720)):
+        words = (f"nodes={nodes}", f"training.global_batch_samples={nodes * 8}")
+        good = composed(*line("frontier"), *words, f"facility.walltime_minutes={most}").run
+        check(good, here=False, environment={})
+        long = composed(*line("frontier"), *words, f"facility.walltime_minutes={most + 1}").run
+        with pytest.raises(UserError, match=f"for {nodes} nodes, allows {most} minutes"):
+            check(long, here=False, environment={})
+
+
+def test_a_facility_that_is_not_supported_says_why(composed):
+    run = composed(*line("aurora"), "facility.unsupported='needs an image for XPU'").run
+    with pytest.raises(UserError, match="aurora cannot be used: needs an image for XPU"):
+        check(run, here=False, environment={})
+    assert "XPU" in values("aurora")["unsupported"]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "task_binding" in values(name)])
+def test_binding_is_for_one_task_per_device_alone(name, composed):
+    scheduler = values(name)["scheduler"]
+    binding = composed(*line(name)).run.facility.task_binding
+    step = launch_step(composed(*line(name)).run, Path("/runs/x"))
+    assert set(binding) <= set(step)
+    if scheduler == "slurm":
+        step = launch_step(composed(*line(name), "launcher=static_node").run, Path("/runs/x"))
+        assert not set(binding) & set(step)
+
+
+def test_lumi_s_masks_are_its_56_cores_once_each(composed):
+    [binding] = composed(*line("lumi")).run.facility.task_binding
+    masks = [int(word, 16) for word in binding.removeprefix("--cpu-bind=mask_cpu:").split(",")]
+    cores = [[core for core in range(64) if mask >> core & 1] for mask in masks]
+    assert [len(one) for one in cores] == [7] * 8
+    flat = sorted(core for one in cores for core in one)
+    assert flat == [core for core in range(64) if core % 8]  # the first of each eight is not ours
+
+
+def test_network_variables_belong_to_facilities_alone():
+    inside = [path for path in (ROOT / "containers").rglob("*") if path.is_file()]
+    network = re.compile(r"\b(NCCL|FI|GLOO|CCL|UCX)_[A-Z]")
+    assert [path for path in inside if network.search(path.read_text())] == []
+    with_devices = [name for name in NAMES if values(name)["node"]["device"] == "rocm"]
+    assert with_devices
+    for name in with_devices:
+        assert set(values(name)["task_folders"]) == {
+            "MIOPEN_USER_DB_PATH",
+            "MIOPEN_CUSTOM_CACHE_DIR",
+        }
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name:
+        own = Path(name) / "hydra_conf"
+        shutil.copytree(ROOT / "hydra_conf", own, ignore=shutil.ignore_patterns("local"))
+        GOLDEN.mkdir(exist_ok=True)
+        for facility_name in NAMES:
+            (GOLDEN / f"{facility_name}.txt").write_text(printed(facility_name, own))

@@ -1,0 +1,64 @@
+"""What a facility does not allow is refused before anything is queued."""
+
+import pytest
+
+from atoll.cluster.submit import check, with_allocated_nodes, write_run_folder
+from atoll.errors import UserError
+
+SLURM = "facility=generic_slurm"
+CASES = [
+    (["facility=laptop", "nodes=2"], "at most 1 nodes, not 2", "nodes=1"),
+    ([SLURM, "nodes=64", "facility.limits.max_nodes=32"], "at most 32 nodes, not 64", "nodes=32"),
+    ([SLURM, "nodes=8", "facility.limits.min_nodes=16"], "at least 16 nodes, not 8", "nodes=16"),
+    (
+        [SLURM, "ranks_per_node=2"],
+        "ranks_per_node (2) is more than the devices of a node (1)",
+        "=1",
+    ),
+    (
+        [SLURM, "facility.walltime_minutes=99", "facility.limits.max_walltime_minutes=60"],
+        "allows 60 minutes, not 99",
+        "facility.walltime_minutes=60",
+    ),
+    ([SLURM, "facility.limits.needs_account=true"], "needs an account", "facility.account=NAME"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "found", "hint"), CASES, ids=lambda case: str(case))
+def test_a_job_beyond_the_limits_is_refused(overrides, found, hint, composed):
+    with pytest.raises(UserError) as caught:
+        check(composed(*overrides).run, here=False, environment={})
+    assert found in caught.value.found
+    assert hint in caught.value.hint
+
+
+def test_a_job_within_the_limits_is_not(composed):
+    line = ["nodes=8", "facility.limits.max_nodes=8", "facility.limits.min_nodes=8"]
+    account = ["facility.limits.needs_account=true", "facility.account=mine"]
+    time = ["facility.walltime_minutes=60", "facility.limits.max_walltime_minutes=60"]
+    check(composed(SLURM, *line, *account, *time).run, here=False, environment={})
+
+
+def test_on_processors_there_may_be_more_ranks_than_devices(composed):
+    check(composed("facility=laptop", "ranks_per_node=4").run, here=False, environment={})
+
+
+def test_inside_a_job_nobody_asks_who_pays(composed):
+    run = composed(SLURM, "nodes=4", "facility.limits.needs_account=true").run
+    check(run, here=True, environment={"SLURM_JOB_NUM_NODES": "4"})
+    with pytest.raises(UserError, match="this job has 8 nodes, the run asks for 4"):
+        check(run, here=True, environment={"SLURM_JOB_NUM_NODES": "8"})
+
+
+def test_a_job_s_nodes_are_taken_unless_others_are_named():
+    job = {"SLURM_JOB_NUM_NODES": "3"}
+    assert with_allocated_nodes(["a=1"], job) == ["a=1", "nodes=3"]
+    assert with_allocated_nodes(["nodes=2"], job) == ["nodes=2"]
+    assert with_allocated_nodes(["++nodes=2"], job) == ["++nodes=2"]
+    assert with_allocated_nodes(["a=1"], {}) == ["a=1"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(composed, here):
+    (here / "runs").write_text("a file where a folder should be")
+    with pytest.raises(UserError, match="cannot write the run folder"):
+        write_run_folder(composed("facility=laptop"))

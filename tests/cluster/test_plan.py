@@ -1,0 +1,84 @@
+"""`atoll plan` and `atoll report`: what they print."""
+
+import json
+
+import pytest
+import yaml
+
+from atoll import run_dir
+from atoll.cluster import plan
+from atoll.errors import UserError
+from atoll.report import command as report
+from atoll.settings import dumped
+
+
+def test_the_table_the_choice_and_the_line(capsys, here):
+    line = ["model=llama2_7b", "facility=karolina", "data.sequence_tokens=4096"]
+    assert plan.main([*line, "sharding=auto"]) == 0
+    text = capsys.readouterr().out
+    assert "6,738.4 M parameters, 32 layers" in text
+    assert "8 cuda devices, memory of each 40 GiB" in text
+    rows = {row.split("  ")[0]: row for row in text.splitlines()}
+    assert rows["sharding=ddp"].endswith("no")
+    [chosen] = [row for row in text.splitlines() if row.startswith("chosen: ")]
+    last = text.splitlines()[-1]
+    assert last.startswith("sbatch/train.sbatch model=llama2_7b facility=karolina")
+    assert last.split("4096 ")[1] in chosen
+
+
+def test_a_model_of_unknown_shape(here, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(here))
+    with pytest.raises(UserError, match="the shape of a/b is not known here"):
+        plan.main(["facility=laptop", "model=from_path", "model.source=a/b"])
+
+
+@pytest.fixture
+def runs(composed, here):
+    """Two runs of one and two ranks, as they would have written themselves down."""
+    for ranks, rate in ((2, 150.0), (1, 100.0)):
+        sharding = "ddp" if ranks > 1 else "single"
+        words = [f"ranks_per_node={ranks}", f"name=r{ranks}", f"sharding={sharding}"]
+        run = composed("facility=laptop", *words).run
+        folder = run_dir.folder(run)
+        run_dir.write_whole(run_dir.settings_file(folder), yaml.safe_dump(dumped(run)))
+        batch = run.training.global_batch_samples
+        records = [{"event": "start", "ranks": ranks, "training_samples": 2 * batch}]
+        for step in range(1, 5):
+            slow = 0.1 if step == 1 else 1.0  # the first step warms up
+            train = {"event": "train", "step": step, "loss": 5.0 - step, "step_seconds": 2 / slow}
+            rates = {"tokens_per_second": rate * slow, "tokens": 200 * step}
+            records.append(train | rates)
+        used = {"device_joules": None, "device_source": None, "package_joules": 900.0}
+        # started twice: what both used adds up
+        records += 2 * [{"event": "energy", **used, "package_source": "measured: RAPL"}]
+        if ranks > 1:
+            records.append(
+                {
+                    "event": "communication",
+                    "step": 2,
+                    "expected_bytes": {"gradients": 2**20},
+                    "wire_bytes": 1.02 * 2**20,
+                    "seconds": 1.0,
+                    "collectives": [
+                        {"collective": "gloo:all_reduce", "shape": [9], "dtype": "float"}
+                    ],
+                }
+            )
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        run_dir.metrics_file(folder).write_text(text)
+    return ["r2", "r1"]
+
+
+def test_scaling_and_communication(runs, capsys):
+    assert report.main(runs) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[2] == ["r1", "1", "2.000", "100", "1.00", "100%", "3.5000", "1.5000"]
+    assert rows[3] == ["r2", "2", "2.000", "150", "1.50", "75%", "3.5000", "1.5000"]
+    assert rows[7][:6] == ["r2", "64", "1.00", "1.02", "+2.0%", "50%"]
+    assert rows[11] == ["r1", "packages", "0.0005", "2.25", "measured:", "RAPL"]
+
+
+def test_a_run_without_steps(runs, here):
+    run_dir.metrics_file(here / "runs" / "r1").unlink()
+    with pytest.raises(UserError, match="run r1 has no steps to report"):
+        report.main(["r1"])

@@ -1,0 +1,98 @@
+"""The shell of a job: it hears of its time limit, waits for its ranks, queues the run again."""
+
+import os
+import signal
+import stat
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from atoll import run_dir
+from atoll.cluster.job_script import launch_script
+
+# A run's ranks: they end when told to, and say by a file that the run should go on.
+RANKS = """#!/bin/bash
+echo ranks "$@" >> {log}
+until [[ -e {stop} ]]; do sleep 0.05; done
+{leave}
+exit 143
+"""
+PROGRAM = """#!/bin/bash
+echo {name} "$@" >> {log}
+env | grep ^SLURM_ >> {log}
+exit {code}
+"""
+
+
+@pytest.fixture
+def job(composed, tmp_path):
+    """Start a run's launch.sh with ranks that stop, and programs that log: (process, log)."""
+
+    def start(*overrides: str, leave_marker: bool = True, requeue_code: int = 0):
+        run = composed("image=none", "name=x", *overrides).run
+        folder = run_dir.folder(run)
+        folder.mkdir(parents=True)
+        log, bin_folder = tmp_path / "log", tmp_path / "bin"
+        bin_folder.mkdir()
+        leave = f"touch {run_dir.restart_file(folder)}" if leave_marker else ""
+        ranks = RANKS.format(log=log, stop=run_dir.stop_file(folder), leave=leave)
+        programs = {name: (name, 0) for name in ("sbatch", "qsub")}
+        programs["scontrol"] = ("scontrol", requeue_code)
+        texts = {
+            name: PROGRAM.format(name=name, log=log, code=code)
+            for name, (_, code) in programs.items()
+        }
+        for name, text in (texts | {"srun": ranks, "mpiexec": ranks}).items():
+            (bin_folder / name).write_text(text)
+            (bin_folder / name).chmod(0o755 | stat.S_IXUSR)
+        script = launch_script(run, folder, Path("/clone/sbatch/train.sbatch"))
+        # the tokens are prepared already
+        lines = [text for text in script.splitlines() if " tokenize " not in text]
+        environment = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+        process = subprocess.Popen(["bash", "-c", "\n".join(lines)], env=environment)
+        deadline = time.monotonic() + 20
+        while not log.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return process, log
+
+    return start
+
+
+def test_the_warning_stops_the_ranks_and_requeues_the_job(job):
+    process, log = job("facility=generic_slurm")
+    process.send_signal(signal.SIGUSR2)
+    assert process.wait(20) == run_dir.RESTART_CODE
+    assert "scontrol requeue 7" in log.read_text()
+    assert "\nsbatch" not in log.read_text()
+
+
+@pytest.mark.parametrize("words", [["facility.requeue=false"], []])
+def test_where_no_job_is_taken_back_another_one_is_chained(words, job):
+    process, log = job("facility=generic_slurm", *words, requeue_code=1)
+    process.send_signal(signal.SIGUSR2)
+    assert process.wait(20) == run_dir.RESTART_CODE
+    text = log.read_text()
+    assert ("scontrol requeue" in text) == (not words)
+    [chained] = [line for line in text.splitlines() if line.startswith("sbatch ")]
+    assert "--dependency=singleton" in chained
+    assert chained.endswith("/clone/sbatch/train.sbatch " + chained.split()[-1])
+    after = text.split(chained)[1]
+    assert "SLURM_JOB_ID" not in after  # the next job is given what it needs by Slurm
+
+
+def test_ranks_that_fail_are_not_started_again(job):
+    process, log = job("facility=generic_slurm", leave_marker=False)
+    process.send_signal(signal.SIGUSR2)
+    assert process.wait(20) == 143
+    assert "requeue" not in log.read_text()
+
+
+def test_pbs_looks_at_the_clock_and_chains_a_job(job):
+    time_words = ["facility.walltime_minutes=1", "restart.notice_seconds=59"]
+    process, log = job("facility=testbed_pbs", *time_words)
+    assert process.wait(20) == run_dir.RESTART_CODE
+    [chained] = [line for line in log.read_text().splitlines() if line.startswith("qsub ")]
+    assert chained.startswith("qsub -W depend=afterany:7 ")
+    assert "walltime=00:1:00" in chained

@@ -1,0 +1,103 @@
+"""A mistake in the configuration ends in two lines that name it and how to fix it."""
+
+import pytest
+
+from atoll.__main__ import main
+from atoll.config.compose import compose_all, split_options
+from atoll.errors import UserError
+
+CASES = [
+    # (overrides, what was found, how to fix it)
+    ([], "no facility is chosen", "facility=aurora | frontier | generic_slurm"),
+    (["facility=lapto"], "unknown facility: lapto", "did you mean facility=laptop?"),
+    (["faciliti=laptop"], "unknown setting: faciliti", "did you mean facility?"),
+    (["facility=zzz"], "unknown facility: zzz", "choose facility from: aurora, frontier"),
+    (["facility=[laptop]"], "facility is a group", "choose from: aurora, frontier"),
+    (["model=null"], "model is a group, not None", "choose from: bert_base"),
+    (["model=llama2_7"], "unknown model: llama2_7", "did you mean model=llama2_7b?"),
+    (["sharding=fullshard"], "unknown sharding: fullshard", "did you mean sharding=full_shard?"),
+    (["experiment=deno"], "unknown experiment: deno", "did you mean experiment=demo?"),
+    (
+        ["optimizer.learning_rte=1"],
+        "optimizer.learning_rte",
+        "did you mean optimizer.learning_rate?",
+    ),
+    (
+        ["+optimizer.learning_rte=1"],
+        "optimizer.learning_rte",
+        "did you mean optimizer.learning_rate?",
+    ),
+    (["packing=concat"], "unknown setting: packing", "did you mean data.packing?"),
+    (["lr=1"], "unknown setting: lr", "lists every setting"),
+    (["~optimizer.foo"], "unknown setting: optimizer.foo", "optimizer"),
+    (["hydra/launcher=joblib"], "unknown setting: hydra/launcher", "the groups are"),
+    (["~experiment=1"], "deletion value", "fix"),
+    (["hydra.run.dir=/tmp"], "unknown setting: hydra.run.dir", "the groups are"),
+    (["data.packing=concatt"], "data.packing = 'concatt'", "did you mean data.packing=concat?"),
+    (["precision.compute=fp8"], "precision.compute = 'fp8'", "precision.compute"),
+    (["nodes=0"], "nodes = 0", "nodes"),
+    (["nodes=two"], "nodes = 'two'", "nodes"),
+    (["optimizer.learning_rate=-1"], "optimizer.learning_rate = -1", "optimizer.learning_rate"),
+    (["name=a/b"], "name = 'a/b'", "name"),
+    (["name=3"], "name = 3", "name='3'"),
+    (["name=a b$(x)"], "cannot read the value of name", "quote it twice: 'name='"),
+    (["generation.prompt=def f(x): y"], "cannot read", "\"generation.prompt='def f(x): y'\""),
+    (["facility.step=[--a=b,c]"], "facility.step", "\"facility.step=['--a=b','c']\""),
+    (["nodes"], "not an override: 'nodes'", "KEY=VALUE"),
+    (["name=\n"], "cannot read the value of name: '\\n'", "KEY='VALUE'"),
+    (["nodes=1,2"], "several values for nodes: 1,2", "--multirun"),
+    (["data=text_files"], "setting missing: data.files", "data.files=VALUE"),
+    (["model=from_path"], "setting missing: model.source", "model.source=VALUE"),
+    (["name=${oc.env:NOT_SET_ANYWHERE}"], "NOT_SET_ANYWHERE", "name"),
+    (["name=${nowhere}"], "nowhere", "name"),
+    (["data.template=none"], "{text}", "settings"),
+    (["training.epochs=1"], "training.steps and training.epochs", "settings"),
+    (["training.global_batch_samples=3"], "(3)", "settings"),
+    (["sharding=single"], "2 ranks", "settings"),
+    (["sharding.shard=3"], "world size (2)", "settings"),
+    (["facility.environment.HF_TOKEN=x"], "looks like a secret", "export HF_TOKEN"),
+    (["facility.environment.A-B=x"], "facility.environment.A-B", "another"),
+    (["data.validation.split=test"], "data.validation.fraction", "settings"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "found", "hint"), CASES, ids=lambda case: str(case))
+def test_a_mistake_is_named_with_its_mend(overrides, found, hint, composed):
+    about_the_facility = not overrides or overrides[0].split("=")[0].startswith("facilit")
+    base = [] if about_the_facility and "." not in str(overrides) else ["facility=laptop"]
+    with pytest.raises(UserError) as caught:
+        composed(*base, *overrides)
+    assert found in caught.value.found
+    assert hint in caught.value.hint
+    assert "\n" not in caught.value.found + caught.value.hint
+
+
+def test_a_mistake_in_the_local_file_is_placed_there(tree, composed):
+    (tree / "local").mkdir()
+    file = tree / "local" / "default.yaml"
+    file.write_text("# @package _global_\nfacility: {acount: mine}\n")
+    with pytest.raises(UserError, match=r"hydra_conf/local/default.yaml: facility.acount"):
+        composed("facility=laptop")
+    file.write_text("# @package _global_\nfacility: {account: mine\n")
+    with pytest.raises(UserError, match=r"default.yaml.*line"):
+        composed("facility=laptop")
+
+
+def test_no_traceback_reaches_a_person(capsys):
+    assert main(["compose", "facility=laptop", "nodes=((("]) == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 2
+    assert printed[0].startswith("atoll: ")
+
+
+def test_options_and_overrides_come_in_any_order():
+    options, overrides = split_options(["a=1", "--multirun", "b=2"], {"--multirun"})
+    assert (options, overrides) == ({"--multirun"}, ["a=1", "b=2"])
+    with pytest.raises(UserError, match="did you mean --multirun"):
+        split_options(["--multrun"], {"--multirun"})
+
+
+@pytest.mark.parametrize("line", ["nodes=interval(1,2)", "nodes=glob(*)"])
+def test_a_sweep_must_have_a_number_of_values(line, tree):
+    with pytest.raises(UserError, match="no values to take in turn: nodes="):
+        compose_all(["facility=laptop", line], multirun=True, tree=tree)

@@ -1,0 +1,301 @@
+"""Images: recipe, name by digest, the command that builds, and what does not fit a node."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atoll.errors import UserError
+from atoll.images import build as image
+from atoll.images import check as image_check
+from atoll.images import package_sources
+from atoll.images.recipe import build_arguments, recipe, recipe_keys, stage
+
+ROOT = Path(__file__).parents[2]
+BASES = ROOT / "containers" / "bases"
+NAMES = sorted(path.stem for path in BASES.glob("*.args"))
+
+
+def clone_of(folder: Path) -> Path:
+    stage(ROOT, folder)
+    return folder / "atoll"
+
+
+def program(folder: Path, name: str, *lines: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text("\n".join(["#!/bin/bash", *lines, ""]))
+    path.chmod(0o755)
+    return path
+
+
+def sif(path: Path, architecture: bytes = b"02") -> Path:
+    path.write_bytes(b"\0" * 32 + b"SIF_MAGIC\x0001\0" + architecture + b"\0" * 64)
+    return path
+
+
+def test_every_base_answers_what_the_recipe_asks():
+    assert NAMES == ["cpu", "cuda", "cuda_compat", "lumi", "rocm"]
+    asked = recipe_keys((ROOT / "containers" / "atoll.def").read_text())
+    for name in NAMES:
+        one = recipe(ROOT, name, None, "zstd")
+        lines = build_arguments(one, "MIRROR", "2026-11-21T00:00:00+00:00").splitlines()
+        assert {line.partition("=")[0] for line in lines} == asked
+
+
+def test_the_recipe_is_what_every_runtime_can_read():
+    definition = (ROOT / "containers" / "atoll.def").read_text()
+    assert not re.search(r"^%(setup|pre)\b", definition, re.M)
+    code = definition[definition.index("%post") :]
+    assert set(re.findall(r"{{ (\w+) }}", code)) == {"title", "torch", "compat", "labels"}
+
+
+def test_every_image_of_the_configuration_has_a_base():
+    import yaml
+
+    for path in (ROOT / "hydra_conf" / "image").glob("*.yaml"):
+        args_file = yaml.safe_load(path.read_text())["args_file"]
+        assert args_file is None or (BASES / args_file).is_file()
+
+
+def test_the_name_follows_from_all_that_goes_in(tmp_path):
+    clone = clone_of(tmp_path)
+    first = recipe(clone, "cpu", "x86_64", "zstd").file_name
+    assert re.fullmatch(r"cpu-[0-9a-f]{12}\.sif", first)
+    assert recipe(clone, "cpu", "x86_64", "zstd").file_name == first
+    assert recipe(clone, "cpu", "x86_64", "gzip").file_name != first
+    assert recipe(clone, "cpu", "aarch64", "zstd").file_name != first
+    (clone / "hydra_conf" / "local" / "default.yaml").parent.mkdir(exist_ok=True)
+    (clone / "hydra_conf" / "local" / "default.yaml").write_text("seed: 1\n")
+    assert recipe(clone, "cpu", "x86_64", "zstd").file_name == first
+    for part in ("src/atoll/errors.py", "containers/locks/image.txt", "containers/post.sh"):
+        before = recipe(clone, "cpu", "x86_64", "zstd").file_name
+        with (clone / part).open("a") as file:
+            file.write("# more\n")
+        assert recipe(clone, "cpu", "x86_64", "zstd").file_name != before
+
+
+def test_names_that_are_not_known_are_refused():
+    with pytest.raises(UserError, match="no image is called tpu"):
+        recipe(ROOT, "tpu", None, "zstd")
+    with pytest.raises(UserError, match="--compression=xz is not known"):
+        recipe(ROOT, "cpu", None, "xz")
+    with pytest.raises(UserError, match="--arch=riscv64 is not known"):
+        recipe(ROOT, "cpu", "riscv64", "zstd")
+
+
+def test_the_command_that_builds():
+    one = recipe(ROOT, "cuda", "aarch64", "gzip")
+    assert image.build_argv("apptainer", one, ["/wheels:/inside"], map_users=True) == [
+        *("apptainer", "build", "--build-arg-file", "build.args", "--fakeroot"),
+        *("--arch", "arm64", "--mksquashfs-args", "-comp gzip"),
+        *("--bind", "/wheels:/inside", "image.sif", "atoll.def"),
+    ]
+    assert "--fakeroot" not in image.build_argv("singularity", one, [], map_users=True)
+
+
+BUILD = [
+    'if [[ $1 == --version ]]; then echo "apptainer version 1.4.5"; exit; fi',
+    'printf "%s\\n" "$@" > "$CALLS"; env > "$CALLS.env"; cp build.args "$CALLS.args"',
+    'echo "INFO: building"; echo "$SAYS" >&2; [[ -z $SAYS ]] || exit 255',
+    'printf "a SIF" > image.sif',
+]
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """`atoll image build cpu` in a clone of its own, with an apptainer that notes its call."""
+    clone = clone_of(tmp_path / "clone")
+    program(tmp_path / "programs", "apptainer", *BUILD)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'programs'}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("SAYS", "")
+    monkeypatch.setattr(image, "CLONE", clone)
+    images = tmp_path / "images"
+    words = ["build", "cpu", f"--images={images}", "--mirror=file:///mirror"]
+    return lambda *more: (image.main([*words, *more]), images)[1]
+
+
+def test_an_image_is_built_once_and_appears_whole(build, tmp_path):
+    images = build()
+    link = images / "cpu.sif"
+    assert link.resolve().read_text() == "a SIF"
+    assert re.fullmatch(r"cpu-[0-9a-f]{12}\.sif", link.resolve().name)
+    assert sorted(path.name for path in images.iterdir()) == [link.resolve().name, "cpu.sif"]
+    (tmp_path / "calls").unlink()
+    build()
+    assert not (tmp_path / "calls").exists()
+
+
+def test_a_build_that_fails_leaves_what_was_there(build, tmp_path, monkeypatch):
+    before = build().joinpath("cpu.sif").resolve()
+    monkeypatch.setenv("SAYS", "FATAL: no fuse: fusermount failed")
+    with pytest.raises(UserError) as caught:
+        build("--compression=gzip")
+    assert "ended with 255: FATAL: no fuse: fusermount failed" in caught.value.found
+    assert "/dev/fuse" in caught.value.hint
+    assert (tmp_path / "images" / "cpu.sif").resolve() == before
+    assert len(list((tmp_path / "images").iterdir())) == 2
+
+
+def test_a_cache_outside_the_clone_holds_the_file(build, tmp_path):
+    images = build(f"--cache={tmp_path / 'cache'}")
+    assert (images / "cpu.sif").resolve().parent == tmp_path / "cache"
+
+
+def test_secrets_of_the_shell_go_into_no_build(build, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
+    build()
+    assert "hf_very_secret" not in (tmp_path / "calls.args").read_text()
+    inside = [
+        line
+        for line in (tmp_path / "calls.env").read_text().splitlines()
+        if line.startswith(("APPTAINERENV_", "SINGULARITYENV_"))
+    ]
+    assert not [line for line in inside if "secret" in line]
+    assert "hf_very_secret" not in (tmp_path / "calls").read_text()
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [("apptainer version 1.1.9", "apptainer version 1.1.9 is too old: 1.3 is needed")],
+)
+def test_an_old_runtime_is_refused(answer, found, tmp_path):
+    program(tmp_path / "programs", "apptainer", f"echo {answer}")
+    with pytest.raises(UserError, match=re.escape(found)):
+        image.container_runtime({"PATH": str(tmp_path / "programs")})
+
+
+def test_a_machine_without_a_runtime_is_told_so(tmp_path):
+    with pytest.raises(UserError, match="neither apptainer nor singularity is on PATH"):
+        image.container_runtime({"PATH": str(tmp_path)})
+
+
+def test_a_full_disk_is_named_before_the_build(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2 * 2**30))
+    with pytest.raises(UserError, match=r"has 2\.0 GiB free, building cpu takes 6 GiB"):
+        image.check_disk(tmp_path, recipe(ROOT, "cpu", None, "zstd"))
+
+
+def test_pip_s_own_sources_reach_the_build(tmp_path, monkeypatch):
+    wheels, index = tmp_path / "wheels", tmp_path / "index" / "simple"
+    wheels.mkdir()
+    index.mkdir(parents=True)
+    certificates = tmp_path / "ca.crt"
+    certificates.touch()
+    settings = {
+        "index-url": "https://me:secret@index.example/simple",
+        "extra-index-url": f"file://{index}",
+        "find-links": f"{wheels} {wheels}",
+        "cert": str(certificates),
+    }
+    monkeypatch.setattr(package_sources, "pip_settings", lambda: settings)
+    found = package_sources.pip_sources({}, most_folders=3)
+    inside = package_sources.INSIDE
+    assert found.binds == [
+        f"{tmp_path}/index:{inside}/0",
+        f"{wheels}:{inside}/1",
+        f"{certificates}:{inside}/certificates",
+    ]
+    assert found.environment == {
+        "APPTAINERENV_PIP_INDEX_URL": "https://me:secret@index.example/simple",
+        "APPTAINERENV_PIP_EXTRA_INDEX_URL": f"file://{inside}/0/simple",
+        "APPTAINERENV_PIP_FIND_LINKS": f"{inside}/1 {inside}/1",
+        "APPTAINERENV_PIP_CERT": f"{inside}/certificates",
+        "APPTAINERENV_SSL_CERT_FILE": f"{inside}/certificates",
+    }
+    with pytest.raises(UserError, match="pip takes packages from 2 folders here"):
+        package_sources.pip_sources({}, most_folders=1)
+
+
+def test_a_mirror_is_given_or_known_to_apt(tmp_path, monkeypatch):
+    assert package_sources.debian_mirror("file:///mirror") == "file:///mirror"
+    program(
+        tmp_path / "programs", "apt-get", "echo Other o.example main; echo Debian d.example main"
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path / 'programs'}:/usr/bin:/bin")
+    assert package_sources.debian_mirror(None) == "d.example"
+    program(tmp_path / "programs", "apt-get", "true")
+    with pytest.raises(UserError, match="no mirror of Debian is known here"):
+        package_sources.debian_mirror(None)
+
+
+def test_an_image_must_be_there_and_for_the_nodes(composed, tmp_path):
+    slurm, file = "facility=generic_slurm", tmp_path / "x.sif"
+    run = composed(slurm, f"image.file={file}").run
+    with pytest.raises(UserError, match=r"no image .*x\.sif"):
+        image_check.check_image(run)
+    file.write_text("no image")
+    with pytest.raises(UserError, match=r"x\.sif is no SIF image"):
+        image_check.check_image(run)
+    image_check.check_image(composed(slurm, f"image.file={sif(file)}").run)
+    sif(file, b"04")
+    with pytest.raises(UserError, match="is for aarch64, the nodes are x86_64"):
+        image_check.check_image(run)
+
+
+def test_an_image_without_a_file_is_the_newest_of_its_name(composed, tmp_path):
+    images = tmp_path / "images"
+    images.mkdir()
+    line = ("facility=generic_slurm", "image=cpu", f"folders.images={images}")
+    assert composed(*line).run.image.file == images / "cpu.sif"
+    (images / "cpu-1.sif").touch()
+    (images / "cpu.sif").symlink_to("cpu-1.sif")
+    named = composed(*line).run
+    assert named.image.file == images / "cpu-1.sif"
+    (images / "cpu-2.sif").touch()
+    image.point_to(images / "cpu.sif", images / "cpu-2.sif")
+    newer = composed(*line).run
+    assert newer.image.file == images / "cpu-2.sif"
+    assert newer.name == named.name
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "compatible", "hint"),
+    [
+        ("13.3", "535.104.05", False, "image=cuda_compat"),
+        ("13.3", "525.60", True, "an image with an older CUDA"),
+        ("12.8", "470.57", False, "image=cuda_compat"),
+        ("14.0", "580.95", False, "an image with an older CUDA"),
+    ],
+)
+def test_a_cuda_that_the_driver_cannot_run_is_refused(cuda, driver, compatible, hint):
+    with pytest.raises(UserError) as caught:
+        image_check.check_driver(cuda, driver, compatible)
+    assert f"CUDA {cuda}" in caught.value.found
+    assert driver in caught.value.found
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "compatible"),
+    [("13.3", "580.82", False), ("13.3", "535.104.05", True), ("12.9", "535", False)],
+)
+def test_a_cuda_that_the_driver_runs_is_not(cuda, driver, compatible):
+    image_check.check_driver(cuda, driver, compatible)
+
+
+def test_what_an_image_holds_is_listed(tmp_path):
+    script = ROOT / "containers" / "sbom.py"
+    listed = subprocess.run([sys.executable, script, "x"], capture_output=True, text=True)
+    names = {part["name"].lower() for part in json.loads(listed.stdout)["components"]}
+    assert {"torch", "transformers"} <= names
+    printed = subprocess.run([sys.executable, script, "--labels"], capture_output=True, text=True)
+    labels = dict(line.split(" ", 1) for line in printed.stdout.splitlines())
+    assert set(labels) >= {"atoll.torch", "atoll.python", "atoll.architecture"}
+
+
+def test_the_lock_never_replaces_what_the_vendor_built():
+    text = (ROOT / "containers" / "post.sh").read_text()
+    assert "comm -23" in text
+    names = set(
+        re.findall(r"^([a-z0-9-]+)==", (BASES.parent / "locks/image.txt").read_text(), re.M)
+    )
+    assert {"hydra-core", "transformers", "bitsandbytes", "pytest"} <= names
+    assert not names & {"torch", "triton"}

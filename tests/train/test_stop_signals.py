@@ -1,0 +1,80 @@
+"""Stopping in time: ranks agree on a step, save, and go on with the same losses."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import small_run
+from rank_pool import RankPool
+
+from atoll import run_dir
+from atoll.errors import UserError
+from atoll.sharding.process_group import World
+from atoll.train import stop_signals as interrupt
+from atoll.train.train import train
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    small_run.write_text(tmp_path)
+    return tmp_path
+
+
+def asked_at(world: World, run, rank: int, step: int) -> int:
+    """Train; one rank is asked to stop at one step."""
+    calls = iter(range(100))
+
+    def asked() -> int:
+        return interrupt.TIME_IS_OVER if world.rank == rank and next(calls) >= step else 0
+
+    return train(run, run_dir.folder(run), world, asked)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_run_goes_on_with_the_same_losses(ranks: RankPool, folder: Path, rank) -> None:
+    whole = small_run.settings(folder, 2, name="whole", checkpoint__every_steps=0)
+    small_run.ready(whole)
+    ranks.run(small_run.train_here, whole, world=2)
+    run = small_run.settings(folder, 2, name="stopped", checkpoint__every_steps=0)
+    run_folder = small_run.ready(run)
+    codes = ranks.run(asked_at, run, rank, 1, world=2)
+    assert codes == [run_dir.RESTART_CODE] * 2
+    assert run_dir.restart_file(run_folder).exists()
+    [entry] = map(json.loads, run_dir.restarts_file(run_folder).read_text().splitlines())
+    assert 0 < entry["step"] < 6
+    assert max(small_run.losses(run_folder)) == entry["step"]
+    ranks.run(small_run.train_here, run, world=2)
+    assert small_run.losses(run_folder) == small_run.losses(run_dir.folder(whole))
+
+
+def test_a_run_is_not_restarted_for_ever(folder: Path) -> None:
+    run = small_run.settings(folder, 2)
+    run_folder = run_dir.folder(run)
+    run_folder.mkdir(parents=True)
+    for step in range(run.restart.max_restarts):
+        interrupt.note_restart(run, run_folder, step + 1, 1)
+    run_dir.restart_file(run_folder).unlink()
+    with pytest.raises(UserError, match=f"after {run.restart.max_restarts} restarts"):
+        interrupt.note_restart(run, run_folder, 99, 1)
+    assert not run_dir.restart_file(run_folder).exists()
+
+
+def test_a_job_too_short_for_a_step_is_not_queued_again(folder: Path) -> None:
+    run = small_run.settings(folder, 2)
+    with pytest.raises(UserError, match=r"before one step was done \(step 4\)"):
+        interrupt.note_restart(run, run_dir.folder(run), 4, 0)
+
+
+def test_signals_and_the_file_are_heeded_then_left_as_they_were(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with interrupt.stop_signals(tmp_path, rank=0) as asked:
+        assert asked() == 0
+        run_dir.stop_file(tmp_path).touch()
+        assert asked() == interrupt.TIME_IS_OVER
+    with interrupt.stop_signals(tmp_path, rank=1) as asked:
+        assert asked() == 0  # the first rank alone looks for the file
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked() == interrupt.TERMINATED
+    assert signal.getsignal(signal.SIGTERM) is before
