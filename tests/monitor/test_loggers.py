@@ -176,7 +176,7 @@ def test_the_settings_go_along_and_no_secret_does(ranks: RankPool, folder: Path)
 
 def launch(run_folder: Path, *verb: str) -> subprocess.CompletedProcess[str]:
     """A start of the run in processes of its own."""
-    paths = os.pathsep.join([str(TESTS), str(TESTS / "train"), *sys.path])
+    paths = os.pathsep.join([str(TESTS), str(TESTS / "monitor"), *sys.path])
     words = [sys.executable, "-m", "atoll", "launch", "--fork", "2", str(run_folder), *verb]
     environment = os.environ | {"PYTHONPATH": paths}
     return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)

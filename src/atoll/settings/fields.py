@@ -14,7 +14,7 @@ VariableText = Annotated[str, Field(coerce_numbers_to_str=True)]
 # One file may be written without its brackets: data.files=a.txt; one logger too: loggers=wandb
 one_is_a_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 FileNames = Annotated[list[str], one_is_a_list]
-SinkNames = Annotated[list[Literal["tensorboard", "wandb", "mlflow"]], one_is_a_list]
+LoggerNames = Annotated[list[Literal["tensorboard", "wandb", "mlflow"]], one_is_a_list]
 
 
 class Settings(BaseModel):

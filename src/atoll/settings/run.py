@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from atoll.settings.axes import Axes, axes_of
-from atoll.settings.fields import Count, CountOrZero, Settings, SinkNames, Word
+from atoll.settings.fields import Count, CountOrZero, Settings, LoggerNames, Word
 from atoll.settings.learning import (
     Checkpoint,
     Data,
@@ -97,7 +97,7 @@ class Run(Settings):
     evaluation: Evaluation
     export: Export
     generation: Generation
-    loggers: SinkNames = []  # where figures go beside metrics.jsonl, in the run's folder
+    loggers: LoggerNames = []  # where figures go beside metrics.jsonl, in the run's folder
 
     @property
     def world_size(self) -> int:
