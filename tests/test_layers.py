@@ -11,12 +11,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "atoll"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-BASE = {"settings", "errors", "run_dir"}
+BASE = {"settings", "errors", "run_dir", "commands"}
 # room -> the rooms it may import, beside itself
 ROOMS = {
     "__init__": set(),
     "__main__": {"errors"},
     "errors": set(),
+    "commands": {"errors"},
     "settings": {"errors"},
     "run_dir": {"errors", "settings"},
     "plan": {"errors", "settings"},
@@ -25,7 +26,7 @@ ROOMS = {
     "cluster": BASE | {"config", "images", "plan"},
     "campaign": BASE | {"config", "cluster"},
     "report": BASE | {"config", "cluster", "campaign", "plan"},
-    "launch": {"errors"},
+    "launch": {"errors", "commands"},
     "data": BASE,
     "models": BASE | {"data"},
     "sharding": BASE | {"launch", "data", "models"},
@@ -38,13 +39,14 @@ PACKAGES = {
     "__init__": set(),
     "__main__": set(),
     "errors": set(),
+    "commands": set(),
     "settings": {"pydantic", "yaml"},
     "run_dir": {"yaml"},
-    "config": {"hydra", "omegaconf", "yaml"},
-    "images": {"spython"},
-    "cluster": {"yaml"},
-    "campaign": {"omegaconf", "pydantic", "yaml"},
-    "report": {"plotly"},
+    "config": {"hydra", "omegaconf", "ruamel", "yaml"},
+    "images": {"rich", "spython"},
+    "cluster": {"rich", "yaml"},
+    "campaign": {"rich", "omegaconf", "pydantic", "yaml"},
+    "report": {"plotly", "rich"},
     "launch": set(),
     "plan": set(),
 }

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from atoll.settings.axes import Axes, axes_of
-from atoll.settings.fields import Count, CountOrZero, Settings, LoggerNames, Word
+from atoll.settings.fields import Count, CountOrZero, LoggerNames, Settings, Word
 from atoll.settings.learning import (
     Checkpoint,
     Data,

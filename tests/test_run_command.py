@@ -1,0 +1,63 @@
+"""One way to run a program, and one to read a verb's words."""
+
+import sys
+
+import pytest
+
+from atoll.commands import MISSING, TIMED_OUT, VerbParser, run_command
+from atoll.errors import UserError
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_what_a_program_printed_and_how_it_ended():
+    done = run_command(python("import sys; print('out'); sys.exit('the end')"))
+    assert (done.returncode, done.stdout, done.last_line) == (1, "out\n", "the end")
+
+
+def test_its_input_and_environment_are_those_given():
+    code = "import os, sys; print(sys.stdin.read() + os.environ.get('WORD', 'none'))"
+    assert run_command(python(code)).stdout == "none\n"
+    given = run_command(python(code), environment={"WORD": "reef"}, input_text="the ")
+    assert given.stdout == "the reef\n"
+
+
+def test_a_silent_failure_is_told_by_its_code():
+    assert run_command(python("raise SystemExit(3)")).last_line == "exit code 3"
+
+
+def test_a_program_that_is_missing_or_too_slow_is_no_exception():
+    missing = run_command(["no-such-program"])
+    assert missing.returncode == MISSING and "no-such-program" in missing.last_line
+    slow = run_command(python("import time; time.sleep(60)"), timeout_seconds=0.2)
+    assert slow.returncode == TIMED_OUT and "0.2 s" in slow.last_line
+
+
+def parser() -> VerbParser:
+    verb = VerbParser("demo", "What it does.")
+    verb.add_argument("words", nargs="*")
+    verb.add_argument("--dry-run", action="store_true")
+    return verb
+
+
+def test_options_and_words_come_in_any_order():
+    words = parser().read(["a=1", "--dry-run", "~b", "c='-1'"])
+    assert words.dry_run and words.words == ["a=1", "~b", "c='-1'"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"), [(["--dry-rum"], "did you mean --dry-run?"), (["--zzz"], "choose from")]
+)
+def test_an_unknown_option_is_two_lines(argv, hint):
+    with pytest.raises(UserError) as error:
+        parser().read(argv)
+    assert argv[0] in error.value.found and hint in error.value.hint
+
+
+def test_a_missing_word_is_two_lines():
+    verb = VerbParser("demo", None)
+    verb.add_argument("run")
+    with pytest.raises(UserError, match="run"):
+        verb.read([])
