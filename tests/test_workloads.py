@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from atoll import run_dir
 
-pytestmark = pytest.mark.matrix
 PLAY = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n"
 
 

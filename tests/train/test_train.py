@@ -119,7 +119,6 @@ SHAPES = [
 ]
 
 
-@pytest.mark.matrix
 def test_the_same_losses_on_any_number_of_ranks(ranks: RankPool, folder: Path) -> None:
     alone = small_run.settings(
         folder,
@@ -175,7 +174,6 @@ def test_a_resumed_run_is_bit_exact(ranks: RankPool, folder: Path, changes: dict
     assert totals[0] == totals[1]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("size", [1, 4])
 def test_resumes_on_another_number_of_ranks(ranks: RankPool, folder: Path, size: int) -> None:
     whole = trained(ranks, small_run.settings(folder, 2, name="whole"))
@@ -202,7 +200,6 @@ def mistake(world: World, run: Run) -> str:
     return str(error.value)
 
 
-@pytest.mark.matrix
 def test_a_finished_run_started_again_changes_nothing(ranks: RankPool, folder: Path) -> None:
     run = small_run.settings(folder, 2)
     run_folder = trained(ranks, run)
@@ -211,7 +208,6 @@ def test_a_finished_run_started_again_changes_nothing(ranks: RankPool, folder: P
     assert {p: p.read_bytes() for p in run_folder.rglob("*") if p.is_file()} == before
 
 
-@pytest.mark.matrix
 def test_a_run_goes_on_when_steps_are_added(ranks: RankPool, folder: Path) -> None:
     trained(ranks, small_run.settings(folder, 2))
     run_folder = trained(ranks, small_run.settings(folder, 2, training__steps=8))
@@ -241,6 +237,7 @@ def test_choices_of_a_run(ranks: RankPool, folder: Path, changes: dict[str, Any]
     AutoModelForCausalLM.from_pretrained(run_dir.export(run_folder))
 
 
+@pytest.mark.full
 def test_compiled_blocks_give_the_same_losses(ranks: RankPool, folder: Path) -> None:
     """Where there is no C++ compiler, a run that asks for one is refused."""
     single = {"sharding": small_run.sharding("single"), "training__steps": 2}
@@ -307,7 +304,6 @@ def killed_in_save(run_folder: Path, placement: Any) -> int:
     return train.main(run_folder, placement)
 
 
-@pytest.mark.matrix
 def test_killed_in_the_middle_of_saving_resumes_to_the_same_losses(
     ranks: RankPool, folder: Path
 ) -> None:
@@ -333,7 +329,6 @@ def assert_two_lines(finished: subprocess.CompletedProcess[str], found: str) -> 
     assert found in lines[0], finished.stderr
 
 
-@pytest.mark.matrix
 def test_mistakes_end_in_two_lines_whatever_the_ranks(folder: Path) -> None:
     run = small_run.settings(folder, 2, model__config=tiny.CONFIGS["llama"])
     run_folder = small_run.ready(run)
@@ -341,9 +336,8 @@ def test_mistakes_end_in_two_lines_whatever_the_ranks(folder: Path) -> None:
     assert_two_lines(launch(run_folder, 3), "3 ranks were started, the run asks for 2")
 
 
-@pytest.mark.matrix
 def test_a_corrupted_token_shard_is_named(folder: Path) -> None:
-    run = small_run.settings(folder, 2)
+    run = small_run.settings(folder, 2, folders__prepared=str(folder / "prepared"))
     run_folder = small_run.ready(run)
     shard = next(run_dir.prepared(run).rglob("train/*.ds"))
     content = shard.read_bytes()
@@ -353,7 +347,6 @@ def test_a_corrupted_token_shard_is_named(folder: Path) -> None:
     assert_two_lines(launch(run_folder, 2), shard.name)
 
 
-@pytest.mark.matrix
 def test_a_corrupted_checkpoint_is_named(ranks: RankPool, folder: Path) -> None:
     run_folder = trained(ranks, small_run.settings(folder, 2))
     again = small_run.ready(small_run.settings(folder, 2, training__steps=8))
