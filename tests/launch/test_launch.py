@@ -116,6 +116,7 @@ def test_importing_the_launcher_leaves_torch_alone() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.image
 @LOCAL
 def test_local_ranks_meet(option: str, tmp_path: Path) -> None:
     assert launched(option, 2, tmp_path, "launch_collective:all_reduce")[0] == 0

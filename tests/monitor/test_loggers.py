@@ -145,6 +145,7 @@ def train_with_secrets(world: World, run: Run) -> None:
         assert variables() == before
 
 
+@pytest.mark.image
 def test_every_sink_holds_what_metrics_hold(ranks: RankPool, folder: Path) -> None:
     run = settings(folder)
     run_folder = small_run.ready(run)

@@ -58,6 +58,7 @@ def plain_loss(run: Run, run_folder: Path) -> float:
     return total / count
 
 
+@pytest.mark.image
 @pytest.mark.parametrize("architecture", tiny.CONFIGS)
 def test_export_has_the_loss_of_the_trainer(
     ranks: RankPool, folder: Path, architecture: str
@@ -91,6 +92,7 @@ def test_export_is_a_hugging_face_folder(ranks: RankPool, folder: Path) -> None:
     assert AutoTokenizer.from_pretrained(export)("the reef").input_ids
 
 
+@pytest.mark.image
 def test_generate_samples_from_the_export(
     ranks: RankPool, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,6 +306,7 @@ def killed_in_save(run_folder: Path, placement: Any) -> int:
     return train.main(run_folder, placement)
 
 
+@pytest.mark.image
 def test_killed_in_the_middle_of_saving_resumes_to_the_same_losses(
     ranks: RankPool, folder: Path
 ) -> None:
