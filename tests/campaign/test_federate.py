@@ -23,7 +23,6 @@ from atoll.errors import UserError
 from atoll.report import command as report
 from atoll.report.campaign import rounds
 
-pytestmark = pytest.mark.matrix
 TINY = [
     "facility=laptop",
     "ranks_per_node=1",
@@ -77,9 +76,10 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
 def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:
     """A coordinator in a process of its own, in a group with all that it starts here."""
     code = (
-        "import json,sys; from pathlib import Path; from atoll.host import federate as f;"
-        "c=f.checked_campaign(json.loads(sys.argv[1]));"
-        "sys.exit(f.run(f.CampaignStore(c,Path(c.folder)/c.name)))"
+        "import json,sys; from pathlib import Path;"
+        "from atoll.campaign import coordinator as f, store as s;"
+        "c=s.checked_campaign(json.loads(sys.argv[1]));"
+        "sys.exit(f.run(s.CampaignStore(c,Path(c.folder)/c.name)))"
     )
     argv = [sys.executable, "-c", code, json.dumps(settings(folder, **changes))]
     return subprocess.Popen(
@@ -187,6 +187,7 @@ def test_a_campaign_ends_early_where_its_target_is_reached(
     assert not held.round(3).exists()
 
 
+@pytest.mark.matrix(always=lambda moment: moment == "received")
 @pytest.mark.parametrize("moment", ["sent", "received"])
 def test_a_killed_coordinator_goes_on_where_it_was(whole: Path, folder: Path, moment: str) -> None:
     """SIGKILL to it and all it started here; the second start ends with the same bits."""
@@ -204,6 +205,7 @@ def test_a_killed_coordinator_goes_on_where_it_was(whole: Path, folder: Path, mo
     assert len(list(folder.glob("sites/*/runs/*"))) == 2, "a run for each facility, not more"
 
 
+@pytest.mark.matrix
 def test_a_facility_that_never_answers_is_left_out(folder: Path) -> None:
     sites = settings(folder)["sites"]
     sites[1]["command"] = ["false"]
@@ -215,6 +217,7 @@ def test_a_facility_that_never_answers_is_left_out(folder: Path) -> None:
     )
 
 
+@pytest.mark.matrix
 def test_late_work_has_its_part_in_the_next_round(folder: Path) -> None:
     """One facility answers when round 1 is over; in round 2 what it makes for round 1 is taken."""
     sites = settings(folder)["sites"]
@@ -236,6 +239,7 @@ def test_late_work_has_its_part_in_the_next_round(folder: Path) -> None:
     assert shares["lagoon"] == pytest.approx(2**-0.5 / (1 + 2**-0.5))
 
 
+@pytest.mark.matrix
 def test_below_the_quorum_the_model_stays_and_nobody_trains_twice(folder: Path) -> None:
     sites = settings(folder)["sites"]
     broken = [sites[0], sites[1] | {"command": ["false"]}]

@@ -66,6 +66,7 @@ def test_the_last_line_needs_no_line_feed(tmp_path: Path, ending: str) -> None:
         assert "".join(documents(text)).replace("\n", "") == "onetwo"
 
 
+@pytest.mark.image
 def test_jsonl_and_parquet_give_their_text_field(tmp_path: Path) -> None:
     lines = [json.dumps({"body": "first", "n": 1}), "", json.dumps({"body": "zwölf\nTurtles"})]
     (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
@@ -208,6 +209,7 @@ def test_blocks_cover_each_document_once_and_keep_to_their_shard(
         assert size <= sources.BLOCK_BYTES or block.documents == 1
 
 
+@pytest.mark.image
 def test_hub_data_sets_are_read_from_a_saved_folder(tmp_path: Path) -> None:
     import datasets
 

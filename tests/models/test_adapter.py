@@ -41,6 +41,7 @@ def saved(architecture: str, folder: Path, **changes: Any) -> Any:
     return theirs.eval()
 
 
+@pytest.mark.image
 @pytest.mark.parametrize("architecture", tiny.CONFIGS)
 def test_an_adapter_is_no_change_until_it_learns(tmp_path: Path, architecture: str) -> None:
     theirs = saved(architecture, tmp_path)
@@ -83,6 +84,7 @@ def test_a_merged_adapter_answers_as_the_two_parts_did(
     torch.testing.assert_close(two, one, atol=tolerance, rtol=0)
 
 
+@pytest.mark.image
 def test_narrow_weights_take_less_and_are_near(tmp_path: Path) -> None:
     theirs = saved("llama", tmp_path, hidden_size=64)
     hf = adapted(
@@ -103,6 +105,7 @@ def test_widths_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.image
 def test_the_adapter_alone_is_loaded_by_peft(tmp_path: Path) -> None:
     from peft import PeftModel
 
