@@ -1,5 +1,6 @@
 """Adapters begin as no change, learn alone, and are merged into what they were beside."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +54,22 @@ def test_an_adapter_is_no_change_until_it_learns(tmp_path: Path, architecture: s
 
 
 @pytest.mark.parametrize(
-    ("architecture", "quantisation"),
-    [*((name, "none") for name in tiny.CONFIGS), ("llama", "nf4"), ("llama", "int8")],
+    ("architecture", "quantisation", "alpha"),
+    [
+        *((name, "none", 4.0) for name in tiny.CONFIGS),
+        ("llama", "none", 8.5),
+        ("llama", "nf4", 4.0),
+        ("llama", "int8", 4.0),
+    ],
 )
 def test_a_merged_adapter_answers_as_the_two_parts_did(
-    tmp_path: Path, architecture: str, quantisation: Any
+    tmp_path: Path, architecture: str, quantisation: Any, alpha: float
 ) -> None:
     theirs = saved(
         architecture, tmp_path, **({"hidden_size": 64} if quantisation != "none" else {})
     )
     model = Model(
-        name="x", source=str(tmp_path), lora=Lora(rank=2, alpha=4), quantisation=quantisation
+        name="x", source=str(tmp_path), lora=Lora(rank=2, alpha=alpha), quantisation=quantisation
     )
     hf = adapted(tmp_path, model)
     torch.manual_seed(1)
@@ -103,17 +109,20 @@ def test_widths_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_the_adapter_alone_is_loaded_by_peft(tmp_path: Path) -> None:
+@pytest.mark.parametrize("alpha", [4.0, 8.5])
+def test_the_adapter_alone_is_loaded_by_peft(tmp_path: Path, alpha: float) -> None:
     from peft import PeftModel
 
     theirs = saved("llama", tmp_path / "base")
-    model = Model(name="x", source=str(tmp_path / "base"), lora=Lora(rank=2, alpha=4))
+    model = Model(name="x", source=str(tmp_path / "base"), lora=Lora(rank=2, alpha=alpha))
     hf = adapted(tmp_path, model)
     for name, parameter in hf.named_parameters():
         if ".lora_B." in name:
             nn.init.normal_(parameter, std=0.2)
     tensors = adapter.gathered_adapter(dict(hf.named_parameters()))
     adapter.write_adapter(tmp_path / "adapter", model, tensors)
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["lora_alpha"] == alpha
     loaded = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter")).eval()
     tokens = tiny.batch(1).tokens_BT
     with torch.no_grad():

@@ -121,10 +121,4 @@ def _keep_attention() -> Any:
     """Keep what attention computed and recompute the rest of the block (torchtitan's choice)."""
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-    aten = torch.ops.aten
-    kept = [
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-    ]
-    return create_selective_checkpoint_contexts(kept)
+    return create_selective_checkpoint_contexts(attention.kept_operators())
