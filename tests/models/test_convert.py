@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from atoll.errors import UserError
+from atoll.models import convert
 from atoll.models.convert import convert_llama, convert_pickles, is_meta_llama
-from atoll.models.source import weight_files
+from atoll.models.safetensor_files import weight_files
 
 
 class Harmful:
@@ -112,11 +113,27 @@ def test_what_is_no_tensor_by_name_is_kept_and_refused(tmp_path: Path) -> None:
     assert path.exists()
 
 
+def test_pickles_stay_unless_every_name_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, index = tmp_path / "pytorch_model.bin", tmp_path / "pytorch_model.bin.index.json"
+    torch.save({"first": torch.ones(2)}, path)
+    index.write_text(json.dumps({"weight_map": {"first": path.name, "second": "of another file"}}))
+    with pytest.raises(UserError, match=r"1 tensors of .* the first is second"):
+        convert_pickles(tmp_path)
+    index.unlink()
+    assert not list(tmp_path.glob("*.safetensors")), "nor does a part pass for the whole"
+    monkeypatch.setattr(convert, "write_tensors", lambda path, _: save_file({}, path))
+    with pytest.raises(UserError, match=r"1 tensors of .* the first is first"):
+        convert_pickles(tmp_path)
+    assert path.exists()
+
+
 def test_a_conversion_goes_on_where_it_broke(tmp_path: Path) -> None:
     paths = [tmp_path / f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
     torch.save({"first": torch.ones(2)}, paths[0])
     paths[1].write_bytes(b"cut")
-    with pytest.raises(UserError, match="fetch it again|cannot be read"):
+    with pytest.raises(UserError, match="cannot be read as tensors"):
         convert_pickles(tmp_path)
     torch.save({"second": torch.ones(2)}, paths[1])
     convert_pickles(tmp_path)

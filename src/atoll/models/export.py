@@ -4,8 +4,6 @@ Each rank writes its own files; only the parameter under way is ever whole on a 
 not write it.
 """
 
-import errno
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from atoll import run_dir
 from atoll.models.adapter import Merged
+from atoll.models.safetensor_files import file_name, write_index, write_tensors
 
 Pieces = list[list[str]]
 
@@ -71,17 +70,11 @@ def write_weights(
                 tensors[name] = whole.to(device="cpu", dtype=dtype, copy=True).contiguous()
         if mine:
             try:
-                _write_file(folder / file_name(numbered.first + number, numbered.total), tensors)
+                write_tensors(folder / file_name(numbered.first + number, numbered.total), tensors)
             except OSError as error:
                 failure = error  # the other ranks still need this one to gather
     if failure is not None:
         raise failure
-
-
-def file_name(number: int, count: int) -> str:
-    return (
-        "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-    )
 
 
 def write_rest(
@@ -94,10 +87,7 @@ def write_rest(
     tokenizer: Path,
 ) -> None:
     """The index, the configuration and the tokenizer beside the weights; one rank calls this."""
-    if len(files) > 1:
-        weight_map = {n: file_name(i, len(files)) for i, names in enumerate(files) for n in names}
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        run_dir.write_whole(folder / "model.safetensors.index.json", json.dumps(index, indent=1))
+    write_index(folder, files, total_bytes)
     config.dtype = dtype
     config.architectures = [architecture]
     config.save_pretrained(folder)
@@ -130,25 +120,7 @@ def start(final: Path) -> Path:
     return partial
 
 
-def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # its only cause here is the disk
-        raise OSError(errno.EIO, str(error), str(path)) from error
-    os.chmod(path, 0o666 & ~_umask())
-    run_dir.sync_file(path)
-
-
 def _whole(parameter: Any) -> Tensor:
     if isinstance(parameter, Merged):
         return parameter.whole()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from atoll.errors import UserError
 from atoll.models.parts import Parts
-from atoll.models.source import corrupted, weight_files
+from atoll.models.safetensor_files import corrupted, weight_files
 
 Slices = tuple[slice, ...]
 # (parameter's name, the part wanted) -> that part
