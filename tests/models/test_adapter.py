@@ -27,7 +27,7 @@ def adapted(folder: Path, model: Model) -> Any:
     shapes = {name: tuple(p.shape) for name, p in built.hf.named_parameters()}
     with weights_for(model, config, 0) as read:
         read = adapter.adapted_reader(read, 0, shapes)
-        adapter.fill_narrow(built.hf, read, CPU)
+        adapter.fill_quantised(built.hf, read, CPU)
         materialize(built, CPU)
         fill(built.hf, read)
         fill_buffers(built.hf)
@@ -77,19 +77,19 @@ def test_a_merged_adapter_answers_as_the_two_parts_did(
         if ".lora_B." in name:
             nn.init.normal_(parameter, std=0.2)
     assert model.lora is not None
-    whole = adapter.merged(hf, model.lora, dict(hf.named_parameters()))
-    state = {n: x.whole() if isinstance(x, adapter.Merged) else x for n, x in whole.items()}
+    plain = adapter.merged(hf, model.lora, dict(hf.named_parameters()))
+    state = {name: adapter.full_tensor(parameter) for name, parameter in plain.items()}
     assert set(state) == {name for name, _ in theirs.named_parameters()}
     theirs.load_state_dict(state, strict=False)
     tokens = tiny.batch(1).tokens_BT
     with torch.no_grad():
         two, one = hf.eval()(tokens).logits, theirs(tokens).logits
-    # int8 also narrows what is multiplied with the weights; nf4 multiplies in half precision
+    # int8 also rounds what is multiplied with the weights; nf4 multiplies in half precision
     tolerance = {"none": 1e-4, "nf4": 5e-3, "int8": 5e-2}[quantisation]
     torch.testing.assert_close(two, one, atol=tolerance, rtol=0)
 
 
-def test_narrow_weights_take_less_and_are_near(tmp_path: Path) -> None:
+def test_quantised_weights_take_less_and_are_near(tmp_path: Path) -> None:
     theirs = saved("llama", tmp_path, hidden_size=64)
     hf = adapted(
         tmp_path, Model(name="x", source=str(tmp_path), lora=Lora(rank=2), quantisation="nf4")
@@ -97,7 +97,7 @@ def test_narrow_weights_take_less_and_are_near(tmp_path: Path) -> None:
     layer = hf.get_submodule("model.layers.0.mlp.up_proj.base_layer")
     wide = theirs.get_submodule("model.layers.0.mlp.up_proj").weight
     assert layer.weight.numel() * layer.weight.element_size() <= wide.numel() / 2
-    near = adapter._wide(layer, layer.weight)
+    near = adapter._dequantised(layer, layer.weight)
     assert float((near - wide).detach().norm() / wide.detach().norm()) < 0.12
 
 
@@ -141,6 +141,6 @@ def test_a_device_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(*_: Any) -> None:
         raise RuntimeError("no kernel for this device")
 
-    monkeypatch.setattr(adapter, "_narrowed", fail)
+    monkeypatch.setattr(adapter, "_quantised", fail)
     with pytest.raises(UserError, match="does not work on this cpu: RuntimeError: no kernel"):
         adapter.check_device("nf4", CPU)

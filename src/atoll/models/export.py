@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from atoll import run_dir
-from atoll.models.adapter import Merged
+from atoll.models.adapter import full_tensor
 from atoll.models.safetensor_files import file_name, write_index, write_tensors
 
 Pieces = list[list[str]]
@@ -65,9 +63,9 @@ def write_weights(
         mine = number % ranks == rank and failure is None
         tensors = {}
         for name in names:
-            whole = _whole(parameters[name])
+            tensor = full_tensor(parameters[name])
             if mine:
-                tensors[name] = whole.to(device="cpu", dtype=dtype, copy=True).contiguous()
+                tensors[name] = tensor.to(device="cpu", dtype=dtype, copy=True).contiguous()
         if mine:
             try:
                 write_tensors(folder / file_name(numbered.first + number, numbered.total), tensors)
@@ -118,9 +116,3 @@ def start(final: Path) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
-
-
-def _whole(parameter: Any) -> Tensor:
-    if isinstance(parameter, Merged):
-        return parameter.whole()
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

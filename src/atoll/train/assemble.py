@@ -15,7 +15,7 @@ from atoll import run_dir
 from atoll.data.loader import Samples, open_samples
 from atoll.data.tokenize import open_prepared
 from atoll.errors import UserError
-from atoll.models.adapter import adapt, adapted_reader, check_device, fill_narrow
+from atoll.models.adapter import adapt, adapted_reader, check_device, fill_quantised
 from atoll.models.build import weights_for
 from atoll.models.parts import blocks_of
 from atoll.models.weights import fill, fill_buffers, materialize
@@ -141,7 +141,7 @@ def build_sharded(
     def fill_all() -> None:
         with weights_for(run.model, config, run.seed) as read:
             read = adapted_reader(read, run.seed, shapes)
-            fill_narrow(model.hf, read, world.device)
+            fill_quantised(model.hf, read, world.device)
             materialize(model, torch.device("cpu") if run.sharding.offload else world.device)
             fill(model.hf, read)
             fill_buffers(model.hf)
