@@ -24,13 +24,13 @@ from atoll.monitor.loggers import Tell, ignore
 from atoll.plan.shapes import Shape, check_architecture, shape_of
 from atoll.plan.traffic import bytes_sent
 from atoll.settings import Run
-from atoll.sharding.context_parallel import cut_tokens
+from atoll.sharding.context_parallel import split_tokens
 from atoll.sharding.deepspeed import initialize
-from atoll.sharding.engines import StepPlan
 from atoll.sharding.layouts import AFTER_WEIGHTS, BEFORE_WEIGHTS, ShardingContext, apply_layouts
 from atoll.sharding.mesh import Meshes, make_meshes
 from atoll.sharding.pipeline import split_layers
 from atoll.sharding.process_group import World, run_on_all_ranks, say
+from atoll.sharding.step_plan import StepPlan
 from atoll.sharding.tensor import split_matrices
 from atoll.train.optimizer import Stepper, make_stepper
 from atoll.train.precision import compute_dtype
@@ -156,7 +156,7 @@ def divide(run: Run, model: Any, meshes: Meshes | None) -> None:
         check_architecture(shape_of(model.hf.config.to_dict()), run.sharding)
         split_layers(model, meshes, run.sharding.stages_per_rank)
         split_matrices(model, meshes)
-        cut_tokens(model, meshes)
+        split_tokens(model, meshes)
 
 
 def check_compiler(world: World) -> None:
