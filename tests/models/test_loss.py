@@ -52,6 +52,20 @@ def test_bf16_is_close_and_keeps_dtypes() -> None:
     torch.testing.assert_close(half[1].grad.float(), weight.grad, rtol=5e-2, atol=0.1)
 
 
+@pytest.mark.parametrize("scale", [1 / 1003, 7 / 13])
+def test_a_scale_that_bf16_cannot_hold_is_not_rounded(scale: float) -> None:
+    unscaled, scaled = inputs(torch.bfloat16), inputs(torch.bfloat16)
+    chunked_cross_entropy(*unscaled, labels(), 8).backward()
+    (chunked_cross_entropy(*scaled, labels(), 8) * scale).backward()
+    for one, other in zip(unscaled, scaled, strict=True):
+        assert one.grad is not None and other.grad is not None
+        expected = one.grad.float() * scale
+        # what was summed in fp32 is rounded once in each, what was in bf16 only by the product
+        ulp = 2**-8 if one is not unscaled[0] else 0
+        expected_bf16 = expected.bfloat16().float()
+        torch.testing.assert_close(other.grad.float(), expected_bf16, rtol=2 * ulp, atol=0)
+
+
 def test_autocast_lowers_the_product() -> None:
     hidden, weight, _ = inputs(torch.float32)
     seen: list[torch.dtype] = []

@@ -18,9 +18,10 @@ from atoll.errors import UserError
 from atoll.models.build import build_config, build_model
 from atoll.settings import Run
 from atoll.sharding import deepspeed
-from atoll.sharding.engines import ENGINES, StepPlan
+from atoll.sharding.engines import ENGINES
 from atoll.sharding.exchange import EXCHANGES
 from atoll.sharding.process_group import World, gathered, summed
+from atoll.sharding.step_plan import StepPlan
 from atoll.train.assemble import build_sharded
 from atoll.train.optimizer import make_stepper, take_step
 
@@ -218,7 +219,7 @@ def test_exchange_at_every_microbatch(ranks: RankPool, strategy: Strategy) -> No
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.name != "ddp"][2::5], ids=str)
 @pytest.mark.parametrize("activation_checkpointing", ["full", "selective"])
-def test_recompute_changes_no_number(
+def test_activation_checkpointing_changes_no_number(
     ranks: RankPool, activation_checkpointing: str, strategy: Strategy
 ) -> None:
     got = ranks.run(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from atoll import run_dir
 from atoll.cluster.launchers import atoll_command
-from atoll.config.bundle import made_for, read_manifest
+from atoll.config.bundle import read_manifest
 from atoll.config.compose import compose
 from atoll.errors import UserError
 from atoll.images.check import check_image
@@ -39,8 +39,7 @@ def main(argv: list[str]) -> int:
     check_image(run)
     _refuse_another_request(folder, composition.as_yaml())
     run_dir.write_whole(run_dir.bundle_request(folder), composition.as_yaml())
-    command = [*atoll_command(run), "fetch", str(folder), run_dir.digest(made_for(run), 64)]
-    if code := subprocess.run(command).returncode:
+    if code := subprocess.run([*atoll_command(run), "fetch", str(folder)]).returncode:
         return code
     words = [word for word in argv[2:] if not word.startswith("folders.")]
     line = shlex.join(["sbatch/train.sbatch", *words, f"folders.bundle={folder}"])

@@ -12,8 +12,8 @@ from torch import Tensor
 from atoll.data.batch import Batch
 from atoll.data.loader import Samples
 from atoll.settings import Run
-from atoll.sharding.engines import StepPlan
 from atoll.sharding.process_group import World, summed
+from atoll.sharding.step_plan import StepPlan
 from atoll.train.tasks import TASKS, Judged
 
 
