@@ -24,8 +24,8 @@ VERBS = {
     "round": ("atoll.campaign.round", "one step of a campaign's round, for its engine"),
     "site": ("atoll.campaign.site", "one round at one facility, a step further"),
     "aggregate": ("atoll.federation.aggregate", "the next global model from updates"),
-    "difference": ("atoll.federation.make_delta", "a run's update to its global model"),
-    "apply-delta": ("atoll.federation.model", "a facility's copy of the global model"),
+    "make-delta": ("atoll.federation.make_delta", "a run's update to its global model"),
+    "apply-delta": ("atoll.federation.apply_delta", "a facility's copy of the global model"),
     "generate": ("atoll.train.generate", "continue a prompt with a run, checkpoint or adapter"),
 }
 
