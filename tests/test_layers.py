@@ -45,7 +45,7 @@ PACKAGES = {
     "config": {"hydra", "omegaconf", "ruamel", "yaml"},
     "images": {"rich", "spython"},
     "cluster": {"rich", "yaml"},
-    "campaign": {"rich", "omegaconf", "pydantic", "yaml"},
+    "campaign": {"rich", "pydantic", "yaml"},
     "report": {"plotly", "rich"},
     "launch": set(),
     "plan": set(),

@@ -1,4 +1,4 @@
-"""What each encoding costs in bytes and in exactness, and that feedback gives it back."""
+"""What each encoding costs in bytes and in exactness, and that error feedback gives it back."""
 
 import pytest
 import torch
@@ -46,17 +46,17 @@ def test_any_length_and_scale(codec: str, count: int, scale: float) -> None:
 
 
 @pytest.mark.parametrize("codec", ["int4", "topk"])
-def test_feedback_gives_back_what_was_left_out(codec: str) -> None:
+def test_error_feedback_gives_back_what_was_left_out(codec: str) -> None:
     generator = torch.Generator().manual_seed(1)
     direction = torch.randn(6400, generator=generator)
-    coding, left = CODECS[codec], torch.zeros(6400)
+    coding, residual = CODECS[codec], torch.zeros(6400)
     summed, plain, sent = torch.zeros(6400), torch.zeros(6400), torch.zeros(6400)
     for _ in range(40):
         values = direction + 0.3 * torch.randn(6400, generator=generator)
         summed += values
         plain += coding.decode(coding.encode(values), 6400)
-        told = coding.decode(coding.encode(values + left), 6400)
-        left = values + left - told
-        sent += told
+        decoded = coding.decode(coding.encode(values + residual), 6400)
+        residual = values + residual - decoded
+        sent += decoded
     error = float((sent - summed).norm() / summed.norm())
     assert error < 0.6 * float((plain - summed).norm() / summed.norm())
