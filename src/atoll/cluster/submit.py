@@ -3,9 +3,9 @@
 import fcntl
 import os
 import shlex
-import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from atoll import run_dir
@@ -54,7 +54,8 @@ def main(argv: list[str]) -> int:
         print("\n".join(dry_run(composition.run, here) for composition in compositions), end="")
         return 0
     if "--hand-over" in options:
-        print("\n".join(hand_over(composition, here) for composition in compositions))
+        for composition in compositions:
+            print(hand_over(composition, here, last=composition is compositions[-1]))
         return 0
     for position, composition in enumerate(compositions, 1):
         last = position == len(compositions)
@@ -70,26 +71,41 @@ def dry_run(run: Run, here: bool = False) -> str:
     return f"{queue}# {run_dir.launch_script(folder)}\n{_script(run, here)}"
 
 
-def hand_over(composition: Composition, here: bool) -> str:
-    """Write the run's folder; the command for the shell that called us from inside an image."""
-    run = composition.run
+def hand_over(composition: Composition, here: bool, last: bool) -> str:
+    """Write the run's folder; what the shell that called us from inside an image is to run.
+
+    One word on a line, then what to do with them: none is ever read as shell text.
+    """
+    run, folder = composition.run, run_dir.folder(composition.run)
     if run.image.file is None:
         raise UserError(
             f"no environment for image={run.image.name}: this clone has an image and no .venv",
             "choose an image, as image=cpu, or make setup",
         )
-    folder = write_run_folder(composition, here)
+    new = "known" if folder.exists() else "new"
+    write_run_folder(composition, here)
     if _runs_here(run, here):
-        return shlex.join(["exec", "bash", str(run_dir.launch_script(folder))])
-    run_dir.restarts_file(folder).unlink(missing_ok=True)
-    return shlex.join(["queue", str(folder), run.facility.scheduler, *_submission(run)])
+        action, words = "exec" if last else "command", ["bash", str(run_dir.launch_script(folder))]
+    else:
+        run_dir.restarts_file(folder).unlink(missing_ok=True)
+        action, words = "queue", [run.facility.scheduler, str(folder), new, *_submission(run)]
+    escaped = [word.replace("\\", "\\\\").replace("\n", "\\n") for word in words]
+    return "".join(f"@atoll:word {word}\n" for word in escaped) + f"@atoll:{action}"
 
 
-def refused(folder: str, program: str, words: str) -> int:
+def refused(folder: str, age: str, program: str, words: str) -> int:
     """What the shell that we handed a command to calls when the scheduler refused it."""
-    if not run_dir.jobs_file(Path(folder)).exists():
-        shutil.rmtree(folder)
+    if age == "new":
+        _discard(Path(folder))
     raise refusal(program, words)
+
+
+def _discard(folder: Path) -> None:
+    """Leave no trace of a refused run; whatever else is in its folder stays."""
+    run_dir.launch_script(folder).unlink(missing_ok=True)
+    run_dir.settings_file(folder).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def with_allocated_nodes(overrides: list[str], environment: Mapping[str, str]) -> list[str]:
@@ -161,8 +177,8 @@ def _queue(composition: Composition, environment: Mapping[str, str], verb: str |
     try:
         job = queued(_submission(run), without_outer_job(environment))
     except UserError:
-        if not known:  # a refused run leaves no trace that its corrected form would trip over
-            shutil.rmtree(folder)
+        if not known:  # nothing that its corrected form would trip over
+            _discard(folder)
         raise
     _remember(run, job)
     return job
