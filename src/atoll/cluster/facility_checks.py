@@ -117,7 +117,9 @@ def account(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
         return
     yield Finding(OK, "account", str(facility.account))
     if facility.submit.get("qos") is not None:
-        yield _qos(str(facility.submit["qos"]), {qos for line in here for qos in line[1].split(",")})
+        yield _qos(
+            str(facility.submit["qos"]), {qos for line in here for qos in line[1].split(",")}
+        )
 
 
 def _qos(qos: str, allowed: set[str]) -> Finding:
