@@ -107,7 +107,7 @@ def ready(run: Run) -> Path:
 
 
 def train_here(world: World, run: Run) -> None:
-    """The verb that ranks of the pool run."""
+    """The entrypoint that ranks of the pool run."""
     train(run, run_dir.folder(run), world, lambda: 0)
 
 

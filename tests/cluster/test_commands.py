@@ -48,24 +48,24 @@ set -euo pipefail
 stop_file=/runs/x/stop restart_file=/runs/x/restart
 rm -f "$stop_file" "$restart_file"
 trap 'touch "$stop_file"' USR2
-attend() {{
+wait_for() {{
     "$@" &
     local task=$!
     while kill -0 "$task" 2> /dev/null; do wait "$task" || true; done
     wait "$task"
 }}
-again() {{
+requeue() {{
     printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\\n' \\
         "$SLURM_JOB_ID"
     scontrol requeue "$SLURM_JOB_ID" && return 0
     for name in "${{!SLURM_@}}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
     {SBATCH}
 }}
-trap 'if [[ -e $restart_file ]]; then again; exit 200; fi' EXIT
+trap 'if [[ -e $restart_file ]]; then requeue; exit 200; fi' EXIT
 export NCCL_SOCKET_IFNAME=hsn0,hsn1
 {PYTHON} -m atoll tokenize /runs/x
-attend srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 \
---cpu-bind=cores {PYTHON} -m atoll launch --port 3442 --address-suffix i /runs/x
+wait_for srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 \
+--cpu-bind=cores {PYTHON} -m atoll launch --port 3442 --address-suffix=i /runs/x
 {PYTHON} -m atoll generate /runs/x
 printf '%-12s %s\\n' run /runs/x metrics /runs/x/metrics.jsonl checkpoints /runs/x/checkpoints \
 export /runs/x/export sample /runs/x/sample.txt

@@ -193,10 +193,10 @@ def test_ranks_from_a_slurm_step_over_two_nodes(
 
 
 @pytest.mark.parametrize(
-    ("option", "verb"), [("--local-ranks", "ignore_sigterm"), ("--fork", "fail_on_rank_1")]
+    ("option", "entrypoint"), [("--local-ranks", "ignore_sigterm"), ("--fork", "fail_on_rank_1")]
 )
-def test_a_failing_rank_ends_the_others(option: str, verb: str, tmp_path: Path) -> None:
-    process = start_light(option, 3, tmp_path, f"launch_verbs:{verb}")
+def test_a_failing_rank_ends_the_others(option: str, entrypoint: str, tmp_path: Path) -> None:
+    process = start_light(option, 3, tmp_path, f"launch_entrypoints:{entrypoint}")
     sleeping = pids(tmp_path, 2)
     assert ended(process)[0] == 7
     assert all_gone(sleeping)
@@ -204,7 +204,7 @@ def test_a_failing_rank_ends_the_others(option: str, verb: str, tmp_path: Path) 
 
 @LOCAL
 def test_a_users_mistake_is_two_lines_from_every_rank(option: str, tmp_path: Path) -> None:
-    exit_code, _, errors = launched_light(option, 2, tmp_path, "launch_verbs:raise_user_error")
+    exit_code, _, errors = launched_light(option, 2, tmp_path, "launch_entrypoints:raise_user_error")
     assert exit_code == 2
     for rank in range(2):
         message = f"atoll: rank {rank} found 3 apples\n       give it 4"
@@ -215,7 +215,7 @@ def test_a_users_mistake_is_two_lines_from_every_rank(option: str, tmp_path: Pat
 
 @LOCAL
 def test_any_other_error_is_a_traceback(option: str, tmp_path: Path) -> None:
-    exit_code, _, errors = launched_light(option, 2, tmp_path, "launch_verbs:raise_error")
+    exit_code, _, errors = launched_light(option, 2, tmp_path, "launch_entrypoints:raise_error")
     assert exit_code == 1
     assert "Traceback" in errors
     # The lines of two tracebacks may be mixed, not the words of a message.
@@ -226,7 +226,7 @@ def test_any_other_error_is_a_traceback(option: str, tmp_path: Path) -> None:
 def test_a_rank_ends_after_its_threads_and_writes_what_it_printed(
     option: str, tmp_path: Path
 ) -> None:
-    exit_code, output, _ = launched_light(option, 2, tmp_path, "launch_verbs:finish_late")
+    exit_code, output, _ = launched_light(option, 2, tmp_path, "launch_entrypoints:finish_late")
     assert exit_code == 0
     assert sorted(output.splitlines()) == ["printed by rank 0", "printed by rank 1"]
     assert [(tmp_path / f"late-{rank}").read_text() for rank in range(2)] == ["done", "done"]
@@ -236,14 +236,14 @@ def test_a_rank_ends_after_its_threads_and_writes_what_it_printed(
 def test_signals_reach_the_ranks_and_their_exit_code_comes_back(
     option: str, tmp_path: Path
 ) -> None:
-    process = start_light(option, 2, tmp_path, "launch_verbs:end_on_sigusr2")
+    process = start_light(option, 2, tmp_path, "launch_entrypoints:end_on_sigusr2")
     pids(tmp_path, 2)
     process.send_signal(signal.SIGUSR2)
     assert ended(process)[0] == 75
 
 
 def test_a_terminated_launcher_ends_its_ranks(tmp_path: Path) -> None:
-    process = start_light("--local-ranks", 2, tmp_path, "launch_verbs:end_on_sigusr2")
+    process = start_light("--local-ranks", 2, tmp_path, "launch_entrypoints:end_on_sigusr2")
     sleeping = pids(tmp_path, 2)
     process.terminate()
     assert ended(process)[0] == 128 + signal.SIGTERM
@@ -252,7 +252,7 @@ def test_a_terminated_launcher_ends_its_ranks(tmp_path: Path) -> None:
 
 @LOCAL
 def test_a_killed_launcher_takes_its_ranks_along(option: str, tmp_path: Path) -> None:
-    process = start_light(option, 2, tmp_path, "launch_verbs:end_on_sigusr2")
+    process = start_light(option, 2, tmp_path, "launch_entrypoints:end_on_sigusr2")
     sleeping = pids(tmp_path, 2)
     process.kill()
     assert ended(process)[0] == -signal.SIGKILL
@@ -273,10 +273,12 @@ def test_an_import_that_starts_a_thread_is_refused_before_the_fork(tmp_path: Pat
     (tmp_path / "threaded.py").write_text(
         "import threading\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-        "def verb(run, placement): print('ran')\n"
+        "def entrypoint(run, placement): print('ran')\n"
     )
     path = os.pathsep.join([environment()["PYTHONPATH"], str(tmp_path)])
-    exit_code, output, errors = launched("--fork", 2, tmp_path, "threaded:verb", PYTHONPATH=path)
+    exit_code, output, errors = launched(
+        "--fork", 2, tmp_path, "threaded:entrypoint", PYTHONPATH=path
+    )
     assert exit_code == 2
     assert "2 threads run after the imports" in errors
     assert "launcher=static" in errors
@@ -313,9 +315,13 @@ def test_slurm_tasks_do_not_start_ranks_of_their_own(
     ("arguments", "found"),
     [
         (["nowhere"], "no run folder nowhere"),
-        ([".", "launch_verbs"], "verb 'launch_verbs'"),
+        ([".", "launch_entrypoints"], "entrypoint 'launch_entrypoints'"),
         ([".", "no_such_module:main"], "no module no_such_module"),
-        ([".", "launch_verbs:no_such_verb"], "launch_verbs has no no_such_verb"),
+        (
+            [".", "launch_entrypoints:no_such_function"],
+            "launch_entrypoints has no no_such_function",
+        ),
+        (["--address-suffix=-hsn", "nowhere"], "no run folder nowhere"),
         (["--local-ranks", "0", "."], "--local-ranks 0"),
         (["--fork", "-1", "."], "--fork -1"),
         (["--port", "70000", "."], "port 70000"),

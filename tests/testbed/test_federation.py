@@ -187,7 +187,7 @@ def manifests(values: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
     """What the global model of each round was made of."""
     store = CampaignStore(checked_campaign(values), Path(values["folder"]) / "islands")
     numbers = range(1, rounds + 1)
-    return [json.loads((held.model(n) / "manifest.json").read_text()) for n in numbers]
+    return [json.loads((store.model(n) / "manifest.json").read_text()) for n in numbers]
 
 
 def test_one_round_of_two_facilities_through_streamflow(federation: dict[str, Any]) -> None:
