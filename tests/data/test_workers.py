@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,11 +12,11 @@ from atoll.data.workers import ordered_map
 from atoll.errors import UserError
 
 
-def squarer(wait_for_even: float) -> Callable[[int], tuple[int, int, int]]:
-    def square(number: int) -> tuple[int, int, int]:
+def squarer(wait_for_even: float) -> Callable[[int], tuple[int, int]]:
+    def square(number: int) -> tuple[int, int]:
         if number % 2 == 0:
             time.sleep(wait_for_even)
-        return number * number, os.getpid(), threading.get_ident()
+        return number * number, os.getpid()
 
     return square
 
@@ -47,11 +46,11 @@ def suicidal() -> Callable[[int], int]:
 
 
 def test_results_come_in_the_order_of_the_jobs_from_all_workers() -> None:
-    found = list(ordered_map(partial(squarer, 0.01), range(40), workers=6))
-    assert [square for square, _, _ in found] == [number * number for number in range(40)]
-    assert len({process for _, process, _ in found}) == 2
-    assert len({(process, thread) for _, process, thread in found}) == 6
-    assert os.getpid() not in {process for _, process, _ in found}
+    found = list(ordered_map(partial(squarer, 0.05), range(60), workers=6))
+    assert [square for square, _ in found] == [number * number for number in range(60)]
+    processes = {process for _, process in found}
+    assert len(processes) == 6
+    assert os.getpid() not in processes
 
 
 def test_jobs_are_taken_as_they_are_needed() -> None:
@@ -75,8 +74,18 @@ def test_a_mistake_of_the_user_is_handed_on() -> None:
 
 
 def test_an_error_of_our_own_comes_with_its_trace() -> None:
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+    with pytest.raises(ZeroDivisionError) as caught:
         list(ordered_map(broken, range(9), workers=1))
+    assert "test_workers.py" in str(caught.value.__cause__), "the trace of the process"
+
+
+def unable() -> Callable[[int], int]:
+    raise UserError("no tokenizer", "make one")
+
+
+def test_a_mistake_found_at_the_start_is_handed_on() -> None:
+    with pytest.raises(UserError, match="no tokenizer"):
+        list(ordered_map(unable, range(9), workers=2))
 
 
 def test_a_killed_process_is_noticed() -> None:
