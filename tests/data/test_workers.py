@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -45,10 +46,25 @@ def suicidal() -> Callable[[int], int]:
     return work
 
 
-def test_results_come_in_the_order_of_the_jobs_from_all_workers() -> None:
-    found = list(ordered_map(partial(squarer, 0.05), range(60), workers=6))
-    assert [square for square, _ in found] == [number * number for number in range(60)]
-    processes = {process for _, process in found}
+def gatherer(folder: Path, workers: int) -> Callable[[int], int]:
+    """Work that goes on only when so many processes have begun."""
+
+    def work(number: int) -> int:
+        (folder / str(os.getpid())).touch()
+        deadline = time.monotonic() + 60
+        while len(list(folder.iterdir())) < workers and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if number % 2 == 0:
+            time.sleep(0.01)
+        return number * number
+
+    return work
+
+
+def test_results_come_in_the_order_of_the_jobs_from_all_workers(tmp_path: Path) -> None:
+    found = list(ordered_map(partial(gatherer, tmp_path, 6), range(40), workers=6))
+    assert found == [number * number for number in range(40)]
+    processes = {int(path.name) for path in tmp_path.iterdir()}
     assert len(processes) == 6
     assert os.getpid() not in processes
 
