@@ -21,6 +21,7 @@ def inputs(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
 def labels() -> torch.Tensor:
     chosen = torch.randint(0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(1))
     chosen[::5] = -100
+    chosen[1], chosen[2] = 0, VOCABULARY - 1
     return chosen
 
 
@@ -37,6 +38,15 @@ def test_equals_torch(chunk: int, with_bias: bool) -> None:
     (expected * 0.25).backward()
     for a, b in zip(ours[: 2 + with_bias], theirs, strict=False):
         torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_without_gradients_every_chunk_counts() -> None:
+    hidden, weight, bias = inputs(torch.float32)
+    expected = F.cross_entropy(F.linear(hidden, weight, bias), labels(), reduction="sum")
+    with torch.no_grad():
+        loss = chunked_cross_entropy(hidden, weight, bias, labels(), 8)
+    torch.testing.assert_close(loss, expected.detach())
+    assert not loss.requires_grad
 
 
 def test_bf16_is_close_and_keeps_dtypes() -> None:
@@ -79,6 +89,20 @@ def test_autocast_lowers_the_product() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16), Watch():
         chunked_cross_entropy(hidden, weight, None, labels(), 8)
     assert seen and set(seen) == {torch.bfloat16}
+
+
+def test_autocast_lowers_the_bias_too_and_its_gradient_keeps_its_dtype() -> None:
+    hidden, weight, bias = inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = chunked_cross_entropy(hidden, weight, bias, labels(), 8)
+    loss.backward()
+    theirs = inputs(torch.float32)
+    expected = F.cross_entropy(F.linear(*theirs), labels(), reduction="sum")
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0.5)
+    for ours, reference in zip((hidden, weight, bias), theirs, strict=True):
+        assert ours.grad is not None and ours.grad.dtype == torch.float32
+        torch.testing.assert_close(ours.grad, reference.grad, rtol=5e-2, atol=0.1)
 
 
 def test_never_holds_more_logits_than_a_chunk() -> None:
