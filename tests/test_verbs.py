@@ -1,23 +1,12 @@
-<<<<<<< HEAD
-"""The verbs of the command line, and the names that they had before."""
-=======
 """The command line: each verb has its function, and a verb's old name leads to its new one."""
 
 import importlib.util
->>>>>>> h-cluster
 
 import pytest
 
 from atoll.__main__ import RENAMED, VERBS, main
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("before", RENAMED)
-def test_an_older_name_leads_to_the_verb(before: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert before not in VERBS and RENAMED[before] in VERBS
-    assert main([before]) == 2
-    assert f"it is called {RENAMED[before]} now" in capsys.readouterr().err
-=======
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_has_a_module(verb):
     assert importlib.util.find_spec(VERBS[verb][0].partition(":")[0])
@@ -43,4 +32,3 @@ def test_help_shows_usage_and_options(verb, capsys):
 def test_a_word_that_is_no_verb(capsys):
     assert main(["repport"]) == 2
     assert "unknown verb: repport" in capsys.readouterr().err
->>>>>>> h-cluster

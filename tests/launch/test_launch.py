@@ -204,7 +204,9 @@ def test_a_failing_rank_ends_the_others(option: str, entrypoint: str, tmp_path: 
 
 @LOCAL
 def test_a_users_mistake_is_two_lines_from_every_rank(option: str, tmp_path: Path) -> None:
-    exit_code, _, errors = launched_light(option, 2, tmp_path, "launch_entrypoints:raise_user_error")
+    exit_code, _, errors = launched_light(
+        option, 2, tmp_path, "launch_entrypoints:raise_user_error"
+    )
     assert exit_code == 2
     for rank in range(2):
         message = f"atoll: rank {rank} found 3 apples\n       give it 4"
