@@ -13,10 +13,10 @@ from atoll.cluster import submit
 from atoll.cluster.container import binds, container_prefix
 from atoll.cluster.job_script import launch_script
 from atoll.cluster.launchers import LAUNCHERS, TASKS_PER_NODE, launch_step
-from atoll.cluster.pbs import again as again_on_pbs
 from atoll.cluster.pbs import qsub_argv
-from atoll.cluster.slurm import again as again_on_slurm
+from atoll.cluster.pbs import requeue_function as requeue_on_pbs
 from atoll.cluster.slurm import as_words, sbatch_argv, sbatch_exports
+from atoll.cluster.slurm import requeue_function as requeue_on_slurm
 
 ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
@@ -204,10 +204,10 @@ def test_flags_that_a_variable_can_carry_are_exported(composed):
 def test_a_run_goes_on_in_this_job_or_in_the_next(composed):
     run = changed(composed(*SLURM).run, submit={}, requeue=True)
     queued = shlex.join(sbatch_argv(run, Path("b"), RUN))
-    lines = [line.strip() for line in again_on_slurm(run, RUN, Path("b")).splitlines()]
+    lines = [line.strip() for line in requeue_on_slurm(run, RUN, Path("b")).splitlines()]
     assert lines[-4] == 'scontrol requeue "$SLURM_JOB_ID" && return 0'
     assert lines[-2:] == [queued, "}"]
-    taken = again_on_slurm(changed(run, requeue=False), RUN, None)
+    taken = requeue_on_slurm(changed(run, requeue=False), RUN, None)
     assert "scontrol" not in taken
     assert taken.splitlines()[-2:] == ["    false", "}"]
 
@@ -234,12 +234,12 @@ def test_the_command_of_a_pbs_cluster(composed):
 
 def test_pbs_s_time_is_watched_by_the_job_itself(composed):
     run = changed(composed(*SLURM).run, walltime_minutes=90, submit={})
-    text = again_on_pbs(run, RUN, Path("b"))
-    assert text.startswith(f'(sleep {90 * 60 - 180} && touch "$stop_file") &\nagain() {{\n')
+    text = requeue_on_pbs(run, RUN, Path("b"))
+    assert text.startswith(f'(sleep {90 * 60 - 180} && touch "$stop_file") &\nrequeue() {{\n')
     words = shlex.join(qsub_argv(run, Path("b"), RUN)[1:])
     assert f'    qsub -W depend=afterany:"$job" {words}\n}}\n' in text
-    endless = again_on_pbs(changed(run, walltime_minutes=None), RUN, None)
-    assert endless.startswith("again() {")
+    endless = requeue_on_pbs(changed(run, walltime_minutes=None), RUN, None)
+    assert endless.startswith("requeue() {")
     assert endless.endswith("    false\n}\n")
 
 
