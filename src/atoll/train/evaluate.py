@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from atoll.data.batch import Batch
 from atoll.data.loader import Samples
 from atoll.settings import Run
 from atoll.sharding.engines import StepPlan
-from atoll.sharding.process_group import World, summed
+from atoll.sharding.process_group import World, gathered, summed
 from atoll.train.tasks import TASKS, Judged
 
 
@@ -67,12 +66,7 @@ def evaluate(
 def _all_outputs(world: World, kept: list[Judged]) -> tuple[Tensor | None, Tensor | None]:
     """Every rank's outputs and classes together, where the task keeps them."""
     own = [(j.outputs_BL.cpu(), j.classes_B.cpu()) for j in kept if j.outputs_BL is not None]
-    pairs: list[Any] = [own]
-    if world.size > 1:
-        # not on the host group: a checkpoint may be using it at this moment, in another thread
-        pairs = [None] * world.size
-        dist.all_gather_object(pairs, own)
-    every = [pair for one in pairs for pair in one]
+    every = [pair for pairs in gathered(world, own) for pair in pairs]
     if not every:
         return None, None
     outputs, classes = zip(*every, strict=True)

@@ -188,7 +188,7 @@ def loop(train_state: TrainState, start: checkpoint.Progress, asked: StopSignal)
                 batch.to(world.device)
                 for batch in seeded(share.microbatches, run, step, world.rank)
             ]
-            rate = learning_rate(run.optimizer, step, train_state.total_steps, world.size)
+            rate = learning_rate(run.optimizer, step, train_state.total_steps, run.axes.data)
             # one step is profiled: not the first, which warms up, and not again
             with observed(world, step == start.step + 2, run.ranks_per_node) as seen:
                 loss_sum = engine(
