@@ -24,7 +24,7 @@ from atoll.errors import UserError
 from atoll.sharding.process_group import World, gathered
 from atoll.train import checkpoint
 
-ALONE = World(0, 1, torch.device("cpu"), None)
+ALONE = World(0, 1, torch.device("cpu"))
 
 
 def progress(step: int, ranks: int = 1) -> checkpoint.Progress:

@@ -8,14 +8,16 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from atoll.monitor.observers import Observer, WatchedRun, Write
 from atoll.settings import Node
+from atoll.sharding.process_group import gathered
 
 RAPL = Path("/sys/class/powercap")
 # well below the time in which a package's counter wraps around (minutes, under load)
@@ -36,6 +38,32 @@ class Spent:
     uuid: str | None
     device: Figure | None
     package: Figure | None  # of the whole node; its first rank alone knows
+
+
+class EnergyCounter(Observer):
+    """Records what all ranks used from the first step of a start to its last, where it is known."""
+
+    def __init__(self, watched: WatchedRun, write: Write, stack: ExitStack) -> None:
+        self.watched, self.write, self.stack = watched, write, stack
+        self.spent: Callable[[], Spent] | None = None
+        self.first_step = self.last_step = 0
+
+    def before_step(self, step: int) -> None:
+        self.last_step = step
+        if self.spent is None:
+            run, world = self.watched.run, self.watched.world
+            first_of_node = world.rank % run.ranks_per_node == 0
+            counting = counted(run.facility.node, world.device, first_of_node)
+            self.spent, self.first_step = self.stack.enter_context(counting), step
+
+    def on_end(self) -> None:
+        if self.spent is None:
+            return
+        every = gathered(self.watched.world, self.spent())
+        used = totals(every, self.watched.run.ranks_per_node)
+        if used:
+            place = {"event": "energy", "step": self.last_step, "first_step": self.first_step}
+            self.write(place | used)
 
 
 @contextmanager

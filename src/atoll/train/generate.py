@@ -71,7 +71,7 @@ def from_checkpoint(path: Path, run: Run) -> TextGenerator:
     from transformers import AutoTokenizer
 
     cpu = torch.device("cpu")
-    alone = World(0, 1, cpu, None)
+    alone = World(0, 1, cpu)
     manifest = open_prepared(run)
     task = TASKS[run.task.name]
     config = task.config(run, manifest)
