@@ -69,3 +69,6 @@ class Observer:
 
     def on_end(self) -> None:
         """The loop took its last step, or was stopped in time; not after an error."""
+
+
+Observers = tuple[Observer, ...]

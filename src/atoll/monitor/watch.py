@@ -7,13 +7,13 @@ from atoll.monitor import loggers, metrics_file
 from atoll.monitor.comm_profile import CommunicationProfile
 from atoll.monitor.energy import EnergyCounter
 from atoll.monitor.metrics import Metrics
-from atoll.monitor.observers import Observer, Record, WatchedRun, Write
+from atoll.monitor.observers import Observers, Record, WatchedRun, Write
 from atoll.monitor.progress import Progress
 from atoll.sharding.process_group import run_on_all_ranks
 
 
 @contextmanager
-def watching(watched: WatchedRun) -> Iterator[tuple[Observer, ...]]:
+def watching(watched: WatchedRun) -> Iterator[Observers]:
     """The observers that `monitor` asks for, in the order in which they are called.
 
     Raises `UserError` for a logger that cannot be opened.

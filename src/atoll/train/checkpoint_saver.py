@@ -1,6 +1,6 @@
 """The checkpoints of a running loop: one at a time, in the background, and the time they cost."""
 
-from atoll.monitor.observers import Observer
+from atoll.monitor.observers import Observers
 from atoll.train import checkpoint
 from atoll.train.assemble import TrainState
 from atoll.train.optimizer import step_counts
@@ -10,7 +10,7 @@ from atoll.train.state_dict import state_dict
 class CheckpointSaver:
     """Saves a train state; observers hear of each checkpoint when it is whole."""
 
-    def __init__(self, train_state: TrainState, observers: tuple[Observer, ...]) -> None:
+    def __init__(self, train_state: TrainState, observers: Observers) -> None:
         self.train_state, self.observers = train_state, observers
         self.pending: checkpoint.Pending | None = None
         self.blocked_seconds = 0.0

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atoll.data.loader import Samples
-from atoll.monitor.observers import Observer
+from atoll.monitor.observers import Observers
 from atoll.sharding.engines import FORWARDS
 from atoll.sharding.process_group import World, gathered, summed
 from atoll.train.assemble import TrainState
@@ -28,9 +27,7 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(
-    train_state: TrainState, step: int, observers: tuple[Observer, ...] = ()
-) -> Evaluation:
+def evaluate(train_state: TrainState, step: int, observers: Observers) -> Evaluation:
     """The mean loss over the held-out samples, each counted once, the same at any world size."""
     started = time.monotonic()
     run, world = train_state.run, train_state.world
@@ -57,7 +54,7 @@ def _batch_results(train_state: TrainState) -> list[BatchResult]:
     forward, result_of = FORWARDS[run.sharding.step_engine], TASKS[run.task.name].result
     knows_loss = axes.stage(world.rank) == axes.pipeline - 1
     samples, microbatch = train_state.validation, run.training.microbatch_samples
-    count = _count(samples, run.evaluation.max_samples)
+    count = min(len(samples), run.evaluation.max_samples or len(samples))
     results: list[BatchResult] = []
     train_state.model.eval()
     for ids in _shares(count, axes.data_rank(world.rank), axes.data, microbatch):
@@ -83,10 +80,6 @@ def _all_outputs(world: World, results: list[BatchResult]) -> tuple[Tensor | Non
         return None, None
     outputs, classes = zip(*every, strict=True)
     return torch.cat(outputs), torch.cat(classes)
-
-
-def _count(samples: Samples, max_samples: int | None) -> int:
-    return len(samples) if max_samples is None else min(max_samples, len(samples))
 
 
 def _shares(count: int, rank: int, ranks: int, microbatch: int) -> list[np.ndarray]:

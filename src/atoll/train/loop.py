@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from atoll import run_dir
 from atoll.data.batch import Batch
 from atoll.data.loader import Share, batches_ahead
-from atoll.monitor.observers import Observer, StepRecord
+from atoll.monitor.observers import Observers, StepRecord
 from atoll.settings import Run
 from atoll.sharding.engines import ENGINES
 from atoll.sharding.process_group import World
@@ -30,14 +32,10 @@ class LoopEnd:
 
 
 def loop(
-    train_state: TrainState,
-    start: Progress,
-    stop_code: StopCode,
-    observers: tuple[Observer, ...] = (),
+    train_state: TrainState, start: Progress, stop_code: StopCode, observers: Observers
 ) -> LoopEnd:
     """Take the steps behind `start`; the state of the last one is saved when this returns."""
     run, world, total_steps = train_state.run, train_state.world, train_state.total_steps
-    engine = ENGINES[run.sharding.step_engine]
     saver = CheckpointSaver(train_state, observers)
     tokens = start.tokens
     clear_gradients(train_state.optimizer)
@@ -51,10 +49,7 @@ def loop(
             started = time.monotonic()
             share = next(batches)
             data_wait_seconds = time.monotonic() - started
-            microbatches = on_device(share.microbatches, run, step, world)
-            # gradient accumulation: the microbatches' gradients add up to those of the mean loss
-            scale = run.axes.averaged / share.global_targets
-            loss_sum = engine(train_state.wrapped, microbatches, scale, train_state.plan)
+            loss_sum = accumulate_gradients(train_state, share, step)
             saver.await_copy()
             rate = learning_rate(run.optimizer, step, total_steps, run.axes.data)
             norm = update(train_state, rate)
@@ -86,6 +81,18 @@ def loop(
     for observer in observers:
         observer.on_end()
     return LoopEnd(step, code)
+
+
+def accumulate_gradients(train_state: TrainState, share: Share, step: int) -> Tensor:
+    """Gradient accumulation: forward and backward over this rank's microbatches of a step.
+
+    The gradients add up to those of the mean over all targets of the global batch. Returns this
+    rank's summed loss.
+    """
+    run, plan = train_state.run, train_state.plan
+    microbatches = on_device(share.microbatches, run, step, train_state.world)
+    scale = run.axes.averaged / share.global_targets
+    return ENGINES[run.sharding.step_engine](train_state.wrapped, microbatches, scale, plan)
 
 
 def remaining_batches(

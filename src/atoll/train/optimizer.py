@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,9 @@ def make_optimizer(settings: Optimizer, model: nn.Module) -> NamedOptimizer:
         others = [own for own in same if own.ndim < 2]
         groups.append({"params": decayed, "weight_decay": settings.weight_decay})
         groups.append({"params": others, "weight_decay": 0.0})
-    optimizer = MAKERS[settings.name](settings, [g for g in groups if g["params"]])
+    rate, betas, epsilon = settings.learning_rate, settings.betas, settings.epsilon
+    filled = [group for group in groups if group["params"]]
+    optimizer = KINDS[settings.name]()(filled, lr=rate, betas=betas, eps=epsilon)
     anchors = {}
     if settings.proximal:
         anchors = {name: p.detach().clone() for name, p in learning.items()}
@@ -71,31 +74,31 @@ def learning_rate(settings: Optimizer, step: int, total_steps: int, ranks: int) 
 
 
 def take_step(
-    named: NamedOptimizer, rate: float, clip_norm: float | None, pipeline: Any = None
+    optimizer: NamedOptimizer, rate: float, clip_norm: float | None, pipeline: Any = None
 ) -> Tensor:
     """Clip, update, clear the gradients; returns the gradient's norm before clipping.
 
     pipeline: the group of ranks that hold other layers of the same model.
     """
-    for name, anchor in named.anchors.items():
-        parameter, _ = named.parameters[name]
+    for name, anchor in optimizer.anchors.items():
+        parameter, _ = optimizer.parameters[name]
         if parameter.grad is not None:
-            parameter.grad.add_(parameter.detach() - anchor, alpha=named.proximal)
-    norm = gradient_norm([p.grad for p, _ in named.parameters.values() if p.grad is not None])
+            parameter.grad.add_(parameter.detach() - anchor, alpha=optimizer.proximal)
+    norm = gradient_norm([p.grad for p, _ in optimizer.parameters.values() if p.grad is not None])
     if pipeline is not None:
         squared = norm.square()
         dist.all_reduce(squared, group=pipeline)
         norm = squared.sqrt()
     if clip_norm is not None:
-        for same in by_mesh([p for p, _ in named.parameters.values()]):
+        for same in by_mesh([p for p, _ in optimizer.parameters.values()]):
             torch.nn.utils.clip_grads_with_norm_(same, clip_norm, norm.to(same[0].device))
-    for parameter, own in named.parameters.values():
+    for parameter, own in optimizer.parameters.values():
         if own is not parameter and parameter.grad is not None:
             own.grad = _local(parameter.grad)
-    for group in named.inner.param_groups:
+    for group in optimizer.inner.param_groups:
         group["lr"] = rate
-    named.inner.step()
-    clear_gradients(named)
+    optimizer.inner.step()
+    clear_gradients(optimizer)
     return norm
 
 
@@ -115,59 +118,53 @@ def by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def clear_gradients(named: NamedOptimizer) -> None:
-    for parameter, own in named.parameters.values():
+def clear_gradients(optimizer: NamedOptimizer) -> None:
+    for parameter, own in optimizer.parameters.values():
         parameter.grad = None
         own.grad = None
 
 
-def optimizer_state_dict(named: NamedOptimizer) -> dict[str, Tensor]:
+def optimizer_state_dict(optimizer: NamedOptimizer) -> dict[str, Tensor]:
     """Every state tensor under "parameter/key"; made first if no step was taken yet."""
-    if not named.inner.state:
-        _make_state(named)
+    if not optimizer.inner.state:
+        _make_state(optimizer)
     return {
         f"{name}/{key}": value
-        for name, (_, own) in named.parameters.items()
-        for key, value in named.inner.state[own].items()
+        for name, (_, own) in optimizer.parameters.items()
+        for key, value in optimizer.inner.state[own].items()
         if isinstance(value, Tensor)
     }
 
 
-def step_counts(named: NamedOptimizer) -> dict[str, int]:
+def step_counts(optimizer: NamedOptimizer) -> dict[str, int]:
     """The counters that an optimizer keeps as plain integers (8-bit AdamW)."""
     return {
         name: value
-        for name, (_, own) in named.parameters.items()
-        for key, value in named.inner.state[own].items()
+        for name, (_, own) in optimizer.parameters.items()
+        for key, value in optimizer.inner.state[own].items()
         if key == "step" and isinstance(value, int)
     }
 
 
-def load_step_counts(named: NamedOptimizer, counts: dict[str, int]) -> None:
+def load_step_counts(optimizer: NamedOptimizer, counts: dict[str, int]) -> None:
     for name, count in counts.items():
-        named.inner.state[named.parameters[name][1]]["step"] = count
+        optimizer.inner.state[optimizer.parameters[name][1]]["step"] = count
 
 
-def _make_state(named: NamedOptimizer) -> None:
+def _make_state(optimizer: NamedOptimizer) -> None:
     """One step of zero gradients at rate zero creates the state and changes no weight."""
-    for _, own in named.parameters.values():
+    for _, own in optimizer.parameters.values():
         own.grad = torch.zeros_like(own)
-    for group in named.inner.param_groups:
+    for group in optimizer.inner.param_groups:
         group["lr"] = 0.0
-    named.inner.step()
-    clear_gradients(named)
+    optimizer.inner.step()
+    clear_gradients(optimizer)
     # nor does it count: the corrections of the moments' bias start with the first real step
-    for state in named.inner.state.values():
+    for state in optimizer.inner.state.values():
         state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0
 
 
-def _adamw(settings: Optimizer, groups: list[dict[str, Any]]) -> Any:
-    return torch.optim.AdamW(
-        groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True
-    )
-
-
-def _adamw_8bit(settings: Optimizer, groups: list[dict[str, Any]]) -> Any:
+def _adamw_8bit() -> Any:
     try:
         import bitsandbytes
     except ImportError as error:
@@ -175,13 +172,11 @@ def _adamw_8bit(settings: Optimizer, groups: list[dict[str, Any]]) -> Any:
             f"optimizer=adamw_8bit needs bitsandbytes, which does not import here: {error}",
             "install it (pip install 'atoll[train]'), or choose optimizer=adamw",
         ) from error
-    return bitsandbytes.optim.AdamW8bit(
-        groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon
-    )
+    return bitsandbytes.optim.AdamW8bit
 
 
-MAKERS: dict[str, Callable[[Optimizer, list[dict[str, Any]]], Any]] = {
-    "adamw": _adamw,
+KINDS: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: partial(torch.optim.AdamW, fused=True),
     "adamw_8bit": _adamw_8bit,
 }
 

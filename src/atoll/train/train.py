@@ -9,7 +9,7 @@ from atoll import run_dir
 from atoll.errors import UserError
 from atoll.launch import Placement
 from atoll.monitor.loggers import check_installed
-from atoll.monitor.observers import Observer, WatchedRun
+from atoll.monitor.observers import Observers, WatchedRun
 from atoll.monitor.watch import watching
 from atoll.settings import Run, load_run
 from atoll.sharding.process_group import SharedError, World, gathered, joined, run_on_all_ranks, say
@@ -84,7 +84,7 @@ def take_remaining_steps(
     train_state: TrainState,
     progress: checkpoint.Progress,
     stop_code: StopCode,
-    observers: tuple[Observer, ...],
+    observers: Observers,
 ) -> int:
     """The steps behind `progress`, then the result and the export; the exit code."""
     if progress.step == 0:
