@@ -30,7 +30,8 @@ BENCH_TESTBED := image_start compose_and_submit srun_to_first_collective
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two benchmarks at once would measure each other
-.PHONY: help setup demo demo-federation test test-image testbed testbed-down streamflow lint format bench bench-testbed bench-gpu gpu-travel lock clean distclean
+.PHONY: help setup demo demo-federation test test-full test-image test-image-full \
+	testbed testbed-down streamflow lint format bench bench-testbed bench-gpu gpu-travel lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,17 +70,23 @@ streamflow: .venv-streamflow/.ready ## Install StreamFlow, for campaigns with en
 		--no-deps -r $(LOCKS)/streamflow.txt
 	@touch $@
 
-test: $(READY) ## Run every test (ARGS="-k launch" for some)
+test: $(READY) ## Try every feature once, at most 20 minutes (ARGS="-k launch" for some)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-full: $(READY) ## Every test, and every one that an image can run inside one: two hours
+	$(BIN)/python -m pytest --full $(ARGS)
+	$(MAKE) test-image-full
 
 image-%: $(READY) ## Build images/%.sif: cpu, cuda, cuda_compat, rocm or lumi
 	$(BIN)/python -m atoll image build $* $(if $(IMAGE_CACHE),--cache '$(IMAGE_CACHE)') $(ARGS)
 
-# What runs on nodes. The verbs of login nodes are tried in the image by the testbed's own jobs.
-test-image: $(READY) ## Run pytest inside an image (IMAGE=cpu), but for the longest tests
-	$(BIN)/python -m atoll image test $(IMAGE) --ignore=tests/testbed --ignore=tests/benchmarks \
-		--ignore=tests/campaign --ignore=tests/cluster --ignore=tests/config --ignore=tests/images \
-		--ignore=tests/test_workloads.py --ignore=tests/setup -m 'not matrix' $(ARGS)
+test-image: $(READY) ## Run inside an image (IMAGE=cpu) the tests of what it can break
+	$(BIN)/python -m atoll image test $(IMAGE) -m image $(ARGS)
+
+# Not what needs a clone, its .venv, or programs of a login node; the testbed's jobs try those.
+test-image-full: $(READY) ## Run inside an image every test that does not need a clone
+	$(BIN)/python -m atoll image test $(IMAGE) --full --ignore=tests/testbed \
+		--ignore=tests/benchmarks --ignore=tests/images --ignore=tests/setup $(ARGS)
 
 testbed: streamflow ## As root: two real Slurms of virtual nodes and a real Apptainer on this machine
 	$(PYTHON) tests/testbed/testbed.py up

@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from atoll.federation import model
+from atoll.federation.global_model import first_global
 from atoll.federation.make_delta import make_delta
 
 UPDATES = 4
@@ -81,7 +81,7 @@ def made(folder: Path, layers: int) -> tuple[Path, list[Path], list[Path]]:
     start = LlamaForCausalLM(config)
     start.save_pretrained(folder / "start")
     base = folder / "global-0"
-    model.first_global(folder / "start", base, {})
+    first_global(folder / "start", base, {})
     updates, models = [], []
     for number in range(UPDATES):
         torch.manual_seed(number + 1)
@@ -94,7 +94,7 @@ def made(folder: Path, layers: int) -> tuple[Path, list[Path], list[Path]]:
         about = {"campaign": "bench", "round": 1, "facility": f"f{number}", "tokens": 1000}
         about |= {"steps": 1, "loss": 1.0, "image": "", "configuration": "", "data": ""}
         update = folder / f"f{number}" / "update"
-        make_delta(base, trained, None, "fp32", update, folder / f"left-{number}", about)
+        make_delta(base, trained, None, "fp32", update, folder / f"residual-{number}", about)
         updates.append(update)
         models.append(trained)
     return base, updates, models

@@ -19,7 +19,7 @@ from pathlib import Path
 import results
 from federation_against_alone import atoll, judged
 
-from atoll.campaign.store import checked_campaign
+from atoll.campaign.store import checked_campaign, load_store
 from atoll.config.compose import campaign_values
 
 CODECS = ("fp32", "bf16", "int8")
@@ -63,8 +63,9 @@ def measured(codec: str, arguments: argparse.Namespace) -> tuple[int, float]:
     campaign = checked_campaign(campaign_values(lines))
     atoll("federate", *lines)
     home = Path(campaign.folder).absolute() / campaign.name
-    events = [json.loads(line) for line in (home / "events.jsonl").read_text().splitlines()]
-    size = sum(one["bytes"] for one in events if one["event"] == "received")
+    journals = [load_store(home).journal(number + 1) for number in range(arguments.rounds)]
+    received = [record for journal in journals for record in journal.records("received")]
+    size = sum(record["bytes"] for record in received)
     model = home / f"round-{arguments.rounds:03d}" / "global" / "export"
     rows = [judged(campaign, site, f"{codec}-last", model) for site in campaign.sites]
     targets = sum(row["targets"] for row in rows)

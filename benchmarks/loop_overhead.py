@@ -47,8 +47,9 @@ def measured(rank: int, strategy: str, rounds: int) -> dict[str, list[float]]:
 
     from atoll.models.build import build_config, build_model
     from atoll.settings import Run
-    from atoll.sharding.engines import ENGINES, StepPlan
+    from atoll.sharding.engines import ENGINES
     from atoll.sharding.process_group import World
+    from atoll.sharding.step_plan import StepPlan
     from atoll.train.assemble import build_sharded
     from atoll.train.optimizer import make_optimizer, take_step
     from atoll.train.stop_signals import shared_stop_code

@@ -2,7 +2,9 @@
 
 import json
 import random
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import tiny
@@ -19,24 +21,38 @@ NODE = {"devices": 8, "device": "cpu", "peak_tflops": 0.1}
 WORDS = ("the", "a", "ring", "of", "islands", "one", "lagoon", "reef", "coral", "wind", "tide")
 
 
-def write_text(folder: Path, documents: int = 240) -> Path:
-    """Documents of different lengths, one a line, the same each time."""
-    source = random.Random(5)
-    lines = (
-        " ".join(source.choice(WORDS) for _ in range(source.randint(3, 40)))
-        for _ in range(documents)
-    )
+def write_text(folder: Path) -> Path:
+    """The text, by a link: what is prepared from it lies beside it, for all tests of a session."""
     path = folder / "text.txt"
-    path.write_text("\n".join(lines) + "\n")
+    path.symlink_to(shared_text())
     return path
+
+
+def shared_text(documents: int = 240) -> Path:
+    """Documents of different lengths, one a line, the same each time."""
+    path = Path(session_folder().name) / "text.txt"
+    if not path.exists():
+        source = random.Random(5)
+        lines = (
+            " ".join(source.choice(WORDS) for _ in range(source.randint(3, 40)))
+            for _ in range(documents)
+        )
+        path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@cache
+def session_folder() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="atoll-small-run-")
 
 
 def settings(folder: Path, ranks: int, **changes: Any) -> Run:
     """A run of six steps; `changes` are dotted names with __ for the dots."""
+    text = (folder / "text.txt").resolve()
     values: dict[str, Any] = {
         "name": "small",
         "ranks_per_node": ranks,
-        "folders": {"runs": str(folder / "runs"), "prepared": str(folder / "prepared")},
+        "folders": {"runs": str(folder / "runs"), "prepared": str(text.parent / "prepared")},
         "facility": {"name": "here", "scheduler": "none", "node": NODE},
         "image": {"name": "none"},
         "launcher": {"name": "static_node"},
@@ -46,7 +62,7 @@ def settings(folder: Path, ranks: int, **changes: Any) -> Run:
         "data": {
             "name": "lines",
             "source": "files",
-            "files": [str(folder / "text.txt")],
+            "files": [str(text)],
             "document": "line",
             "validation": {"fraction": 0.1},
             "sequence_tokens": 32,
@@ -92,7 +108,7 @@ def ready(run: Run) -> Path:
 
 
 def train_here(world: World, run: Run) -> None:
-    """The verb that ranks of the pool run."""
+    """The entrypoint that ranks of the pool run."""
     train(run, run_dir.folder(run), world, lambda: 0)
 
 

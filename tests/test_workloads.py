@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from atoll import run_dir
 
-pytestmark = pytest.mark.matrix
 PLAY = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n"
 
 
@@ -54,11 +54,30 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_smoke_size(home: Path, name: str) -> None:
-    line = ["facility=laptop", "ranks_per_node=2", f"experiment={name}_smoke", f"name={name}"]
-    atoll(home, "submit", *line, *JOBS[name])
-    folder = home / "runs" / name
+SHAKESPEARE = "gpt_shakespeare_char"
+Job = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def job(home: Path) -> Job:
+    """Runs a job the first time that it is asked for; the folder of its run."""
+
+    def folder_of(name: str) -> Path:
+        folder = home / "runs" / name
+        if not folder.exists():
+            line = ["facility=laptop", "ranks_per_node=2", f"experiment={name}_smoke"]
+            atoll(home, "submit", *line, f"name={name}", *JOBS[name])
+        return folder
+
+    return folder_of
+
+
+FULL = [pytest.param(name, marks=pytest.mark.full) for name in JOBS if name != SHAKESPEARE]
+
+
+@pytest.mark.parametrize("name", [SHAKESPEARE, *FULL])
+def test_smoke_size(job: Job, name: str) -> None:
+    folder = job(name)
     before, *_, after = records(folder, "evaluation")
     assert after["loss"] < before["loss"]
     assert run_dir.export(folder).is_dir()
@@ -69,22 +88,24 @@ def test_smoke_size(home: Path, name: str) -> None:
         assert (run_dir.export(folder) / "adapter" / "adapter_config.json").is_file()
 
 
-def test_one_device_has_the_losses_of_two(home: Path) -> None:
+@pytest.mark.full
+def test_one_device_has_the_losses_of_two(home: Path, job: Job) -> None:
     line = ["facility=laptop", "ranks_per_node=1", "experiment=opt_125m_yelp_smoke", "name=one"]
     atoll(home, "submit", *line)
-    two, one = (records(home / "runs" / name, "train") for name in ("opt_125m_yelp", "one"))
+    two, one = (records(folder, "train") for folder in (job("opt_125m_yelp"), home / "runs/one"))
     assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], abs=1e-5)
     said = atoll(home, "report", "one", "opt_125m_yelp")
     assert "loss 3" in said and "speed-up" in said
 
 
-def test_evaluate_says_what_training_said(home: Path) -> None:
+def test_evaluate_says_what_training_said(home: Path, job: Job) -> None:
     line = ["facility=laptop", "ranks_per_node=1", "sharding=single", "name=judged"]
     line += ["experiment=gpt_shakespeare_char_smoke", "data.files=[play.txt]", "model=from_path"]
-    export = home / "runs" / "gpt_shakespeare_char" / "export"
-    atoll(home, "evaluate", *line, f"model.source={export}", "precision=fp32", *NO_CONFIG)
+    trained = job(SHAKESPEARE)
+    line += [f"model.source={run_dir.export(trained)}", "precision=fp32", *NO_CONFIG]
+    atoll(home, "evaluate", *line)
     [found] = records(home / "runs" / "judged", "evaluation")
-    last = records(home / "runs" / "gpt_shakespeare_char", "evaluation")[-1]
+    last = records(trained, "evaluation")[-1]
     assert found["perplexity"] == pytest.approx(last["perplexity"], rel=0.05)
     assert not run_dir.export(home / "runs" / "judged").exists()
     assert "judged: finished, 0 steps" in atoll(home, "status", "judged")
@@ -94,7 +115,7 @@ NO_CONFIG = ["~model.config"]
 
 
 @pytest.fixture(scope="module")
-def bundle(home: Path) -> Path:
+def bundle(home: Path, tokenizer: None) -> Path:
     """Of a model in the old format, and its tokens."""
     import torch
 
@@ -113,7 +134,7 @@ LINE = [
     "sharding=single",
     "model=from_path",
     "model.source=old",
-    "tokenizer.path=runs/llama2_7b_it/export",
+    "tokenizer.path=runs/words/export",
     "data=text_files",
     "data.files=[play.txt]",
     "data.document=paragraph",
@@ -124,7 +145,7 @@ LINE = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def tokenizer(home: Path) -> None:
     """Of 300 tokens, made from the play."""
     line = ["facility=laptop", "ranks_per_node=1", "sharding=single", "model=llama_tiny"]
@@ -132,7 +153,6 @@ def tokenizer(home: Path) -> None:
     line += ["tokenizer.vocabulary_tokens=290", "model.config.vocab_size=300", "name=words"]
     line += ["training.steps=0", "export.untrained=true", "data.sequence_tokens=32"]
     atoll(home, "submit", *line)
-    LINE[5] = "tokenizer.path=runs/words/export"
 
 
 def test_a_bundle_trains_where_nothing_else_is(home: Path, bundle: Path) -> None:

@@ -6,7 +6,7 @@ import sys
 
 from atoll.errors import UserError
 
-# verb -> (module, what it does); each module has `main(argv) -> int`.
+# verb -> (module, what it does); its function is `main(argv) -> int`, or named after a colon.
 VERBS = {
     "compose": ("atoll.config.compose", "print the resolved run and where each value came from"),
     "plan": ("atoll.cluster.plan", "what each strategy needs, what fits, and which one to take"),
@@ -17,15 +17,15 @@ VERBS = {
     "image": ("atoll.images.build", "build, test, sign, verify or inspect a container image"),
     "prepare": ("atoll.cluster.prepare", "fetch model and data into one folder that travels"),
     "fetch": ("atoll.models.fetch", "the half of prepare that runs in the image"),
-    "evaluate": ("atoll.cluster.evaluate", "perplexity or metrics of a model, on any data"),
+    "evaluate": ("atoll.cluster.submit:evaluate", "perplexity or metrics of a model, on any data"),
     "tokenize": ("atoll.data.tokenize", "turn text into token shards"),
     "launch": ("atoll.launch", "start this task's rank, or this node's ranks, of a run"),
     "federate": ("atoll.campaign.coordinator", "rounds of training at facilities, averaged here"),
     "round": ("atoll.campaign.round", "one step of a campaign's round, for its engine"),
     "site": ("atoll.campaign.site", "one round at one facility, a step further"),
     "aggregate": ("atoll.federation.aggregate", "the next global model from updates"),
-    "difference": ("atoll.federation.make_delta", "a run's update to its global model"),
-    "apply-delta": ("atoll.federation.model", "a facility's copy of the global model"),
+    "make-delta": ("atoll.federation.make_delta", "a run's update to its global model"),
+    "apply-delta": ("atoll.federation.apply_delta", "a facility's copy of the global model"),
     "generate": ("atoll.train.generate", "continue a prompt with a run, checkpoint or adapter"),
 }
 
@@ -43,8 +43,8 @@ def main(argv: list[str]) -> int:
             raise UserError(f"unknown verb: {argv[0]}", f"it is called {RENAMED[argv[0]]} now")
         if argv[0] not in VERBS:
             raise UserError(f"unknown verb: {argv[0]}", f"choose from: {', '.join(VERBS)}")
-        module = importlib.import_module(VERBS[argv[0]][0])
-        code = module.main(argv[1:])
+        module, _, function = VERBS[argv[0]][0].partition(":")
+        code = getattr(importlib.import_module(module), function or "main")(argv[1:])
     except UserError as error:
         sys.stderr.write(error.shown())
         return 2

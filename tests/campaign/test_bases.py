@@ -10,7 +10,7 @@ import pytest
 
 from atoll.campaign import round as round_
 from atoll.campaign import site
-from atoll.campaign.site import round_name
+from atoll.campaign.journal import round_name
 from atoll.errors import UserError
 
 ROUNDS = 8
@@ -23,39 +23,39 @@ def arrive(folder: Path, before: int) -> None:
 
 
 @pytest.fixture
-def rebased(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def applied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rounds whose models were made, in order; each needs the one before."""
     made: list[int] = []
 
-    def rebase(folder: Path, before: int, came: Path, base: Path) -> None:
+    def apply_delta(folder: Path, before: int, came: Path, base: Path) -> None:
         assert before == 0 or (folder / "bases" / round_name(before - 1)).is_dir()
         shutil.copytree(came, base)
         made.append(before)
 
-    monkeypatch.setattr(site, "_apply_delta", rebase)
+    monkeypatch.setattr(site, "_apply_delta", apply_delta)
     return made
 
 
-def test_each_round_needs_only_the_newest_difference(tmp_path: Path, rebased: list[int]) -> None:
+def test_each_round_needs_only_the_newest_delta(tmp_path: Path, applied: list[int]) -> None:
     for number in range(1, ROUNDS):
         assert site._make_bases(tmp_path, number) == number - 2
         arrive(tmp_path, number - 1)
         assert site._make_bases(tmp_path, number) == number - 1
-    assert rebased == list(range(ROUNDS - 1))
+    assert applied == list(range(ROUNDS - 1))
     kept = sorted(path.name for path in (tmp_path / "bases").iterdir())
     assert kept == [round_name(ROUNDS - 3), round_name(ROUNDS - 2)]
 
 
-def test_a_facility_that_was_away_catches_up(tmp_path: Path, rebased: list[int]) -> None:
+def test_a_facility_that_was_away_catches_up(tmp_path: Path, applied: list[int]) -> None:
     arrive(tmp_path, 0)
     assert site._make_bases(tmp_path, 1) == 0
     for before in range(1, 6):
         arrive(tmp_path, before)
     assert site._make_bases(tmp_path, 6) == 5
-    assert rebased == [0, 1, 2, 3, 4, 5]
+    assert applied == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_gap_is_asked_for_from_where_it_begins(tmp_path: Path, rebased: list[int]) -> None:
+def test_a_gap_is_asked_for_from_where_it_begins(tmp_path: Path, applied: list[int]) -> None:
     for before in (0, 1, 3):
         arrive(tmp_path, before)
     assert site._make_bases(tmp_path, 4) == 1
@@ -65,10 +65,10 @@ def test_a_model_that_never_gets_there_is_not_sent_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[int] = []
-    held: Any = None
+    store: Any = None
     facility: Any = SimpleNamespace(name="north", folder="sites/north")
     monkeypatch.setattr(round_, "_asked", lambda *_: {"state": "needs", "have": 3})
     monkeypatch.setattr(round_, "_send_models", lambda *words: sent.append(words[-1]))
     with pytest.raises(UserError, match="north has no global model newer than round 3"):
-        round_.bring_models(held, 5, facility)
+        round_.bring_models(store, 5, facility)
     assert sent == [3]

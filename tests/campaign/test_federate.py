@@ -14,16 +14,15 @@ import pytest
 import yaml
 
 from atoll import run_dir
-from atoll.campaign import coordinator as federate
-from atoll.campaign import workflow
+from atoll.campaign import coordinator, streamflow
+from atoll.campaign.journal import Journal
 from atoll.campaign.round import check_update
 from atoll.campaign.signing import refuse_unsigned, sign
-from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings, kept
+from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings, load_store
 from atoll.errors import UserError
 from atoll.report import command as report
 from atoll.report.campaign import rounds
 
-pytestmark = pytest.mark.matrix
 TINY = [
     "facility=laptop",
     "ranks_per_node=1",
@@ -77,9 +76,10 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
 def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:
     """A coordinator in a process of its own, in a group with all that it starts here."""
     code = (
-        "import json,sys; from pathlib import Path; from atoll.host import federate as f;"
-        "c=f.checked_campaign(json.loads(sys.argv[1]));"
-        "sys.exit(f.run(f.CampaignStore(c,Path(c.folder)/c.name)))"
+        "import json,sys; from pathlib import Path; from atoll.campaign.coordinator import run;"
+        "from atoll.campaign.store import CampaignStore, checked_campaign;"
+        "c=checked_campaign(json.loads(sys.argv[1]));"
+        "sys.exit(run(CampaignStore(c,Path(c.folder)/c.name)))"
     )
     argv = [sys.executable, "-c", code, json.dumps(settings(folder, **changes))]
     return subprocess.Popen(
@@ -89,10 +89,10 @@ def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:
 
 
 def finished(folder: Path, **changes: Any) -> str:
-    coordinator = start(folder, **changes)
-    said, _ = coordinator.communicate(timeout=400)
-    assert coordinator.returncode == 0, said
-    return said
+    process = start(folder, **changes)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    return output
 
 
 def manifest(folder: Path, number: int) -> dict[str, Any]:
@@ -149,12 +149,9 @@ def test_a_campaign_ends_with_a_model_that_transformers_loads(whole: Path) -> No
     model = AutoModelForCausalLM.from_pretrained(export)
     assert model.config.vocab_size == 300
     assert set(manifest(whole, 2)["weights"]) == set(TEXT)
-    events = [
-        json.loads(line)
-        for line in (whole / "campaigns" / "c" / "events.jsonl").read_text().splitlines()
-    ]
-    received = [one["bytes"] for one in events if one["event"] == "received"]
-    whole_model = next(one["bytes"] for one in events if one["event"] == "sent")
+    journals = [Journal(whole / "campaigns" / "c" / f"round-00{n}") for n in (1, 2)]
+    received = [one["bytes"] for journal in journals for one in journal.records("received")]
+    whole_model = journals[0].records("sent")[0]["bytes"]
     assert len(received) == 4 and max(received) < whole_model / 2
 
 
@@ -167,7 +164,7 @@ def test_the_report_tells_rounds_bytes_losses_and_weights(
     assert [row.split()[:2] for row in rows[:4]] == [
         [str(n), site] for n in (1, 2) for site in TEXT
     ]
-    first, *_ = rounds(kept(whole / "campaigns" / "c"))
+    first, *_ = rounds(load_store(whole / "campaigns" / "c"))
     for part in first.parts:
         assert part.sent_bytes > 2 * part.received_bytes > 0 and part.why == ""
         assert part.train_seconds is not None and part.losses[-1] < part.losses[0]
@@ -178,56 +175,59 @@ def test_the_report_tells_rounds_bytes_losses_and_weights(
 def test_a_campaign_ends_early_where_its_target_is_reached(
     whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = kept(whole / "campaigns" / "c")
-    further = held.campaign.model_copy(update={"rounds": 9, "target_loss": 100.0})
-    before = (held.folder / "campaign.json").read_text()
-    assert federate.run(CampaignStore(further, held.folder)) == 0
-    (held.folder / "campaign.json").write_text(before)
+    store = load_store(whole / "campaigns" / "c")
+    further = store.campaign.model_copy(update={"rounds": 9, "target_loss": 100.0})
+    before = (store.folder / "campaign.json").read_text()
+    assert coordinator.run(CampaignStore(further, store.folder)) == 0
+    (store.folder / "campaign.json").write_text(before)
     assert "the target loss 100.0 is reached" in capsys.readouterr().out
-    assert not held.round(3).exists()
+    assert not store.round(3).exists()
 
 
+@pytest.mark.matrix(always=lambda moment: moment == "received")
 @pytest.mark.parametrize("moment", ["sent", "received"])
 def test_a_killed_coordinator_goes_on_where_it_was(whole: Path, folder: Path, moment: str) -> None:
     """SIGKILL to it and all it started here; the second start ends with the same bits."""
-    coordinator = start(folder, rounds=1)
-    log = folder / "campaigns" / "c" / "events.jsonl"
+    process = start(folder, rounds=1)
+    journal = Journal(folder / "campaigns" / "c" / "round-001")
     for _ in range(2000):
-        if log.is_file() and f'"event": "{moment}"' in log.read_text():
+        if journal.records(moment):
             break
-        assert coordinator.poll() is None, coordinator.stdout and coordinator.stdout.read()
+        assert process.poll() is None, process.stdout and process.stdout.read()
         time.sleep(0.05)
-    os.killpg(coordinator.pid, signal.SIGKILL)
-    coordinator.communicate()
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
     finished(folder, rounds=1)
     assert manifest(folder, 1)["digest"] == manifest(whole, 1)["digest"]
     assert len(list(folder.glob("sites/*/runs/*"))) == 2, "a run for each facility, not more"
 
 
+@pytest.mark.matrix
 def test_a_facility_that_never_answers_is_left_out(folder: Path) -> None:
     sites = settings(folder)["sites"]
     sites[1]["command"] = ["false"]
-    said = finished(folder, rounds=1, sites=sites, attempts=2)
-    assert "without lagoon" in said and list(manifest(folder, 1)["weights"]) == ["reef"]
-    [parts] = [one.parts for one in rounds(kept(folder / "campaigns" / "c"))]
+    output = finished(folder, rounds=1, sites=sites, attempts=2)
+    assert "without lagoon" in output and list(manifest(folder, 1)["weights"]) == ["reef"]
+    [parts] = [one.parts for one in rounds(load_store(folder / "campaigns" / "c"))]
     assert "left out: lagoon: no reason" in next(
         one.why for one in parts if one.facility == "lagoon"
     )
 
 
+@pytest.mark.matrix
 def test_late_work_has_its_part_in_the_next_round(folder: Path) -> None:
     """One facility answers when round 1 is over; in round 2 what it makes for round 1 is taken."""
     sites = settings(folder)["sites"]
     slow = folder / "slow"
     slow.write_text(
-        f"#!/bin/sh\n[ -e {folder}/campaigns/c/round-002/began.json ] || exit 255\n"
+        f"#!/bin/sh\n[ -e {folder}/campaigns/c/round-002/journal.jsonl ] || exit 255\n"
         f'exec {sys.executable} -m atoll "$@"\n'
     )
     slow.chmod(0o755)
     sites[1]["command"] = [str(slow)]
     rule = {"max_norm_ratio": 100, "max_staleness": 1}
-    said = finished(folder, sites=sites, rule=rule, deadline_minutes=0.02, attempts=1000)
-    assert "without lagoon: no update after 0.02 minutes" in said
+    output = finished(folder, sites=sites, rule=rule, deadline_minutes=0.02, attempts=1000)
+    assert "without lagoon: no update after 0.02 minutes" in output
     assert list(manifest(folder, 1)["weights"]) == ["reef"]
     assert set(manifest(folder, 2)["weights"]) == set(TEXT)
     update = folder / "campaigns" / "c" / "round-002" / "lagoon" / "update" / "manifest.json"
@@ -236,13 +236,14 @@ def test_late_work_has_its_part_in_the_next_round(folder: Path) -> None:
     assert shares["lagoon"] == pytest.approx(2**-0.5 / (1 + 2**-0.5))
 
 
+@pytest.mark.matrix
 def test_below_the_quorum_the_model_stays_and_nobody_trains_twice(folder: Path) -> None:
     sites = settings(folder)["sites"]
     broken = [sites[0], sites[1] | {"command": ["false"]}]
-    coordinator = start(folder, rounds=1, sites=broken, attempts=1, rule={"quorum": 2})
-    said, _ = coordinator.communicate(timeout=200)
-    assert coordinator.returncode != 0
-    assert "1 of 2 facilities sent an update, the quorum is 2" in said
+    process = start(folder, rounds=1, sites=broken, attempts=1, rule={"quorum": 2})
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode != 0
+    assert "1 of 2 facilities sent an update, the quorum is 2" in output
     update = folder / "campaigns" / "c" / "round-001" / "reef" / "update" / "manifest.json"
     nonce = json.loads(update.read_text())["nonce"]
     (folder / "campaigns" / "c" / "campaign.json").unlink()  # the command is mended by hand
@@ -264,14 +265,14 @@ def test_foreign_and_replayed_updates_are_refused(
     whole: Path, tmp_path: Path, change: dict[str, Any], found: str
 ) -> None:
     campaign = checked_campaign(settings(whole))
-    held = CampaignStore(campaign, whole / "campaigns" / "c")
-    told = json.loads((held.at(1, campaign.sites[0]) / "update" / "manifest.json").read_text())
-    seen = held.at(2, campaign.sites[0]) / "update" / "manifest.json"
+    store = CampaignStore(campaign, whole / "campaigns" / "c")
+    content = json.loads((store.update(1, campaign.sites[0]) / "manifest.json").read_text())
+    seen = store.update(2, campaign.sites[0]) / "manifest.json"
     if "nonce" in change:
         change = {"nonce": json.loads(seen.read_text())["nonce"]}
-    run_dir.write_whole(tmp_path / "manifest.json", json.dumps(told | change))
+    run_dir.write_whole(tmp_path / "manifest.json", json.dumps(content | change))
     with pytest.raises(UserError, match=found):
-        check_update(held, 1, campaign.sites[0], tmp_path)
+        check_update(store, 1, campaign.sites[0], tmp_path)
 
 
 def test_signatures_are_of_one_facility_and_one_text(tmp_path: Path) -> None:
@@ -291,31 +292,31 @@ def test_signatures_are_of_one_facility_and_one_text(tmp_path: Path) -> None:
 
 def test_an_update_that_another_facility_signed_is_refused(whole: Path, tmp_path: Path) -> None:
     campaign = checked_campaign(settings(whole, **signed(whole)))
-    held = CampaignStore(campaign, whole / "campaigns" / "c")
+    store = CampaignStore(campaign, whole / "campaigns" / "c")
     reef, lagoon = campaign.sites
     for name in ("manifest.json", "manifest.json.sig"):
-        shutil.copy(held.at(1, reef) / "update" / name, tmp_path / name)
-    check_update(held, 1, reef, tmp_path)
+        shutil.copy(store.update(1, reef) / name, tmp_path / name)
+    check_update(store, 1, reef, tmp_path)
     sign(tmp_path / "manifest.json", whole / "lagoon")
     with pytest.raises(UserError, match="not signed by reef"):
-        check_update(held, 1, reef, tmp_path)
+        check_update(store, 1, reef, tmp_path)
     (tmp_path / "manifest.json.sig").unlink()
     with pytest.raises(UserError, match="is not signed"):
-        check_update(held, 1, lagoon, tmp_path)
+        check_update(store, 1, lagoon, tmp_path)
 
 
 def test_settings_stay_for_a_campaigns_life(whole: Path) -> None:
-    held = CampaignStore(
+    store = CampaignStore(
         checked_campaign(settings(whole, steps=4, **signed(whole))), whole / "campaigns" / "c"
     )
     with pytest.raises(UserError, match="was begun with steps=3, now it is 4"):
-        keep_settings(held)
+        keep_settings(store)
 
 
 def test_mistakes_in_settings_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="campaign setting codec"):
-        federate.main(["--dry-run", "federation=demo", "codec=int7"])
-    assert federate.main(["--dry-run", "federation=demo", "rounds=3"]) == 0
+        coordinator.main(["--dry-run", "federation=demo", "codec=int7"])
+    assert coordinator.main(["--dry-run", "federation=demo", "rounds=3"]) == 0
     assert "rounds: 3" in capsys.readouterr().out
 
 
@@ -339,10 +340,10 @@ def test_the_workflow_names_hosts_as_ssh_knows_them(tmp_path: Path) -> None:
     (tmp_path / "key").touch()
     values = settings(tmp_path, engine="streamflow", ssh_options=["-F", str(tmp_path / "config")])
     values["sites"][0] |= {"host": "leonardo", "folder": "campaign"}
-    held = CampaignStore(checked_campaign(values), tmp_path / "campaigns" / "c")
+    store = CampaignStore(checked_campaign(values), tmp_path / "campaigns" / "c")
     homes: dict[str, Path | None] = {"reef": tmp_path / "home"}
-    workflow.write(held, 1, homes, everyone=False)
-    folder = held.folder / "streamflow"
+    streamflow.write(store, 1, homes, everyone=False)
+    folder = store.folder / "streamflow"
     files = {path.name: yaml.safe_load(path.read_text()) for path in folder.glob("*.*l")}
     [node] = files["streamflow.yml"]["deployments"]["reef"]["config"]["nodes"]
     assert node["hostname"] == "login.leonardo.example:2222" and node["username"] == "researcher"
@@ -352,6 +353,6 @@ def test_the_workflow_names_hosts_as_ssh_knows_them(tmp_path: Path) -> None:
     assert "login.leonardo.example" in (folder / "home" / ".ssh" / "known_hosts").read_text()
     assert "average" not in files["round.cwl"]["steps"], "the other facility is still awaited"
     assert files["train_reef.cwl"]["baseCommand"][-2:] == ["site", "campaign"]
-    workflow.write(held, 1, homes, everyone=True)
+    streamflow.write(store, 1, homes, everyone=True)
     steps = yaml.safe_load((folder / "round.cwl").read_text())["steps"]
     assert list(steps) == ["send_reef", "train_reef", "take_reef", "average"]

@@ -13,7 +13,10 @@ from atoll.cluster import submit
 from atoll.cluster.container import binds, container_prefix
 from atoll.cluster.job_script import launch_script
 from atoll.cluster.launchers import LAUNCHERS, TASKS_PER_NODE, launch_step
-from atoll.cluster.slurm import sbatch_argv
+from atoll.cluster.pbs import again as again_on_pbs
+from atoll.cluster.pbs import qsub_argv
+from atoll.cluster.slurm import again as again_on_slurm
+from atoll.cluster.slurm import as_words, sbatch_argv, sbatch_exports
 
 ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
@@ -48,24 +51,24 @@ set -euo pipefail
 stop_file=/runs/x/stop restart_file=/runs/x/restart
 rm -f "$stop_file" "$restart_file"
 trap 'touch "$stop_file"' USR2
-attend() {{
+wait_for() {{
     "$@" &
     local task=$!
     while kill -0 "$task" 2> /dev/null; do wait "$task" || true; done
     wait "$task"
 }}
-again() {{
+requeue() {{
     printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\\n' \\
         "$SLURM_JOB_ID"
     scontrol requeue "$SLURM_JOB_ID" && return 0
     for name in "${{!SLURM_@}}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
     {SBATCH}
 }}
-trap 'if [[ -e $restart_file ]]; then again; exit 200; fi' EXIT
+trap 'if [[ -e $restart_file ]]; then requeue; exit 200; fi' EXIT
 export NCCL_SOCKET_IFNAME=hsn0,hsn1
 {PYTHON} -m atoll tokenize /runs/x
-attend srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 \
---cpu-bind=cores {PYTHON} -m atoll launch --port 3442 --address-suffix i /runs/x
+wait_for srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 \
+--cpu-bind=cores {PYTHON} -m atoll launch --port 3442 --address-suffix=i /runs/x
 {PYTHON} -m atoll generate /runs/x
 printf '%-12s %s\\n' run /runs/x metrics /runs/x/metrics.jsonl checkpoints /runs/x/checkpoints \
 export /runs/x/export sample /runs/x/sample.txt
@@ -158,6 +161,86 @@ def test_a_facility_s_own_flags_are_taken_as_they_are_and_win(composed):
     assert "--gres=gpu:4" in words
     for absent in ("requeue", "gpus-per-node", "dependency", "partition", "account"):
         assert not [word for word in words if word.startswith(f"--{absent}")]
+
+
+def changed(run, submit=None, **facility):
+    """The run at a facility that differs in this."""
+    facility |= {} if submit is None else {"submit": submit}
+    return run.model_copy(update={"facility": run.facility.model_copy(update=facility)})
+
+
+def test_how_a_flag_s_value_is_written_for_sbatch():
+    flags = {"a": True, "b": False, "c": None, "d": 0, "e": 1, "f": "x y", "g": ["p", None, "q"]}
+    assert as_words(flags) == ["--a", "--d=0", "--e=1", "--f=x y", "--g=p", "--g=q"]
+    assert as_words({"h": [True, False, 2], "i": []}) == ["--h", "--h=2"]
+
+
+def test_slurm_is_asked_for_a_notice_where_there_is_a_time(composed):
+    run = composed(*SLURM).run
+    timed = changed(run, submit={}, walltime_minutes=90, requeue=False)
+    assert sbatch_argv(timed, Path("b"), RUN) == [
+        *("sbatch", "--parsable", "--job-name=x", "--nodes=1"),
+        f"--ntasks-per-node={run.facility.node.devices}",
+        *("--time=90", "--output=/runs/x/slurm-%j.out", "--signal=B:USR2@180", "--no-requeue"),
+        *("--dependency=singleton", "b", "/runs/x"),
+    ]
+    words = sbatch_argv(changed(run, submit={}, walltime_minutes=None), Path("b"), RUN)
+    assert not [word for word in words if word.startswith(("--time", "--signal"))]
+    assert "--requeue" in words
+
+
+def test_flags_that_a_variable_can_carry_are_exported(composed):
+    submit = {"exclusive": True, "qos": None, "gres": "gpu:4", "hint": False, "comment": "x"}
+    run = changed(composed(*SLURM).run, submit=submit, walltime_minutes=90, requeue=True)
+    assert sbatch_exports(run) == [
+        ["export", "SBATCH_TIMELIMIT=90"],
+        ["export", "SBATCH_SIGNAL=B:USR2@180"],
+        ["export", "SBATCH_REQUEUE="],
+        ["export", "SBATCH_EXCLUSIVE="],
+        ["export", "SBATCH_GRES=gpu:4"],
+    ]
+
+
+def test_a_run_goes_on_in_this_job_or_in_the_next(composed):
+    run = changed(composed(*SLURM).run, submit={}, requeue=True)
+    queued = shlex.join(sbatch_argv(run, Path("b"), RUN))
+    lines = [line.strip() for line in again_on_slurm(run, RUN, Path("b")).splitlines()]
+    assert lines[-4] == 'scontrol requeue "$SLURM_JOB_ID" && return 0'
+    assert lines[-2:] == [queued, "}"]
+    taken = again_on_slurm(changed(run, requeue=False), RUN, None)
+    assert "scontrol" not in taken
+    assert taken.splitlines()[-2:] == ["    false", "}"]
+
+
+def qsub(run, **submit):
+    return qsub_argv(changed(run, submit=submit), Path("b"), RUN)
+
+
+def test_the_command_of_a_pbs_cluster(composed):
+    run = changed(composed(*SLURM).run, account="mine", walltime_minutes=605, submit={})
+    start = ["qsub", "-N", "x", "-A", "mine", "-j", "oe", "-o", "/runs/x/pbs.out"]
+    end = ["--", "b", "/runs/x"]
+    assert qsub(run) == [*start, "-l", "walltime=10:05:00", *end]
+    assert qsub(run, l="select=2")[9:-3] == ["-l", "select=2", "-l", "walltime=10:05:00"]
+    select = ["select=2", "walltime=01:00:00", None]
+    assert qsub(run, l=select)[9:-3] == ["-l", "select=2", "-l", "walltime=01:00:00"]
+    odd = qsub(run, q="prod", W=["a=b", None, "c=d"], V=True, h=False, p=0)
+    assert odd[9:-5] == [*("-q", "prod", "-W", "a=b", "-W", "c=d", "-V", "-p", "0")]
+    assert qsub(changed(run, walltime_minutes=None)) == [*start, *end]
+    assert qsub(run, j="eo", A=None)[3:7] == ["-j", "eo", "-o", "/runs/x/pbs.out"]
+    long = run.model_copy(update={"name": "x" * 63 + "yz"})
+    assert qsub(long)[1:3] == ["-N", "x" * 63 + "y"]
+
+
+def test_pbs_s_time_is_watched_by_the_job_itself(composed):
+    run = changed(composed(*SLURM).run, walltime_minutes=90, submit={})
+    text = again_on_pbs(run, RUN, Path("b"))
+    assert text.startswith(f'(sleep {90 * 60 - 180} && touch "$stop_file") &\nagain() {{\n')
+    words = shlex.join(qsub_argv(run, Path("b"), RUN)[1:])
+    assert f'    qsub -W depend=afterany:"$job" {words}\n}}\n' in text
+    endless = again_on_pbs(changed(run, walltime_minutes=None), RUN, None)
+    assert endless.startswith("again() {")
+    assert endless.endswith("    false\n}\n")
 
 
 def test_a_container_stands_before_the_command_and_brings_its_own_python(composed):

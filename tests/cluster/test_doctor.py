@@ -35,7 +35,7 @@ def found(run, environment, subject: str) -> Finding:
 
 
 def test_accounts_that_are_not_yours_are_named_with_those_that_are(composed, site):
-    environment = site(sacctmgr="printf 'mine|normal,debug\\nours|normal\\n'")
+    environment = site(sacctmgr="printf 'mine|normal,debug|\\nours|normal|\\n'")
     assert found(composed(*SLURM).run, environment, "account").state == OK
     other = composed(*SLURM, "facility.account=theirs").run
     finding = found(other, environment, "account")
@@ -44,10 +44,36 @@ def test_accounts_that_are_not_yours_are_named_with_those_that_are(composed, sit
 
 
 def test_a_qos_that_the_account_has_not(composed, site):
-    environment = site(sacctmgr="echo 'mine|normal,debug'")
+    environment = site(sacctmgr="echo 'mine|normal,debug|'")
     for qos, state in (("debug", OK), ("big", WRONG)):
         run = composed(*SLURM, f"+facility.submit.qos={qos}").run
         assert found(run, environment, "qos").state == state
+
+
+def test_what_any_association_of_an_account_allows_is_allowed(composed, site):
+    answer = "printf 'mine|normal,debug|\\nmine|long|\\nours|big|\\n'"
+    for qos, state in (("debug", OK), ("normal", OK), ("long", OK), ("big", WRONG)):
+        run = composed(*SLURM, f"+facility.submit.qos={qos}").run
+        finding = found(run, site(sacctmgr=answer), "qos")
+        assert finding.state == state
+    assert finding.hint == "facility.submit.qos=NAME, one of: debug, long, normal"
+
+
+def test_an_association_of_another_partition_allows_nothing(composed, site):
+    environment = site(sacctmgr="printf 'mine|normal|\\nmine|fast|gpu\\nmine|slow|cpu\\n'")
+    for partition, allowed in (("gpu", {"normal", "fast"}), ("cpu", {"normal", "slow"})):
+        for qos in ("normal", "fast", "slow"):
+            words = (f"+facility.submit.partition={partition}", f"+facility.submit.qos={qos}")
+            finding = found(composed(*SLURM, *words).run, environment, "qos")
+            assert finding.state == (OK if qos in allowed else WRONG), (partition, qos)
+
+
+def test_an_account_that_a_partition_does_not_know(composed, site):
+    environment = site(sacctmgr="printf 'mine|fast|gpu\\nmine|slow|cpu\\n'")
+    finding = found(composed(*SLURM, "+facility.submit.partition=big").run, environment, "account")
+    assert (finding.state, finding.found) == (WRONG, "mine may not use the partition big")
+    assert finding.hint == "facility.submit.partition=NAME, one of: cpu, gpu"
+    assert found(composed(*SLURM).run, environment, "account").state == OK
 
 
 def test_an_accounting_that_says_nothing_is_unknown(composed, site):

@@ -107,7 +107,7 @@ with open(sys.argv[1] + "/metrics.jsonl", "a") as file:
 
 def test_a_run_is_followed_until_it_has_ended(composed, here, capfd, monkeypatch):
     """By another process, while its lines appear, a half at a time."""
-    monkeypatch.setattr("atoll.cluster.follow.POLL_SECONDS", 0.1)
+    monkeypatch.setattr("atoll.cluster.status.POLL_SECONDS", 0.1)
     run = composed("facility=laptop", "name=two").run
     folder = run_dir.folder(run)
     run_dir.write_whole(run_dir.settings_file(folder), yaml.safe_dump(dumped(run)))

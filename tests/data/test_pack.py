@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.data.pack import Packing, Plan, pack
+from atoll.data.pack import Packing, PackingPlan, pack
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 SEQUENCE = st.integers(2, 40)
 
 
-def spans(plan: Plan) -> np.ndarray:
+def spans(plan: PackingPlan) -> np.ndarray:
     """Start and end of each piece, in the order of the stream."""
     ends = plan.piece_start + plan.piece_length
     order = np.argsort(plan.piece_start)

@@ -12,8 +12,8 @@ from data_runs import make_run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.data import sources
-from atoll.data.sources import Input
+from atoll.data.sources import blocks, corpus
+from atoll.data.sources.corpus import Corpus
 from atoll.errors import UserError
 from atoll.settings import Data
 
@@ -22,13 +22,13 @@ def settings(tmp_path: Path, **data: Any) -> Data:
     return make_run(tmp_path, data).data
 
 
-def documents(text: Input, documents_per_shard: int = 100) -> list[str]:
-    found = sources.blocks(text, documents_per_shard)
-    return [document for block in found for document in sources.texts(text, block)]
+def documents(text: Corpus, documents_per_shard: int = 100) -> list[str]:
+    cut = blocks.blocks(text, documents_per_shard)
+    return [document for block in cut for document in blocks.read(text, block)[0]]
 
 
 def test_the_standard_library_is_read_without_its_tests(tmp_path: Path) -> None:
-    text = sources.train_input(settings(tmp_path, source="python_stdlib"))
+    text = corpus.train_corpus(settings(tmp_path, source="python_stdlib"))
     names = [part.name for part in text.parts]
     assert "argparse.py" in names
     assert "asyncio/tasks.py" in names
@@ -53,7 +53,7 @@ def test_text_files_hold_documents_of_three_kinds(
 ) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(b"one\ntwo\n\n \n\tthree\r\nfour\n\n")
-    text = sources.train_input(settings(tmp_path, files=[str(path)], document=document))
+    text = corpus.train_corpus(settings(tmp_path, files=[str(path)], document=document))
     assert documents(text) == expected
 
 
@@ -62,17 +62,18 @@ def test_the_last_line_needs_no_line_feed(tmp_path: Path, ending: str) -> None:
     path = tmp_path / "text.txt"
     path.write_text(f"one\ntwo{ending}")
     for document in ("line", "paragraph"):
-        text = sources.train_input(settings(tmp_path, files=[str(path)], document=document))
+        text = corpus.train_corpus(settings(tmp_path, files=[str(path)], document=document))
         assert "".join(documents(text)).replace("\n", "") == "onetwo"
 
 
+@pytest.mark.image
 def test_jsonl_and_parquet_give_their_text_field(tmp_path: Path) -> None:
     lines = [json.dumps({"body": "first", "n": 1}), "", json.dumps({"body": "zwölf\nTurtles"})]
     (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
     table = pa.table({"body": [f"row {n}" for n in range(25)], "n": list(range(25))})
     pq.write_table(table, tmp_path / "b.parquet", row_group_size=10)
     data = settings(tmp_path, files=[str(tmp_path)], text_field="body")
-    text = sources.train_input(data)
+    text = corpus.train_corpus(data)
     expected = ["first", "", "zwölf\nTurtles", *(f"row {n}" for n in range(25))]
     assert documents(text) == expected
     assert documents(text, documents_per_shard=7) == expected
@@ -83,7 +84,7 @@ def test_folders_globs_and_files_are_taken_in_order_and_once(tmp_path: Path) -> 
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     entries = [f"{tmp_path}/b", f"{tmp_path}/**/[12].txt", f"{tmp_path}/a.txt"]
-    text = sources.train_input(settings(tmp_path, files=entries))
+    text = corpus.train_corpus(settings(tmp_path, files=entries))
     assert documents(text) == ["b/1.txt", "b/2.txt", "b/c/3.txt", "a.txt"]
 
 
@@ -108,7 +109,7 @@ def test_missing_unknown_and_empty_files_are_named(
     place = tmp_path if files == ["nothing.txt"] else tmp_path / "texts"
     data = settings(tmp_path, files=[str(place / file) for file in files])
     with pytest.raises(UserError, match=found):
-        sources.train_input(data)
+        corpus.train_corpus(data)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_missing_unknown_and_empty_files_are_named(
 def test_a_malformed_line_is_named(tmp_path: Path, line: str, found: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"text": "fine"}}\n{line}\n')
-    text = sources.train_input(settings(tmp_path, files=[str(path)]))
+    text = corpus.train_corpus(settings(tmp_path, files=[str(path)]))
     with pytest.raises(UserError, match=found):
         documents(text)
 
@@ -133,14 +134,14 @@ def test_columns_of_parquet_are_named_where_the_field_is_missing(tmp_path: Path)
     for field, found in (("text", "no column 'text'; its columns are: title, n"), ("n", "int64")):
         data = settings(tmp_path, files=[str(tmp_path / "t.parquet")], text_field=field)
         with pytest.raises(UserError, match=found):
-            documents(sources.train_input(data))
+            documents(corpus.train_corpus(data))
 
 
 def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     pq.write_table(pa.table({"text": ["a"] * 100}), path)
     path.write_bytes(path.read_bytes()[:-10])
-    text = sources.train_input(settings(tmp_path, files=[str(path)]))
+    text = corpus.train_corpus(settings(tmp_path, files=[str(path)]))
     with pytest.raises(UserError, match=r"t\.parquet cannot be read as parquet"):
         documents(text)
 
@@ -148,7 +149,7 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
 def test_text_in_another_encoding_is_named_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "latin.txt"
     path.write_bytes("plain\ncafé\n".encode("latin-1"))
-    text = sources.train_input(settings(tmp_path, files=[str(path)], document="line"))
+    text = corpus.train_corpus(settings(tmp_path, files=[str(path)], document="line"))
     with pytest.raises(UserError, match=r"latin\.txt is not UTF-8: byte 0xe9 at offset 9"):
         documents(text)
 
@@ -158,15 +159,15 @@ def test_validation_text_may_not_be_trained_on(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     both = {"files": [str(tmp_path)], "validation": {"files": [str(tmp_path / "b.txt")]}}
     data = settings(tmp_path, **both)
-    validation = sources.validation_input(data)
+    validation = corpus.validation_corpus(data)
     assert validation is not None
     with pytest.raises(UserError, match=r"1 of 1 .*b\.txt"):
-        sources.refuse_overlap(sources.train_input(data), validation)
+        corpus.refuse_overlap(corpus.train_corpus(data), validation)
 
 
 def test_the_fingerprint_follows_the_text_and_nothing_else(tmp_path: Path) -> None:
     def fingerprint(folder: Path) -> str:
-        return sources.train_input(settings(tmp_path, files=[str(folder)])).fingerprint
+        return corpus.train_corpus(settings(tmp_path, files=[str(folder)])).fingerprint
 
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
@@ -190,24 +191,25 @@ def test_blocks_cover_each_document_once_and_keep_to_their_shard(
     sizes: list[list[int]], documents_per_shard: int, max_documents: int
 ) -> None:
     ends = [np.cumsum(np.array(part, dtype=np.int64)) for part in sizes]
-    blocks = list(sources.cut(ends, documents_per_shard, max_documents))
-    everything = [(part, n) for part, found in enumerate(sizes) for n in range(len(found))]
+    found = list(blocks.cut(ends, documents_per_shard, max_documents))
+    everything = [(part, n) for part, counts in enumerate(sizes) for n in range(len(counts))]
     covered = [
         (span.part, n)
-        for block in blocks
+        for block in found
         for span in block.spans
         for n in range(span.first, span.first + span.documents)
     ]
     assert covered == everything[:max_documents]
-    for block in blocks:
+    for block in found:
         last = block.first_document + block.documents - 1
         assert block.documents == sum(span.documents for span in block.spans) > 0
         assert block.first_document // documents_per_shard == block.shard
         assert last // documents_per_shard == block.shard
         size = sum(span.stop - span.start for span in block.spans)
-        assert size <= sources.BLOCK_BYTES or block.documents == 1
+        assert size <= blocks.BLOCK_BYTES or block.documents == 1
 
 
+@pytest.mark.image
 def test_hub_data_sets_are_read_from_a_saved_folder(tmp_path: Path) -> None:
     import datasets
 
@@ -216,19 +218,19 @@ def test_hub_data_sets_are_read_from_a_saved_folder(tmp_path: Path) -> None:
     both = datasets.DatasetDict({"train": rows, "test": rows.select(range(5))})
     both.save_to_disk(str(tmp_path / "splits"))
     hub = {"source": "hub", "text_field": "body"}
-    plain = sources.train_input(settings(tmp_path, **hub, hub=str(tmp_path / "plain")))
+    plain = corpus.train_corpus(settings(tmp_path, **hub, hub=str(tmp_path / "plain")))
     assert documents(plain) == [f"row {n}" for n in range(30)]
     data = settings(tmp_path, **hub, hub=str(tmp_path / "splits"), validation={"split": "test"})
-    validation = sources.validation_input(data)
+    validation = corpus.validation_corpus(data)
     assert validation is not None
     assert documents(validation) == [f"row {n}" for n in range(5)]
-    assert sources.train_input(data).fingerprint == plain.fingerprint
+    assert corpus.train_corpus(data).fingerprint == plain.fingerprint
     wrong = settings(tmp_path, **hub, hub=str(tmp_path / "splits"), hub_split="dev")
     with pytest.raises(UserError, match="no split 'dev'; its splits are: train, test"):
-        sources.train_input(wrong)
+        corpus.train_corpus(wrong)
     wrong = settings(tmp_path, source="hub", hub=str(tmp_path / "plain"))
     with pytest.raises(UserError, match="no column 'text'; its columns are: body"):
-        sources.train_input(wrong)
+        corpus.train_corpus(wrong)
 
 
 def test_a_folder_of_files_is_read_as_a_data_set(
@@ -240,7 +242,7 @@ def test_a_folder_of_files_is_read_as_a_data_set(
     (tmp_path / "set").mkdir()
     pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "set" / "train.parquet")
     data = settings(tmp_path, source="hub", hub=str(tmp_path / "set"))
-    assert documents(sources.train_input(data)) == ["a", "b"]
+    assert documents(corpus.train_corpus(data)) == ["a", "b"]
 
 
 def test_the_hub_out_of_reach_says_how_to_do_without(
@@ -251,11 +253,11 @@ def test_the_hub_out_of_reach_says_how_to_do_without(
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     data = settings(tmp_path, source="hub", hub="nobody/has-this-data-set-here")
     with pytest.raises(UserError, match="nobody/has-this-data-set-here") as caught:
-        sources.train_input(data)
+        corpus.train_corpus(data)
     assert "save_to_disk" in caught.value.hint
 
 
 def test_splits_belong_to_the_hub(tmp_path: Path) -> None:
     data = settings(tmp_path, source="python_stdlib", validation={"split": "test"})
     with pytest.raises(UserError, match=r"data\.source is python_stdlib"):
-        sources.validation_input(data)
+        corpus.validation_corpus(data)

@@ -17,7 +17,8 @@ from data_runs import content, make_run, prose, write_lines
 from transformers import AutoTokenizer
 
 from atoll import run_dir
-from atoll.data import shards, sources
+from atoll.data import shards
+from atoll.data.sources import blocks
 from atoll.data.tokenize import main, open_prepared, prepare
 from atoll.errors import UserError
 from atoll.settings import Run, dumped
@@ -74,7 +75,7 @@ def test_shards_hold_the_documents_in_the_layout_of_datatrove(tmp_path: Path) ->
 def test_the_bytes_do_not_depend_on_the_number_of_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "BLOCK_DOCUMENTS", 5)
+    monkeypatch.setattr(blocks, "BLOCK_DOCUMENTS", 5)
     found = []
     for workers in (1, 2, 3):
         write_lines(tmp_path / "text.txt", 100)

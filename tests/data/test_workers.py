@@ -2,10 +2,10 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -13,11 +13,11 @@ from atoll.data.workers import ordered_map
 from atoll.errors import UserError
 
 
-def squarer(wait_for_even: float) -> Callable[[int], tuple[int, int, int]]:
-    def square(number: int) -> tuple[int, int, int]:
+def squarer(wait_for_even: float) -> Callable[[int], tuple[int, int]]:
+    def square(number: int) -> tuple[int, int]:
         if number % 2 == 0:
             time.sleep(wait_for_even)
-        return number * number, os.getpid(), threading.get_ident()
+        return number * number, os.getpid()
 
     return square
 
@@ -46,12 +46,27 @@ def suicidal() -> Callable[[int], int]:
     return work
 
 
-def test_results_come_in_the_order_of_the_jobs_from_all_workers() -> None:
-    found = list(ordered_map(partial(squarer, 0.01), range(40), workers=6))
-    assert [square for square, _, _ in found] == [number * number for number in range(40)]
-    assert len({process for _, process, _ in found}) == 2
-    assert len({(process, thread) for _, process, thread in found}) == 6
-    assert os.getpid() not in {process for _, process, _ in found}
+def gatherer(folder: Path, workers: int) -> Callable[[int], int]:
+    """Work that goes on only when so many processes have begun."""
+
+    def work(number: int) -> int:
+        (folder / str(os.getpid())).touch()
+        deadline = time.monotonic() + 60
+        while len(list(folder.iterdir())) < workers and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if number % 2 == 0:
+            time.sleep(0.01)
+        return number * number
+
+    return work
+
+
+def test_results_come_in_the_order_of_the_jobs_from_all_workers(tmp_path: Path) -> None:
+    found = list(ordered_map(partial(gatherer, tmp_path, 6), range(40), workers=6))
+    assert found == [number * number for number in range(40)]
+    processes = {int(path.name) for path in tmp_path.iterdir()}
+    assert len(processes) == 6
+    assert os.getpid() not in processes
 
 
 def test_jobs_are_taken_as_they_are_needed() -> None:
@@ -75,8 +90,18 @@ def test_a_mistake_of_the_user_is_handed_on() -> None:
 
 
 def test_an_error_of_our_own_comes_with_its_trace() -> None:
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+    with pytest.raises(ZeroDivisionError) as caught:
         list(ordered_map(broken, range(9), workers=1))
+    assert "test_workers.py" in str(caught.value.__cause__), "the trace of the process"
+
+
+def unable() -> Callable[[int], int]:
+    raise UserError("no tokenizer", "make one")
+
+
+def test_a_mistake_found_at_the_start_is_handed_on() -> None:
+    with pytest.raises(UserError, match="no tokenizer"):
+        list(ordered_map(unable, range(9), workers=2))
 
 
 def test_a_killed_process_is_noticed() -> None:

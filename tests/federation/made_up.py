@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from atoll.federation import model
 from atoll.federation.aggregate import Update
+from atoll.federation.global_model import first_global
 from atoll.federation.make_delta import make_delta
 from atoll.federation.update import read_manifest, refuse_wrong_files
 
@@ -31,7 +31,7 @@ def write_model(folder: Path, tensors: dict[str, Tensor], files: int = 2) -> Pat
 
 
 def first(folder: Path, seed: int = 0) -> Path:
-    model.first_global(write_model(folder / "start", weights(seed)), folder / "global-0", {})
+    first_global(write_model(folder / "start", weights(seed)), folder / "global-0", {})
     return folder / "global-0"
 
 
@@ -56,7 +56,7 @@ def update(
     facility: str,
     delta: dict[str, Tensor],
     codec: str = "fp32",
-    before: Path | None = None,
+    previous_residual: Path | None = None,
     **changes: Any,
 ) -> Update:
     """An update whose difference to the base is `delta`."""
@@ -64,8 +64,9 @@ def update(
     trained = folder / f"trained-{facility}"
     write_model(trained, {name: start[name] + delta[name] for name in start}, files=1)
     out = folder / f"update-{facility}"
-    after = folder / f"left-{facility}"
-    make_delta(base, trained, before, codec, out, after, about(facility, **changes))
+    residual = folder / f"residual-{facility}"
+    values = about(facility, **changes)
+    make_delta(base, trained, previous_residual, codec, out, residual, values)
     manifest = read_manifest(out)
     refuse_wrong_files(out, manifest)
     return Update(manifest, out)

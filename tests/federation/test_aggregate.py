@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from atoll.errors import UserError
-from atoll.federation import model
 from atoll.federation.aggregate import Outcome, Update, aggregate, verified
+from atoll.federation.apply_delta import apply_delta
+from atoll.federation.global_model import first_global, read_global
 from atoll.settings.federation import Rule
 
 LOOSE = {"max_norm_ratio": 1e9, "min_cosine": -1.0}
@@ -144,8 +145,8 @@ def test_server_steps_over_rounds(tmp_path: Path, server: str) -> None:
 def test_the_difference_alone_gives_the_same_model(tmp_path: Path, codec: str) -> None:
     base = made_up.first(tmp_path)
     run(base, updates(tmp_path, base, deltas(2)), tmp_path / "next", codec=codec)
-    digest = model.apply_delta(base, tmp_path / "next" / "delta", codec, tmp_path / "theirs", {})
-    assert digest == model.read_global(tmp_path / "next")["digest"]
+    digest = apply_delta(base, tmp_path / "next" / "delta", codec, tmp_path / "theirs", {})
+    assert digest == read_global(tmp_path / "next")["digest"]
     wide = sum(p.stat().st_size for p in (tmp_path / "next" / "master").iterdir())
     sent = sum(p.stat().st_size for p in (tmp_path / "next" / "delta").iterdir())
     assert codec == "fp32" or sent < 0.6 * wide
@@ -222,7 +223,7 @@ def test_another_models_update_is_left_out(tmp_path: Path) -> None:
     found = updates(tmp_path, base, deltas(2))
     other = tmp_path / "other"
     shapes = {name: x[:1] for name, x in made_up.weights(1).items()}
-    model.first_global(made_up.write_model(other / "start", shapes), other / "global-0", {})
+    first_global(made_up.write_model(other / "start", shapes), other / "global-0", {})
     foreign = made_up.update(other, other / "global-0", "f9", shapes)
     outcome = run(base, [*found, foreign], tmp_path / "next", **LOOSE)
     assert "the global model asks for" in outcome.rejected["f9"]
@@ -259,7 +260,7 @@ def test_late_work_counts_less_and_too_late_work_is_refused(tmp_path: Path) -> N
     [*_, late] = updates(tmp_path, old, given)
     run(old, updates(tmp_path / "now", old, given[:2]), tmp_path / "now-1", **LOOSE)
     base = tmp_path / "now-1"
-    bases = [str(model.read_global(one)["digest"]) for one in (base, old)]
+    bases = [str(read_global(one)["digest"]) for one in (base, old)]
     with pytest.raises(UserError, match=r"(?s)began from .*allow late work: rule.max_staleness"):
         verified(late.folder, bases[:1])
     one = made_up.update(tmp_path / "one", base, "f0", given[0], tokens=3000)

@@ -13,8 +13,8 @@ import pytest
 from atoll import run_dir
 from atoll.errors import UserError
 from atoll.federation.aggregate import Update, verified
-from atoll.federation.model import read_global
-from atoll.federation.tensors import Reader
+from atoll.federation.global_model import read_global
+from atoll.federation.tensors import TensorReader
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def first_file(folder: Path) -> Path:
 
 def change(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     path = folder / "manifest.json"
-    told = json.loads(path.read_text())
-    edit(told)
-    run_dir.write_whole(path, json.dumps(told))
+    manifest = json.loads(path.read_text())
+    edit(manifest)
+    run_dir.write_whole(path, json.dumps(manifest))
 
 
 def truncate(folder: Path) -> None:
@@ -52,8 +52,8 @@ def pickled(folder: Path) -> None:
 
 
 def outside(folder: Path) -> None:
-    def edit(told: dict[str, Any]) -> None:
-        told["files"]["../outside.safetensors"] = next(iter(told["files"].values()))
+    def edit(manifest: dict[str, Any]) -> None:
+        manifest["files"]["../outside.safetensors"] = next(iter(manifest["files"].values()))
 
     change(folder, edit)
 
@@ -65,15 +65,15 @@ def linked(folder: Path) -> None:
 
 
 def another_base(folder: Path) -> None:
-    change(folder, lambda told: told.update(base="0" * 64))
+    change(folder, lambda manifest: manifest.update(base="0" * 64))
 
 
 def no_loss(folder: Path) -> None:
-    change(folder, lambda told: told.update(loss=float("nan")))
+    change(folder, lambda manifest: manifest.update(loss=float("nan")))
 
 
 def unknown_key(folder: Path) -> None:
-    change(folder, lambda told: told.update(_target_="os.system"))
+    change(folder, lambda manifest: manifest.update(_target_="os.system"))
 
 
 def not_json(folder: Path) -> None:
@@ -129,4 +129,4 @@ def test_headers_that_lie_are_refused(tmp_path: Path, content: bytes, found: str
     path = tmp_path / "delta.safetensors"
     path.write_bytes(content)
     with pytest.raises(UserError, match=found):
-        Reader(path)
+        TensorReader([path])

@@ -1,4 +1,4 @@
-"""A verb for the tests of the launcher that joins a process group, as a trainer does."""
+"""An entrypoint for the tests of the launcher that joins a process group, as a trainer does."""
 
 import json
 import os

@@ -22,6 +22,11 @@ SET_BY_OTHERS = re.compile(
     r"SLURM_|PMI|PALS_|PBS_|OMPI_|MASTER_|OMP_NUM|PYTHONUNBUFFERED|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$"
 )
 CORES = len(os.sched_getaffinity(0))
+# The same launcher for what is not about importing torch first, nor about how long it waits.
+LIGHT = (
+    "import sys; from atoll.launch import main, preload, processes;"
+    "preload.PRELOADED_MODULES = (); processes.GRACE_SECONDS = 1.0; sys.exit(main(sys.argv[1:]))"
+)
 # Each of the two ways in which one task starts the ranks of its node.
 LOCAL = pytest.mark.parametrize("option", ["--local-ranks", "--fork"])
 
@@ -34,14 +39,21 @@ def environment(**stated: str) -> dict[str, str]:
     return {**kept, **stated}
 
 
-def start(*arguments: object, **stated: str) -> subprocess.Popen[str]:
+def start(
+    *arguments: object, words: tuple[str, ...] = ("-m", "atoll", "launch"), **stated: str
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "atoll", "launch", *map(str, arguments)],
+        [sys.executable, *words, *map(str, arguments)],
         env=environment(**stated),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def start_light(*arguments: object, **stated: str) -> subprocess.Popen[str]:
+    """With a thread count, for which no rank has to import torch."""
+    return start(*arguments, words=("-c", LIGHT), OMP_NUM_THREADS="1", **stated)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -54,6 +66,10 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 def launched(*arguments: object, **stated: str) -> tuple[int, str, str]:
     return ended(start(*arguments, **stated))
+
+
+def launched_light(*arguments: object, **stated: str) -> tuple[int, str, str]:
+    return ended(start_light(*arguments, **stated))
 
 
 def seen_by(run_folder: Path, rank: int) -> dict[str, Any]:
@@ -100,6 +116,7 @@ def test_importing_the_launcher_leaves_torch_alone() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.image
 @LOCAL
 def test_local_ranks_meet(option: str, tmp_path: Path) -> None:
     assert launched(option, 2, tmp_path, "launch_collective:all_reduce")[0] == 0
@@ -176,10 +193,10 @@ def test_ranks_from_a_slurm_step_over_two_nodes(
 
 
 @pytest.mark.parametrize(
-    ("option", "verb"), [("--local-ranks", "ignore_sigterm"), ("--fork", "fail_on_rank_1")]
+    ("option", "entrypoint"), [("--local-ranks", "ignore_sigterm"), ("--fork", "fail_on_rank_1")]
 )
-def test_a_failing_rank_ends_the_others(option: str, verb: str, tmp_path: Path) -> None:
-    process = start(option, 3, tmp_path, f"launch_verbs:{verb}")
+def test_a_failing_rank_ends_the_others(option: str, entrypoint: str, tmp_path: Path) -> None:
+    process = start_light(option, 3, tmp_path, f"launch_entrypoints:{entrypoint}")
     sleeping = pids(tmp_path, 2)
     assert ended(process)[0] == 7
     assert all_gone(sleeping)
@@ -187,7 +204,9 @@ def test_a_failing_rank_ends_the_others(option: str, verb: str, tmp_path: Path) 
 
 @LOCAL
 def test_a_users_mistake_is_two_lines_from_every_rank(option: str, tmp_path: Path) -> None:
-    exit_code, _, errors = launched(option, 2, tmp_path, "launch_verbs:raise_user_error")
+    exit_code, _, errors = launched_light(
+        option, 2, tmp_path, "launch_entrypoints:raise_user_error"
+    )
     assert exit_code == 2
     for rank in range(2):
         message = f"atoll: rank {rank} found 3 apples\n       give it 4"
@@ -198,7 +217,7 @@ def test_a_users_mistake_is_two_lines_from_every_rank(option: str, tmp_path: Pat
 
 @LOCAL
 def test_any_other_error_is_a_traceback(option: str, tmp_path: Path) -> None:
-    exit_code, _, errors = launched(option, 2, tmp_path, "launch_verbs:raise_error")
+    exit_code, _, errors = launched_light(option, 2, tmp_path, "launch_entrypoints:raise_error")
     assert exit_code == 1
     assert "Traceback" in errors
     # The lines of two tracebacks may be mixed, not the words of a message.
@@ -209,7 +228,7 @@ def test_any_other_error_is_a_traceback(option: str, tmp_path: Path) -> None:
 def test_a_rank_ends_after_its_threads_and_writes_what_it_printed(
     option: str, tmp_path: Path
 ) -> None:
-    exit_code, output, _ = launched(option, 2, tmp_path, "launch_verbs:finish_late")
+    exit_code, output, _ = launched_light(option, 2, tmp_path, "launch_entrypoints:finish_late")
     assert exit_code == 0
     assert sorted(output.splitlines()) == ["printed by rank 0", "printed by rank 1"]
     assert [(tmp_path / f"late-{rank}").read_text() for rank in range(2)] == ["done", "done"]
@@ -219,14 +238,14 @@ def test_a_rank_ends_after_its_threads_and_writes_what_it_printed(
 def test_signals_reach_the_ranks_and_their_exit_code_comes_back(
     option: str, tmp_path: Path
 ) -> None:
-    process = start(option, 2, tmp_path, "launch_verbs:end_on_sigusr2")
+    process = start_light(option, 2, tmp_path, "launch_entrypoints:end_on_sigusr2")
     pids(tmp_path, 2)
     process.send_signal(signal.SIGUSR2)
     assert ended(process)[0] == 75
 
 
 def test_a_terminated_launcher_ends_its_ranks(tmp_path: Path) -> None:
-    process = start("--local-ranks", 2, tmp_path, "launch_verbs:end_on_sigusr2")
+    process = start_light("--local-ranks", 2, tmp_path, "launch_entrypoints:end_on_sigusr2")
     sleeping = pids(tmp_path, 2)
     process.terminate()
     assert ended(process)[0] == 128 + signal.SIGTERM
@@ -235,7 +254,7 @@ def test_a_terminated_launcher_ends_its_ranks(tmp_path: Path) -> None:
 
 @LOCAL
 def test_a_killed_launcher_takes_its_ranks_along(option: str, tmp_path: Path) -> None:
-    process = start(option, 2, tmp_path, "launch_verbs:end_on_sigusr2")
+    process = start_light(option, 2, tmp_path, "launch_entrypoints:end_on_sigusr2")
     sleeping = pids(tmp_path, 2)
     process.kill()
     assert ended(process)[0] == -signal.SIGKILL
@@ -256,10 +275,12 @@ def test_an_import_that_starts_a_thread_is_refused_before_the_fork(tmp_path: Pat
     (tmp_path / "threaded.py").write_text(
         "import threading\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-        "def verb(run, placement): print('ran')\n"
+        "def entrypoint(run, placement): print('ran')\n"
     )
     path = os.pathsep.join([environment()["PYTHONPATH"], str(tmp_path)])
-    exit_code, output, errors = launched("--fork", 2, tmp_path, "threaded:verb", PYTHONPATH=path)
+    exit_code, output, errors = launched(
+        "--fork", 2, tmp_path, "threaded:entrypoint", PYTHONPATH=path
+    )
     assert exit_code == 2
     assert "2 threads run after the imports" in errors
     assert "launcher=static" in errors
@@ -296,9 +317,13 @@ def test_slurm_tasks_do_not_start_ranks_of_their_own(
     ("arguments", "found"),
     [
         (["nowhere"], "no run folder nowhere"),
-        ([".", "launch_verbs"], "verb 'launch_verbs'"),
+        ([".", "launch_entrypoints"], "entrypoint 'launch_entrypoints'"),
         ([".", "no_such_module:main"], "no module no_such_module"),
-        ([".", "launch_verbs:no_such_verb"], "launch_verbs has no no_such_verb"),
+        (
+            [".", "launch_entrypoints:no_such_function"],
+            "launch_entrypoints has no no_such_function",
+        ),
+        (["--address-suffix=-hsn", "nowhere"], "no run folder nowhere"),
         (["--local-ranks", "0", "."], "--local-ranks 0"),
         (["--fork", "-1", "."], "--fork -1"),
         (["--port", "70000", "."], "port 70000"),

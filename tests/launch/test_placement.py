@@ -146,7 +146,7 @@ def test_torchrun_agents_are_the_tasks_of_a_step() -> None:
 CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
     ({**EXPLICIT, **MASTER, "RANK": "8"}, ["8", "rank", "world size"]),
     ({**EXPLICIT, **MASTER, "LOCAL_RANK": "4"}, ["local rank", "is 4"]),
-    ({**EXPLICIT, **MASTER, "LOCAL_RANK": "2"}, ["rank 5", "local rank 2", "local rank 1"]),
+    ({**EXPLICIT, **MASTER, "LOCAL_RANK": "2"}, ["rank 5", "local rank 2", "local rank 1 ("]),
     ({**EXPLICIT, **MASTER, "WORLD_SIZE": "7"}, ["7 ranks", "nodes of 4"]),
     ({**EXPLICIT, **MASTER, "WORLD_SIZE": "eight"}, ["WORLD_SIZE='eight'"]),
     ({**EXPLICIT, **MASTER, "RANK": "-1"}, ["RANK='-1'"]),
@@ -184,6 +184,41 @@ def test_contradictions_are_refused_with_their_numbers(
         placed(environ)
     assert all(word in refused.value.found for word in words), refused.value.found
     assert refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("environ", "numbers"),
+    [
+        ({**STEP, "SLURM_PROCID": "14"}, "from 0 to 13:"),
+        ({**EXPLICIT, **MASTER, "LOCAL_RANK": "4"}, "from 0 to 3:"),
+        ({**EXPLICIT, **MASTER, "LOCAL_WORLD_SIZE": "0"}, "from 0 to 0:"),
+    ],
+)
+def test_a_number_out_of_range_is_told_its_range(environ: dict[str, str], numbers: str) -> None:
+    with pytest.raises(UserError) as refused:
+        placed(environ)
+    assert numbers in refused.value.hint
+
+
+def test_a_world_of_one_says_nothing() -> None:
+    assert placed({"PMI_RANK": "0", "PMI_SIZE": "1"}).source == "single"
+    assert placed({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}).source == "single"
+    assert placed({**STEP, "SLURM_HET_SIZE": "1"}).source == "slurm"
+    two = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_PROCID": "1"}
+    node = {"SLURM_STEP_NODELIST": "n7", "SLURM_NODEID": "0"}
+    assert placed({**STEP, **two, **node}).world_size == 2
+
+
+def test_a_stated_world_size_wins_over_the_nodes_of_the_job(tmp_path: Path) -> None:
+    node_file = tmp_path / "nodes"
+    node_file.write_text("x1\nx2\nx3\n")
+    found = placed({**PALS, "PALS_RANKID": "6", "PBS_NODEFILE": str(node_file)})
+    assert (found.world_size, found.node_count) == (8, 2)
+
+
+def test_pals_without_a_node_file_or_a_local_size_has_no_world_size() -> None:
+    assert placed({"PALS_RANKID": "0", "PALS_LOCAL_SIZE": "1"}).source == "single"
+    assert placed({"PALS_RANKID": "0", "PBS_NODEFILE": "/dev/null"}).source == "single"
 
 
 @pytest.mark.parametrize("name", sorted(set(STEP) - {"SLURM_JOB_ID", "SLURM_STEP_ID"}))
@@ -274,6 +309,36 @@ def test_the_ranks_of_mpiexec_s_proxies_under_slurm():
     assert other.master_port == place.master_port
 
 
-def test_an_mpi_world_that_no_proxies_explain_is_refused():
-    with pytest.raises(UserError, match=r"world size 4 .*, but PMI_SIZE=6"):
-        placement_from(proxied(PMI_SIZE="6"), "n3", None, "")
+def test_proxies_on_two_nodes():
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]"}
+    counts = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1", "PMI_SIZE": "4"}
+    place = placement_from(proxied(**step, **counts, PMI_RANK="3"), "n2", None, "")
+    assert (place.rank, place.world_size, place.node_rank, place.node_count) == (3, 4, 1, 2)
+
+
+def test_a_step_of_one_task_on_each_node_has_no_proxies():
+    step = {name: value for name, value in proxied().items() if name.startswith("SLURM_")}
+    place = placement_from(step, "n3", None, "")
+    assert (place.rank, place.world_size, place.node_rank, place.source) == (2, 4, 2, "slurm")
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        (proxied(PMI_SIZE="6"), "world size 4 .*, but PMI_SIZE=6"),
+        # two ranks of each task, but the tasks are not one on each node
+        ({**STEP, **proxied(), **STEP, "PMI_SIZE": "28"}, "world size 14 .*, but PMI_SIZE=28"),
+        # nobody says that there are two on each node
+        (
+            {name: value for name, value in proxied().items() if name != "MPI_LOCALNRANKS"},
+            "world size 4 .*, but PMI_SIZE=8",
+        ),
+        (
+            {name: value for name, value in proxied().items() if name != "SLURM_STEP_NODELIST"},
+            "without SLURM_STEP_NODELIST",
+        ),
+    ],
+)
+def test_an_mpi_world_that_no_proxies_explain_is_refused(environ, reason):
+    with pytest.raises(UserError, match=reason):
+        placement_from(environ, "n3", None, "")

@@ -1,5 +1,6 @@
 """Adapters begin as no change, learn alone, and are merged into what they were beside."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def adapted(folder: Path, model: Model) -> Any:
     shapes = {name: tuple(p.shape) for name, p in built.hf.named_parameters()}
     with weights_for(model, config, 0) as read:
         read = adapter.adapted_reader(read, 0, shapes)
-        adapter.fill_narrow(built.hf, read, CPU)
+        adapter.fill_quantised(built.hf, read, CPU)
         materialize(built, CPU)
         fill(built.hf, read)
         fill_buffers(built.hf)
@@ -41,6 +42,7 @@ def saved(architecture: str, folder: Path, **changes: Any) -> Any:
     return theirs.eval()
 
 
+@pytest.mark.image
 @pytest.mark.parametrize("architecture", tiny.CONFIGS)
 def test_an_adapter_is_no_change_until_it_learns(tmp_path: Path, architecture: str) -> None:
     theirs = saved(architecture, tmp_path)
@@ -53,17 +55,22 @@ def test_an_adapter_is_no_change_until_it_learns(tmp_path: Path, architecture: s
 
 
 @pytest.mark.parametrize(
-    ("architecture", "quantisation"),
-    [*((name, "none") for name in tiny.CONFIGS), ("llama", "nf4"), ("llama", "int8")],
+    ("architecture", "quantisation", "alpha"),
+    [
+        *((name, "none", 4.0) for name in tiny.CONFIGS),
+        ("llama", "none", 8.5),
+        ("llama", "nf4", 4.0),
+        ("llama", "int8", 4.0),
+    ],
 )
 def test_a_merged_adapter_answers_as_the_two_parts_did(
-    tmp_path: Path, architecture: str, quantisation: Any
+    tmp_path: Path, architecture: str, quantisation: Any, alpha: float
 ) -> None:
     theirs = saved(
         architecture, tmp_path, **({"hidden_size": 64} if quantisation != "none" else {})
     )
     model = Model(
-        name="x", source=str(tmp_path), lora=Lora(rank=2, alpha=4), quantisation=quantisation
+        name="x", source=str(tmp_path), lora=Lora(rank=2, alpha=alpha), quantisation=quantisation
     )
     hf = adapted(tmp_path, model)
     torch.manual_seed(1)
@@ -71,19 +78,20 @@ def test_a_merged_adapter_answers_as_the_two_parts_did(
         if ".lora_B." in name:
             nn.init.normal_(parameter, std=0.2)
     assert model.lora is not None
-    whole = adapter.merged(hf, model.lora, dict(hf.named_parameters()))
-    state = {n: x.whole() if isinstance(x, adapter.Merged) else x for n, x in whole.items()}
+    plain = adapter.merged(hf, model.lora, dict(hf.named_parameters()))
+    state = {name: adapter.full_tensor(parameter) for name, parameter in plain.items()}
     assert set(state) == {name for name, _ in theirs.named_parameters()}
     theirs.load_state_dict(state, strict=False)
     tokens = tiny.batch(1).tokens_BT
     with torch.no_grad():
         two, one = hf.eval()(tokens).logits, theirs(tokens).logits
-    # int8 also narrows what is multiplied with the weights; nf4 multiplies in half precision
+    # int8 also rounds what is multiplied with the weights; nf4 multiplies in half precision
     tolerance = {"none": 1e-4, "nf4": 5e-3, "int8": 5e-2}[quantisation]
     torch.testing.assert_close(two, one, atol=tolerance, rtol=0)
 
 
-def test_narrow_weights_take_less_and_are_near(tmp_path: Path) -> None:
+@pytest.mark.image
+def test_quantised_weights_take_less_and_are_near(tmp_path: Path) -> None:
     theirs = saved("llama", tmp_path, hidden_size=64)
     hf = adapted(
         tmp_path, Model(name="x", source=str(tmp_path), lora=Lora(rank=2), quantisation="nf4")
@@ -91,7 +99,7 @@ def test_narrow_weights_take_less_and_are_near(tmp_path: Path) -> None:
     layer = hf.get_submodule("model.layers.0.mlp.up_proj.base_layer")
     wide = theirs.get_submodule("model.layers.0.mlp.up_proj").weight
     assert layer.weight.numel() * layer.weight.element_size() <= wide.numel() / 2
-    near = adapter._wide(layer, layer.weight)
+    near = adapter._dequantised(layer, layer.weight)
     assert float((near - wide).detach().norm() / wide.detach().norm()) < 0.12
 
 
@@ -103,17 +111,21 @@ def test_widths_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_the_adapter_alone_is_loaded_by_peft(tmp_path: Path) -> None:
+@pytest.mark.image
+@pytest.mark.parametrize("alpha", [4.0, 8.5])
+def test_the_adapter_alone_is_loaded_by_peft(tmp_path: Path, alpha: float) -> None:
     from peft import PeftModel
 
     theirs = saved("llama", tmp_path / "base")
-    model = Model(name="x", source=str(tmp_path / "base"), lora=Lora(rank=2, alpha=4))
+    model = Model(name="x", source=str(tmp_path / "base"), lora=Lora(rank=2, alpha=alpha))
     hf = adapted(tmp_path, model)
     for name, parameter in hf.named_parameters():
         if ".lora_B." in name:
             nn.init.normal_(parameter, std=0.2)
     tensors = adapter.gathered_adapter(dict(hf.named_parameters()))
     adapter.write_adapter(tmp_path / "adapter", model, tensors)
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["lora_alpha"] == alpha
     loaded = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter")).eval()
     tokens = tiny.batch(1).tokens_BT
     with torch.no_grad():
@@ -132,6 +144,6 @@ def test_a_device_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(*_: Any) -> None:
         raise RuntimeError("no kernel for this device")
 
-    monkeypatch.setattr(adapter, "_narrowed", fail)
+    monkeypatch.setattr(adapter, "_quantised", fail)
     with pytest.raises(UserError, match="does not work on this cpu: RuntimeError: no kernel"):
         adapter.check_device("nf4", CPU)

@@ -1,5 +1,7 @@
 """Documents of one sample do not see each other, and each is attended to as if alone."""
 
+import sys
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -7,9 +9,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from atoll.models import attention
+from atoll.models import attention, causal_lm
 from atoll.models.build import build_config, build_model, weights_for
 from atoll.models.causal_lm import CausalLM
 from atoll.models.weights import fill, fill_buffers, materialize
@@ -87,6 +91,51 @@ def test_one_document_a_sample_goes_through_one_call() -> None:
         model(whole, torch.float32)
     assert len(calls) == tiny.CONFIGS["llama"]["num_hidden_layers"]
     assert all(call["is_causal"] and call.get("attn_mask") is None for _, call in calls)
+
+
+class CountedOperators(TorchDispatchMode):
+    """How often each operator ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("activation_checkpointing", "factor"), [("selective", 1), ("full", 2)])
+def test_selective_checkpointing_keeps_what_the_packed_kernel_computed(
+    monkeypatch: pytest.MonkeyPatch, activation_checkpointing: Any, factor: int
+) -> None:
+    """The kernel needs a GPU: here only its shapes go through the model."""
+    monkeypatch.setattr(causal_lm, "has_varlen_kernel", lambda *_: True)
+    training = Training(
+        steps=1,
+        global_batch_samples=1,
+        microbatch_samples=1,
+        activation_checkpointing=activation_checkpointing,
+    )
+    settings = Model(name="tiny", config=tiny.CONFIGS["llama"])
+    config = build_config(settings, tiny.VOCABULARY, tiny.SEQUENCE, {})
+    model, batch = build_model(config, training), tiny.batch(5, samples=2)
+    counted = CountedOperators()
+    with FakeTensorMode(allow_non_fake_inputs=True), counted:
+        materialize(model, CPU)
+        model(batch, torch.bfloat16).backward()
+    assert counted.calls["torch_attn::_varlen_attn"] == factor * config.num_hidden_layers
+    assert counted.calls["torch_attn::_varlen_attn_backward"] == config.num_hidden_layers
+
+
+def test_selective_checkpointing_works_where_torch_has_no_packed_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    monkeypatch.setattr(torch.ops, "torch_attn", SimpleNamespace())
+    kept = attention.kept_operators()
+    assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in kept
+    assert not any("varlen" in operator.name() for operator in kept)
 
 
 def counted_calls(patch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from atoll.errors import UserError
+from atoll.models import convert
 from atoll.models.convert import convert_llama, convert_pickles, is_meta_llama
+from atoll.models.safetensor_files import weight_files
 
 
 class Harmful:
@@ -56,6 +58,87 @@ def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read as tensors alone"):
         convert_pickles(tmp_path)
     assert not trap.exists()
+
+
+def test_files_without_an_archive_are_read_too(tmp_path: Path) -> None:
+    """Those of torch before 1.6, which cannot be mapped."""
+    old = tmp_path / "pytorch_model.bin"
+    torch.save({"weight": torch.ones(2)}, old, _use_new_zipfile_serialization=False)
+    convert_pickles(tmp_path)
+    assert load_file(tmp_path / "model.safetensors")["weight"].tolist() == [1, 1]
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("content", [b"", "half"])
+def test_a_file_that_is_cut_is_not_called_harmful(tmp_path: Path, content: Any) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"weight": torch.ones(1000)}, path)
+    path.write_bytes(path.read_bytes()[:2000] if content == "half" else content)
+    with pytest.raises(UserError) as caught:
+        convert_pickles(tmp_path)
+    assert "cannot be read as tensors alone" in caught.value.found
+    assert caught.value.hint == "fetch it again"
+    assert path.exists()
+
+
+def test_every_file_keeps_its_tensors(tmp_path: Path) -> None:
+    """A file's memory is used again for the file after the next."""
+    count = 6
+    for number in range(count):
+        weights = {f"weight_{number}": torch.full((3000,), float(number))}
+        torch.save(weights, tmp_path / f"pytorch_model-{number + 1:05d}-of-{count:05d}.bin")
+    convert_pickles(tmp_path)
+    stored = {n: x for path in tmp_path.glob("*.safetensors") for n, x in load_file(path).items()}
+    assert {name: float(x[0]) for name, x in stored.items()} == {
+        f"weight_{number}": float(number) for number in range(count)
+    }
+
+
+def test_parts_of_one_memory_are_all_written(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).view(4, 3)
+    parts = {"whole": whole, "tied": whole, "rows": whole[:2], "end": whole[2:], "turned": whole.T}
+    torch.save(parts, tmp_path / "pytorch_model.bin")
+    convert_pickles(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored.keys() == parts.keys() - {"tied"}, "a tied tensor is stored once"
+    for name, tensor in stored.items():
+        assert torch.equal(tensor, parts[name]), name
+
+
+def test_what_is_no_tensor_by_name_is_kept_and_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"step": 3, "model": {"weight": torch.ones(2)}}, path)
+    with pytest.raises(UserError, match="no tensors by name"):
+        convert_pickles(tmp_path)
+    assert path.exists()
+
+
+def test_pickles_stay_unless_every_name_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, index = tmp_path / "pytorch_model.bin", tmp_path / "pytorch_model.bin.index.json"
+    torch.save({"first": torch.ones(2)}, path)
+    index.write_text(json.dumps({"weight_map": {"first": path.name, "second": "of another file"}}))
+    with pytest.raises(UserError, match=r"1 tensors of .* the first is second"):
+        convert_pickles(tmp_path)
+    index.unlink()
+    assert not list(tmp_path.glob("*.safetensors")), "nor does a part pass for the whole"
+    monkeypatch.setattr(convert, "write_tensors", lambda path, _: save_file({}, path))
+    with pytest.raises(UserError, match=r"1 tensors of .* the first is first"):
+        convert_pickles(tmp_path)
+    assert path.exists()
+
+
+def test_a_conversion_goes_on_where_it_broke(tmp_path: Path) -> None:
+    paths = [tmp_path / f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+    torch.save({"first": torch.ones(2)}, paths[0])
+    paths[1].write_bytes(b"cut")
+    with pytest.raises(UserError, match="cannot be read as tensors"):
+        convert_pickles(tmp_path)
+    torch.save({"second": torch.ones(2)}, paths[1])
+    convert_pickles(tmp_path)
+    assert weight_files(tmp_path).keys() == {"first", "second"}
+    assert not list(tmp_path.glob("*.bin"))
 
 
 def meta_state(model: Any, heads: int) -> dict[str, torch.Tensor]:

@@ -49,7 +49,7 @@ def test_a_rank_that_cannot_write_goes_on_gathering(
         gathered.append(parameter.numel())
         return parameter
 
-    monkeypatch.setattr(export, "_whole", whole)
+    monkeypatch.setattr(export, "full_tensor", whole)
     parameters = {name: torch.ones(size) for name, size in SIZES.items()}
     files = [[name] for name in SIZES]
     missing, numbered = tmp_path / "missing", export.Numbered(0, len(files))

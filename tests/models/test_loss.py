@@ -21,6 +21,7 @@ def inputs(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
 def labels() -> torch.Tensor:
     chosen = torch.randint(0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(1))
     chosen[::5] = -100
+    chosen[1], chosen[2] = 0, VOCABULARY - 1
     return chosen
 
 
@@ -39,6 +40,15 @@ def test_equals_torch(chunk: int, with_bias: bool) -> None:
         torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-4)
 
 
+def test_without_gradients_every_chunk_counts() -> None:
+    hidden, weight, bias = inputs(torch.float32)
+    expected = F.cross_entropy(F.linear(hidden, weight, bias), labels(), reduction="sum")
+    with torch.no_grad():
+        loss = chunked_cross_entropy(hidden, weight, bias, labels(), 8)
+    torch.testing.assert_close(loss, expected.detach())
+    assert not loss.requires_grad
+
+
 def test_bf16_is_close_and_keeps_dtypes() -> None:
     hidden, weight, _ = inputs(torch.float32)
     half = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
@@ -50,6 +60,20 @@ def test_bf16_is_close_and_keeps_dtypes() -> None:
     assert half[1].grad is not None and half[1].grad.dtype == torch.bfloat16
     torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0.5)
     torch.testing.assert_close(half[1].grad.float(), weight.grad, rtol=5e-2, atol=0.1)
+
+
+@pytest.mark.parametrize("scale", [1 / 1003, 7 / 13])
+def test_a_scale_that_bf16_cannot_hold_is_not_rounded(scale: float) -> None:
+    unscaled, scaled = inputs(torch.bfloat16), inputs(torch.bfloat16)
+    chunked_cross_entropy(*unscaled, labels(), 8).backward()
+    (chunked_cross_entropy(*scaled, labels(), 8) * scale).backward()
+    for one, other in zip(unscaled, scaled, strict=True):
+        assert one.grad is not None and other.grad is not None
+        expected = one.grad.float() * scale
+        # what was summed in fp32 is rounded once in each, what was in bf16 only by the product
+        ulp = 2**-8 if one is not unscaled[0] else 0
+        expected_bf16 = expected.bfloat16().float()
+        torch.testing.assert_close(other.grad.float(), expected_bf16, rtol=2 * ulp, atol=0)
 
 
 def test_autocast_lowers_the_product() -> None:
@@ -65,6 +89,20 @@ def test_autocast_lowers_the_product() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16), Watch():
         chunked_cross_entropy(hidden, weight, None, labels(), 8)
     assert seen and set(seen) == {torch.bfloat16}
+
+
+def test_autocast_lowers_the_bias_too_and_its_gradient_keeps_its_dtype() -> None:
+    hidden, weight, bias = inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = chunked_cross_entropy(hidden, weight, bias, labels(), 8)
+    loss.backward()
+    theirs = inputs(torch.float32)
+    expected = F.cross_entropy(F.linear(*theirs), labels(), reduction="sum")
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0.5)
+    for ours, reference in zip((hidden, weight, bias), theirs, strict=True):
+        assert ours.grad is not None and ours.grad.dtype == torch.float32
+        torch.testing.assert_close(ours.grad, reference.grad, rtol=5e-2, atol=0.1)
 
 
 def test_never_holds_more_logits_than_a_chunk() -> None:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from atoll.errors import UserError
 from atoll.models.build import build_config, build_model, weights_for
-from atoll.models.source import weight_files
+from atoll.models.safetensor_files import weight_files
 from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.settings import Model, Sharding, Training
 from atoll.settings.axes import Axes

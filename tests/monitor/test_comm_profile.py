@@ -25,8 +25,6 @@ CONFIG = {
 }
 RANKS = 4
 
-pytestmark = pytest.mark.matrix
-
 
 def prepared(folder: Path, strategy: str, **more: Any) -> Run:
     folder.mkdir(exist_ok=True)

@@ -146,6 +146,7 @@ def train_with_secrets(world: World, run: Run) -> None:
         assert variables() == before
 
 
+@pytest.mark.image
 def test_every_sink_holds_what_metrics_hold(ranks: RankPool, folder: Path) -> None:
     run = settings(folder)
     run_folder = small_run.ready(run)
@@ -200,7 +201,6 @@ def killed_after_step_five(run_folder: Path, placement: Any) -> int:
     return train.main(run_folder, placement)
 
 
-@pytest.mark.matrix
 def test_a_killed_run_goes_on_in_the_same_sinks(ranks: RankPool, folder: Path) -> None:
     run = settings(folder, checkpoint__asynchronous=False)
     run_folder = small_run.ready(run)
@@ -223,7 +223,6 @@ def test_a_killed_run_goes_on_in_the_same_sinks(ranks: RankPool, folder: Path) -
     assert mlflow_run(run_folder)[1].info.status == "FINISHED"
 
 
-@pytest.mark.matrix
 def test_a_run_stopped_by_an_error_has_closed_its_sinks(ranks: RankPool, folder: Path) -> None:
     run = settings(folder)
     run_folder = small_run.ready(run)

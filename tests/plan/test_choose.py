@@ -9,7 +9,7 @@ import yaml
 
 from atoll.errors import UserError
 from atoll.plan.choose import choose, options
-from atoll.plan.memory import memory_of, with_activation_checkpointing, with_sharding
+from atoll.plan.memory import Memory, memory_of
 from atoll.plan.shapes import Shape, shape_of
 from atoll.plan.traffic import bytes_sent
 from atoll.settings import Run
@@ -72,21 +72,24 @@ def test_an_unknown_device_is_not_guessed() -> None:
 def test_the_parts_of_a_7b_model_in_full_shard(shape: Shape) -> None:
     memory = memory_of(run_of(80, sharding=TREE["full_shard"]), shape)
     assert memory.parameters == memory.optimizer // 2 == round(shape.parameters * 4 / 8)
-    again = memory_of(
-        with_activation_checkpointing(run_of(80, sharding=TREE["full_shard"]), "full"), shape
+    checkpointed = run_of(
+        80, sharding=TREE["full_shard"], training__activation_checkpointing="full"
     )
-    assert again.peak < memory.peak
-    assert again.activations == memory.activations > 5 * again.recomputed_activations
+    less = memory_of(checkpointed, shape)
+    assert less.peak < memory.peak
+    assert less.activations == memory.activations > 5 * less.recomputed_activations
 
 
 def test_each_axis_takes_its_part(shape: Shape) -> None:
-    plain = run_of(80, nodes=4, sharding=TREE["full_shard"])
-    base = memory_of(plain, shape)
-    assert memory_of(with_sharding(plain, tensor=4), shape).activations < base.activations / 2
-    assert memory_of(with_sharding(plain, context=4), shape).activations < base.activations / 3
-    assert memory_of(with_sharding(plain, offload=True), shape).peak < base.peak
-    assert memory_of(with_sharding(plain, offload=True), shape).host > 0
-    assert memory_of(with_sharding(plain, shard="node"), shape).parameters > base.parameters
+    def memory(**changes: Any) -> Memory:
+        return memory_of(run_of(80, nodes=4, sharding=TREE["full_shard"] | changes), shape)
+
+    base = memory()
+    assert memory(tensor=4).activations < base.activations / 2
+    assert memory(context=4).activations < base.activations / 3
+    assert memory(offload=True).peak < base.peak
+    assert memory(offload=True).host > 0
+    assert memory(shard="node").parameters > base.parameters
 
 
 @pytest.mark.parametrize(("ranks", "factor"), [(1, 0.0), (2, 1.0), (4, 1.5)])

@@ -16,8 +16,8 @@ import pytest
 from testbed import CLUSTERS
 from testbed_site import HOW, ROOT, TINY, Site
 
-from atoll.campaign import coordinator as federate
-from atoll.campaign import round as one_round
+from atoll.campaign.coordinator import make_first_model, run
+from atoll.campaign.round import go_on
 from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.campaign.transfer import Unreachable, ask, send
 from atoll.errors import UserError
@@ -149,9 +149,10 @@ def home(user: str) -> Path:
 def coordinator(values: dict[str, Any]) -> subprocess.Popen[str]:
     """`atoll federate` with these settings, in a process that can be killed."""
     code = (
-        "import json,sys; from pathlib import Path; from atoll.host import federate as f;"
-        "c=f.checked_campaign(json.loads(sys.argv[1]));"
-        "sys.exit(f.run(f.CampaignStore(c,Path(c.folder)/c.name)))"
+        "import json,sys; from pathlib import Path; from atoll.campaign.coordinator import run;"
+        "from atoll.campaign.store import CampaignStore, checked_campaign;"
+        "c=checked_campaign(json.loads(sys.argv[1]));"
+        "sys.exit(run(CampaignStore(c,Path(c.folder)/c.name)))"
     )
     return subprocess.Popen(
         [sys.executable, "-c", code, json.dumps(values)],
@@ -182,6 +183,26 @@ def until(ready: Callable[[], bool], process: subprocess.Popen[str], seconds: fl
         time.sleep(0.2)
 
 
+def manifests(values: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
+    """What the global model of each round was made of."""
+    store = CampaignStore(checked_campaign(values), Path(values["folder"]) / "islands")
+    numbers = range(1, rounds + 1)
+    return [json.loads((store.model(n) / "manifest.json").read_text()) for n in numbers]
+
+
+def test_one_round_of_two_facilities_through_streamflow(federation: dict[str, Any]) -> None:
+    if not STREAMFLOW.is_file():
+        pytest.skip(HOW)
+    values = federation | {"engine": "streamflow"}
+    running = coordinator(values)
+    output, _ = running.communicate(timeout=600)
+    assert running.returncode == 0, output
+    [manifest] = manifests(values, 1)
+    assert set(manifest["weights"]) == set(TEXTS) and not manifest["rejected"]
+    assert [len(ids) for ids in jobs(values, 1)] == [1, 1]
+
+
+@pytest.mark.full
 def test_two_facilities_through_streamflow(federation: dict[str, Any]) -> None:
     """In round 1 a job is cancelled and another one's ranks are killed, as when memory is full.
 
@@ -203,28 +224,28 @@ def test_two_facilities_through_streamflow(federation: dict[str, Any]) -> None:
     said, _ = second.communicate(timeout=600)
     assert second.returncode == 0, said
     assert [len(ids) for ids in jobs(values, 2)] == [1, 1]
-    held = CampaignStore(checked_campaign(values), Path(values["folder"]) / "islands")
-    for number in (1, 2):
-        manifest = json.loads((held.model(number) / "manifest.json").read_text())
+    store = CampaignStore(checked_campaign(values), Path(values["folder"]) / "islands")
+    for manifest in manifests(values, 2):
         assert set(manifest["weights"]) == set(TEXTS) and not manifest["rejected"]
-    workflow = (held.folder / "streamflow" / "round.cwl").read_text()
+    workflow = (store.folder / "streamflow" / "round.cwl").read_text()
     assert "run: train_east.cwl" in workflow and "cwlVersion: v1.2" in workflow
 
 
+@pytest.mark.matrix
 def test_a_facility_behind_a_closed_door_is_left_out(federation: dict[str, Any]) -> None:
     """By the engine without a workflow system, and the other one's update is enough."""
     values = federation | {"rule": federation["rule"] | {"quorum": 1}}
     values["sites"][0]["host"] = "nobody-like-this@127.0.0.1"
-    held = CampaignStore(checked_campaign(values), Path(values["folder"]) / "islands")
-    one_round.begin(held)
-    while len(one_round.state.unsettled(held, 1)) > 1:
-        for site in held.campaign.sites:
-            one_round.go_on(held, 1, site)
-        time.sleep(held.campaign.poll_seconds)
-    over = held.campaign.model_copy(update={"deadline_minutes": 0.001})
-    assert federate.run(CampaignStore(over, held.folder)) == 0
-    assert "Permission denied" in one_round.state.left_out(held, 1)["testbed"]
-    manifest = json.loads((held.model(1) / "manifest.json").read_text())
+    store = CampaignStore(checked_campaign(values), Path(values["folder"]) / "islands")
+    make_first_model(store)
+    while len(store.unsettled(1)) > 1:
+        for site in store.campaign.sites:
+            go_on(store, 1, site)
+        time.sleep(store.campaign.poll_seconds)
+    over = store.campaign.model_copy(update={"deadline_minutes": 0.001})
+    assert run(CampaignStore(over, store.folder)) == 0
+    assert "Permission denied" in store.left_out(1)["testbed"]
+    manifest = json.loads((store.model(1) / "manifest.json").read_text())
     assert list(manifest["weights"]) == ["east"]
 
 

@@ -5,11 +5,12 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from testbed_site import USER
 
-FOUR_NODES = ("nodes=4", "training.steps=6")
+LIMIT = ("launcher=static_node", "facility.walltime_minutes=2", "restart.notice_seconds=60")
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -19,53 +20,76 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def reference(site) -> dict[int, float]:
+def size(request) -> tuple[str, ...]:
+    """All four nodes in make test-full, else two, so that two runs have room beside each other."""
+    nodes = 4 if request.config.getoption("--full") else 2
+    return (f"nodes={nodes}", "training.steps=6")
+
+
+@pytest.fixture(scope="module")
+def limited(site, size) -> Thread:
+    """A run whose ranks stand still from the first step on, as for a file system.
+
+    Where it leaves room the others run while it waits for its time limit.
+    """
+    site.submit("limited", *size, *LIMIT)
+    lines = site.clone / "runs" / "limited" / "metrics.jsonl"
+
+    def stop() -> None:
+        site.until("limited", lambda: lines.exists() and 1 in losses(lines.parent))
+        signal_ranks("STOP", lines.parent)
+
+    thread = Thread(target=stop)
+    thread.start()
+    return thread
+
+
+def signal_ranks(name: str, folder: Path) -> None:
+    pattern = f"^[^ ]*python3 -m atoll launch .*{folder}"
+    subprocess.run(["pkill", f"-{name}", "-u", USER, "-f", pattern])
+
+
+@pytest.fixture(scope="module")
+def reference(request, site, size) -> dict[int, float]:
+    if "nodes=2" in size:
+        request.getfixturevalue("limited")
     sample = ("generation.prompt=def", "generation.max_new_tokens=4")
-    site.submit("static", *FOUR_NODES, "launcher=static", *sample)
+    site.submit("static", *size, "launcher=static", *sample)
     return losses(site.finished("static"))
 
 
-def test_four_nodes_train_in_the_container(site, reference):
+def test_nodes_train_together_in_the_container(site, size, reference):
     folder = site.clone / "runs" / "static"
     assert sorted(reference) == [1, 2, 3, 4, 5, 6]
     assert (folder / "export" / "model.safetensors.index.json").exists()
     site.until("static", (folder / "sample.txt").exists)
     start = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
-    assert start["ranks"] == 8
+    assert start["ranks"] == (8 if "nodes=4" in size else 4)
     assert re.search(r"finished, 6 steps, loss 6\.\d+, perplexity \d+", site.status("static"))
 
 
 @pytest.mark.parametrize("launcher", ["static_node", "torchrun", "mpiexec"])
-def test_every_launcher_gives_the_same_losses(launcher, site, reference):
-    site.submit(launcher, *FOUR_NODES, f"launcher={launcher}")
+def test_every_launcher_gives_the_same_losses(launcher, site, size, reference):
+    site.submit(launcher, *size, f"launcher={launcher}")
     assert losses(site.finished(launcher)) == reference
 
 
-def test_pbs_s_commands_give_the_same_losses(site, reference):
-    site.submit("pbs", *FOUR_NODES, "facility=testbed_pbs")
+def test_pbs_s_commands_give_the_same_losses(site, size, reference):
+    site.submit("pbs", *size, "facility=testbed_pbs")
     assert losses(site.finished("pbs")) == reference
     assert (site.clone / "runs" / "pbs" / "jobs.txt").read_text().startswith("pbs ")
 
 
-def signal_ranks(name: str) -> None:
-    subprocess.run(["pkill", f"-{name}", "-u", USER, "-f", "^[^ ]*python3 -m atoll launch"])
-
-
-def test_a_run_goes_on_after_its_time_limit_with_the_same_losses(site, reference):
-    """Its ranks stand still from the first step on, as for a file system, until Slurm's notice.
+def test_a_run_goes_on_after_its_time_limit_with_the_same_losses(site, reference, limited):
+    """Its ranks stand still until Slurm's notice.
 
     On a slow machine that comes before the first step is over, and they may be about to end.
     """
-    limit = ("facility.walltime_minutes=2", "restart.notice_seconds=60")
-    site.submit("limited", *FOUR_NODES, "launcher=static_node", *limit)
     folder = site.clone / "runs" / "limited"
-    lines, notice, restarts_file = (
-        folder / name for name in ("metrics.jsonl", "stop", "restarts.jsonl")
-    )
-    site.until("limited", lambda: lines.exists() and 1 in losses(folder))
-    signal_ranks("STOP")
+    notice, restarts_file = folder / "stop", folder / "restarts.jsonl"
+    limited.join()
     site.until("limited", lambda: notice.exists() or restarts_file.exists())
-    signal_ranks("CONT")
+    signal_ranks("CONT", folder)
     assert losses(site.finished("limited")) == reference
     restarts = [json.loads(text) for text in restarts_file.read_text().splitlines()]
     assert 0 < restarts[0]["step"] < 6

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -275,3 +276,126 @@ def test_the_manifest_lists_every_file(tmp_path: Path) -> None:
     folder = run_dir.checkpoint(tmp_path, 1)
     listed = json.loads((folder / "manifest.json").read_text())["files"]
     assert sorted([*listed, "manifest.json"]) == sorted(os.listdir(folder))
+
+
+def test_waiting_is_counted_and_nothing_is_waited_for_twice(tmp_path: Path) -> None:
+    assert checkpoint.await_copy(None) == 0.0
+    assert checkpoint.finish(None) == 0.0
+    before = time.monotonic()
+    pending = checkpoint.start_save(tmp_path, state(ALONE, 4.0), progress(4), 2, ALONE)
+    blocked = pending.blocked_seconds
+    assert 0 < blocked <= time.monotonic() - before
+    waited = checkpoint.await_copy(pending) + checkpoint.finish(pending)
+    assert pending.step == 4 and pending.copied.done()
+    assert pending.blocked_seconds == pytest.approx(blocked + waited)
+    assert before <= pending.started <= time.monotonic()
+    assert 0 < pending.done.result() <= time.monotonic() - before
+    assert checkpoint.await_copy(pending) == 0.0
+    assert checkpoint.finish(pending) < 0.1
+
+
+def test_what_is_not_whole_is_not_the_latest(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path) is None
+    folder = run_dir.checkpoints(tmp_path)
+    folder.mkdir()
+    assert checkpoint.latest(tmp_path) is None
+    save(tmp_path, ALONE, 2)
+    save(tmp_path, ALONE, 5)
+    (folder / "step-00000009").mkdir()
+    shutil.copytree(folder / "step-00000005", folder / ".step-00000008.partial")
+    shutil.copytree(folder / "step-00000005", folder / "step-00000007.old")
+    assert checkpoint.latest(tmp_path) == folder / "step-00000005"
+
+
+def test_progress_comes_back_whole(tmp_path: Path) -> None:
+    written = checkpoint.Progress(3, 24, 3000, 1, {"skipped": 2})
+    pending = checkpoint.start_save(tmp_path, state(ALONE, 3.0), written, 2, ALONE)
+    checkpoint.finish(pending)
+    path = checkpoint.latest(tmp_path)
+    assert path is not None and path.name == "step-00000003"
+    assert checkpoint.load_progress(path) == written
+
+
+def test_a_step_that_is_saved_again_takes_the_place_of_the_old(tmp_path: Path) -> None:
+    save(tmp_path, ALONE, 2)
+    stale = run_dir.checkpoint(tmp_path, 2) / "stale"
+    stale.write_text("")
+    (run_dir.checkpoints(tmp_path) / ".step-00000001.partial").mkdir()
+    (run_dir.checkpoints(tmp_path) / "notes").mkdir()
+    save(tmp_path, ALONE, 2)
+    assert load(tmp_path, ALONE) == (2, [2.0] * 3)
+    assert not stale.exists()
+    assert sorted(os.listdir(run_dir.checkpoints(tmp_path))) == ["notes", "step-00000002"]
+
+
+def test_the_manifest_states_size_and_digest_of_each_file(tmp_path: Path) -> None:
+    save(tmp_path, ALONE, 1)
+    folder = run_dir.checkpoint(tmp_path, 1)
+    content = json.loads((folder / "manifest.json").read_text())
+    for name, facts in content["files"].items():
+        assert facts["bytes"] == (folder / name).stat().st_size > 0
+        assert facts["sha256"] == run_dir.sha256_of(folder / name)
+    assert content["progress"]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda path: path.unlink(), "__0_0.distcp is missing"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), r"has (\d+) bytes, (\d+) were"),
+        (lambda path: path.write_bytes(b"\0" * path.stat().st_size), "have the sha256"),
+    ],
+)
+def test_damage_is_told_apart(tmp_path: Path, damage: Any, reason: str) -> None:
+    save(tmp_path, ALONE, 1)
+    damage(run_dir.checkpoint(tmp_path, 1) / "__0_0.distcp")
+    with pytest.raises(UserError, match=reason):
+        load(tmp_path, ALONE)
+
+
+@pytest.mark.parametrize(
+    "other", [{"model/matrix": torch.zeros(7, 4)}, {"model/other": torch.zeros(2)}]
+)
+def test_another_model_s_checkpoint_is_refused_in_two_lines(
+    tmp_path: Path, other: dict[str, torch.Tensor]
+) -> None:
+    save(tmp_path, ALONE, 1)
+    path = run_dir.checkpoint(tmp_path, 1)
+    with pytest.raises(UserError) as refused:
+        checkpoint.load(path, state(ALONE, 0.0) | other, ALONE)
+    assert refused.value.found.startswith(f"checkpoint {path} does not fit this run: ")
+    assert "\n" not in refused.value.found
+    assert refused.value.hint == "start a new run with another name="
+
+
+def test_the_space_that_a_checkpoint_needs_is_all_of_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"a": torch.zeros(2**20), "b": torch.zeros(2**20, dtype=torch.bfloat16)}
+    needed = 4 * 2**20 + 2 * 2**20
+    usage = shutil.disk_usage(tmp_path)
+    folder = tmp_path / "runs" / "x"
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
+    checkpoint.check_space(folder, tensors)
+    checkpoint.check_space(folder, tensors)
+    assert folder.is_dir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
+    with pytest.raises(UserError, match=r"has 0\.01 GiB free, one checkpoint takes 0\.01 GiB"):
+        checkpoint.check_space(folder, tensors)
+    big = {"a": torch.empty(2**30, device="meta")}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 * 2**30))
+    with pytest.raises(UserError, match=r"has 3\.00 GiB free, one checkpoint takes 4\.00 GiB"):
+        checkpoint.check_space(folder, big)
+
+
+def wait_for_the_slow_one(world: World, folder: Path) -> bool:
+    if world.rank == 1:
+        time.sleep(0.3)
+        (folder / "arrived").write_text("")
+    checkpoint.barrier(world)
+    return (folder / "arrived").exists()
+
+
+def test_nobody_passes_the_barrier_alone(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(wait_for_the_slow_one, tmp_path, world=2) == [True, True]
+    checkpoint.barrier(ALONE)

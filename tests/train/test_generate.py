@@ -76,6 +76,7 @@ def test_a_checkpoint_speaks_like_the_export(
     assert said(capsys, plain, *cold) == run_dir.sample_file(plain).read_text()
 
 
+@pytest.mark.image
 def test_an_adapter_speaks_like_the_merged_export(
     adapted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

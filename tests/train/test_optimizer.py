@@ -93,6 +93,7 @@ def eight_bit(world: World, sharded: bool) -> tuple[list[float], int]:
     return losses, held
 
 
+@pytest.mark.image
 def test_eight_bit_adamw_learns_on_shards_as_on_one_process(ranks: RankPool) -> None:
     alone, alone_bytes = ranks.run(eight_bit, False, world=1)[0]
     sharded = ranks.run(eight_bit, True, world=2)
@@ -102,6 +103,7 @@ def test_eight_bit_adamw_learns_on_shards_as_on_one_process(ranks: RankPool) -> 
     assert all(math.isfinite(x) for x in alone)
 
 
+@pytest.mark.image
 def test_eight_bit_state_is_smaller_than_fp32() -> None:
     net = nn.Linear(256, 256, bias=False)
     sizes = {}

@@ -38,9 +38,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-pytestmark = pytest.mark.matrix
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("strategies")
@@ -76,6 +73,7 @@ def stopped(ranks: RankPool, folder: Path) -> Path:
     return run_folder
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("strategy", list(STRATEGIES)[1:])
 def test_a_run_goes_on_under_another_strategy(
     ranks: RankPool, folder: Path, whole: Path, stopped: Path, strategy: str
@@ -100,6 +98,7 @@ def test_a_run_goes_on_under_another_strategy(
         assert plain_loss(again, run_folder) == pytest.approx(held_out, abs=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["opt", "bert"])
 def test_vectors_that_two_axes_cut_are_saved_whole(
     ranks: RankPool, folder: Path, family: str

@@ -36,6 +36,33 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of two ranks that most tests compare with."""
+    path = tmp_path_factory.mktemp("whole")
+    small_run.write_text(path)
+    return trained(ranks, small_run.settings(path, 2, name="whole"))
+
+
+@pytest.fixture(scope="module")
+def stopped(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, which fell over after its checkpoint of step 3."""
+    path = tmp_path_factory.mktemp("stopped")
+    small_run.write_text(path)
+    run = small_run.settings(path, 2, name="stopped")
+    run_folder = small_run.ready(run)
+    ranks.run(stop_after, run, 3, world=2)
+    assert checkpoint.latest(run_folder) == run_dir.checkpoint(run_folder, 3)
+    return run_folder
+
+
+def copied(run_folder: Path, run: Run) -> Path:
+    """A run's folder, as the folder of another."""
+    copy = run_dir.folder(run)
+    shutil.copytree(run_folder, copy)
+    return copy
+
+
 def trained(ranks: RankPool, run: Run) -> Path:
     run_folder = small_run.ready(run)
     ranks.run(small_run.train_here, run, world=run.world_size)
@@ -60,6 +87,7 @@ def plain_loss(run: Run, run_folder: Path) -> float:
     return total / count
 
 
+@pytest.mark.image
 @pytest.mark.parametrize("architecture", tiny.CONFIGS)
 def test_export_has_the_loss_of_the_trainer(
     ranks: RankPool, folder: Path, architecture: str
@@ -93,6 +121,7 @@ def test_export_is_a_hugging_face_folder(ranks: RankPool, folder: Path) -> None:
     assert AutoTokenizer.from_pretrained(export)("the reef").input_ids
 
 
+@pytest.mark.image
 def test_generate_samples_from_the_export(
     ranks: RankPool, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +150,6 @@ SHAPES = [
 ]
 
 
-@pytest.mark.matrix
 def test_the_same_losses_on_any_number_of_ranks(ranks: RankPool, folder: Path) -> None:
     alone = small_run.settings(
         folder,
@@ -177,14 +205,12 @@ def test_a_resumed_run_is_bit_exact(ranks: RankPool, folder: Path, changes: dict
     assert totals[0] == totals[1]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("size", [1, 4])
-def test_resumes_on_another_number_of_ranks(ranks: RankPool, folder: Path, size: int) -> None:
-    whole = trained(ranks, small_run.settings(folder, 2, name="whole"))
-    run = small_run.settings(folder, 2, name="moved")
-    moved = small_run.ready(run)
-    ranks.run(stop_after, run, 3, world=2)
+def test_resumes_on_another_number_of_ranks(
+    ranks: RankPool, folder: Path, whole: Path, stopped: Path, size: int
+) -> None:
     again = small_run.settings(folder, size, name="moved")
+    moved = copied(stopped, again)
     ranks.run(small_run.train_here, again, world=size)
     assert small_run.losses(moved) == pytest.approx(small_run.losses(whole), abs=1e-4)
 
@@ -204,18 +230,18 @@ def mistake(world: World, run: Run) -> str:
     return str(error.value)
 
 
-@pytest.mark.matrix
-def test_a_finished_run_started_again_changes_nothing(ranks: RankPool, folder: Path) -> None:
+def test_a_finished_run_started_again_changes_nothing(
+    ranks: RankPool, folder: Path, whole: Path
+) -> None:
     run = small_run.settings(folder, 2)
-    run_folder = trained(ranks, run)
+    run_folder = copied(whole, run)
     before = {p: p.read_bytes() for p in run_folder.rglob("*") if p.is_file()}
     ranks.run(small_run.train_here, run, world=2)
     assert {p: p.read_bytes() for p in run_folder.rglob("*") if p.is_file()} == before
 
 
-@pytest.mark.matrix
-def test_a_run_goes_on_when_steps_are_added(ranks: RankPool, folder: Path) -> None:
-    trained(ranks, small_run.settings(folder, 2))
+def test_a_run_goes_on_when_steps_are_added(ranks: RankPool, folder: Path, whole: Path) -> None:
+    copied(whole, small_run.settings(folder, 2))
     run_folder = trained(ranks, small_run.settings(folder, 2, training__steps=8))
     assert sorted(small_run.losses(run_folder)) == list(range(1, 9))
     assert json.loads(run_dir.result_file(run_folder).read_text())["steps"] == 8
@@ -243,6 +269,7 @@ def test_choices_of_a_run(ranks: RankPool, folder: Path, changes: dict[str, Any]
     AutoModelForCausalLM.from_pretrained(run_dir.export(run_folder))
 
 
+@pytest.mark.full
 def test_compiled_blocks_give_the_same_losses(ranks: RankPool, folder: Path) -> None:
     """Where there is no C++ compiler, a run that asks for one is refused."""
     single = {"sharding": small_run.sharding("single"), "training__steps": 2}
@@ -263,14 +290,13 @@ FIELDS = {
 }  # fmt: skip
 
 
-def test_metrics_have_their_fields(ranks: RankPool, folder: Path) -> None:
-    run_folder = trained(ranks, small_run.settings(folder, 2))
-    (start,) = small_run.records(run_folder, "start")
-    for record in small_run.records(run_folder, "train"):
+def test_metrics_have_their_fields(whole: Path) -> None:
+    (start,) = small_run.records(whole, "start")
+    for record in small_run.records(whole, "train"):
         assert record.keys() >= FIELDS
         flops = record["tokens_per_second_per_device"] * start["flops_per_token"]
         assert record["mfu"] == pytest.approx(flops / (start["peak_tflops_per_device"] * 1e12))
-    saved = small_run.records(run_folder, "checkpoint")
+    saved = small_run.records(whole, "checkpoint")
     assert [record["step"] for record in saved] == [3, 6]
     assert all(record["blocked_seconds"] > 0 for record in saved)
     assert all(0 < record["save_seconds"] < 60 for record in saved)
@@ -375,7 +401,7 @@ def killed_in_save(run_folder: Path, placement: Any) -> int:
     return train.main(run_folder, placement)
 
 
-@pytest.mark.matrix
+@pytest.mark.image
 def test_killed_in_the_middle_of_saving_resumes_to_the_same_losses(
     ranks: RankPool, folder: Path
 ) -> None:
@@ -401,7 +427,6 @@ def assert_two_lines(finished: subprocess.CompletedProcess[str], found: str) -> 
     assert found in lines[0], finished.stderr
 
 
-@pytest.mark.matrix
 def test_mistakes_end_in_two_lines_whatever_the_ranks(folder: Path) -> None:
     run = small_run.settings(folder, 2, model__config=tiny.CONFIGS["llama"])
     run_folder = small_run.ready(run)
@@ -409,9 +434,8 @@ def test_mistakes_end_in_two_lines_whatever_the_ranks(folder: Path) -> None:
     assert_two_lines(launch(run_folder, 3), "3 ranks were started, the run asks for 2")
 
 
-@pytest.mark.matrix
 def test_a_corrupted_token_shard_is_named(folder: Path) -> None:
-    run = small_run.settings(folder, 2)
+    run = small_run.settings(folder, 2, folders__prepared=str(folder / "prepared"))
     run_folder = small_run.ready(run)
     shard = next(run_dir.prepared(run).rglob("train/*.ds"))
     content = shard.read_bytes()
@@ -421,9 +445,8 @@ def test_a_corrupted_token_shard_is_named(folder: Path) -> None:
     assert_two_lines(launch(run_folder, 2), shard.name)
 
 
-@pytest.mark.matrix
-def test_a_corrupted_checkpoint_is_named(ranks: RankPool, folder: Path) -> None:
-    run_folder = trained(ranks, small_run.settings(folder, 2))
+def test_a_corrupted_checkpoint_is_named(folder: Path, whole: Path) -> None:
+    run_folder = copied(whole, small_run.settings(folder, 2))
     again = small_run.ready(small_run.settings(folder, 2, training__steps=8))
     assert again == run_folder
     victim = run_dir.checkpoint(run_folder, 6) / "__0_0.distcp"

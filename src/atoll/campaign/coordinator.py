@@ -1,82 +1,129 @@
 """`atoll federate federation=NAME`: several facilities train one model, round after round.
 
-What is done is read from which files are whole (campaign.py). Killed at any moment and started
-again, a campaign goes on where it was: a facility is asked the same question, and does nothing
-twice.
+What is done is read from which folders are whole and from each round's journal (journal.py).
+Killed at any moment and started again, a campaign goes on where it was: a facility is asked the
+same question, and does nothing twice.
 """
 
+import subprocess
 import time
 from pathlib import Path
 
-from omegaconf import OmegaConf
+import yaml
 
-from atoll.campaign import store as state
 from atoll.campaign import streamflow
-from atoll.campaign.round import average, begin, go_on
-from atoll.campaign.store import CampaignStore, checked_campaign, is_whole
-from atoll.config.compose import campaign_values, split_options
+from atoll.campaign.round import average, go_on
+from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
+from atoll.campaign.transfer import atoll_here, run_verb
+from atoll.commands import VerbParser
+from atoll.config.compose import campaign_values
+from atoll.errors import UserError
 
-USAGE = """usage: atoll federate [--status] [--dry-run] federation=NAME KEY=VALUE …
-
-Rounds of training at the facilities of a federation, averaged on this machine. The same line
-typed again goes on where it stopped.
---status     where the campaign stands, round by round
---dry-run    print the settings, and do nothing"""
+ABOUT = """Rounds of training at the facilities of a federation, averaged on this machine. The same
+line typed again goes on where it stopped."""
 
 
 def main(argv: list[str]) -> int:
     """Begin a campaign, or go on with it."""
-    options, overrides = split_options(argv, {"--status", "--dry-run", "--help", "-h"})
-    if options & {"--help", "-h"}:
-        print(USAGE)
-        return 0
-    campaign = checked_campaign(campaign_values(overrides))
-    held = CampaignStore(campaign, Path(campaign.folder).absolute() / campaign.name)
-    if "--dry-run" in options:
-        print(OmegaConf.to_yaml(campaign.model_dump(mode="json")), end="")
-        return 0
-    if "--status" in options:
-        print("\n".join(state.standing(held)))
-        return 0
-    return run(held)
-
-
-def run(held: CampaignStore) -> int:
-    """Every round that is not done yet, by the campaign's engine."""
-    campaign, one_round = held.campaign, ENGINES[held.campaign.engine]
-    state.keep_settings(held)
-    begin(held)
-    last = campaign.rounds
-    for number in range(1, last + 1):
-        if not is_whole(held.model(number)):
-            state.started(held, number)
-            one_round(held, number)
-        print(state.told(held, number), flush=True)
-        if _reached_target(held, number):
-            print(f"the target loss {campaign.target_loss} is reached", flush=True)
-            last = number
-            break
-    print(f"the model: {held.model(last) / 'export'}")
+    parser = VerbParser("federate", ABOUT)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="federation=NAME, …")
+    parser.add_argument("--status", action="store_true", help="where it stands, round by round")
+    parser.add_argument("--dry-run", action="store_true", help="print the settings, do nothing")
+    arguments = parser.read(argv)
+    campaign = checked_campaign(campaign_values(arguments.overrides))
+    store = CampaignStore(campaign, Path(campaign.folder).absolute() / campaign.name)
+    if arguments.dry_run:
+        settings = campaign.model_dump(mode="json")
+        print(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), end="")
+    elif arguments.status:
+        print("\n".join(status_lines(store)))
+    else:
+        return run(store)
     return 0
 
 
-def local(held: CampaignStore, number: int) -> None:
+def run(store: CampaignStore) -> int:
+    """Every round that is not done yet, by the campaign's engine."""
+    campaign, collect = store.campaign, ENGINES[store.campaign.engine]
+    keep_settings(store)
+    make_first_model(store)
+    last = campaign.rounds
+    for number in range(1, last + 1):
+        if not store.has_model(number):
+            collect(store, number)
+            average(store, number)
+        print(round_line(store, number), flush=True)
+        if _reached_target(store, number):
+            print(f"the target loss {campaign.target_loss} is reached", flush=True)
+            last = number
+            break
+    print(f"the model: {store.model(last) / 'export'}")
+    return 0
+
+
+def make_first_model(store: CampaignStore) -> None:
+    """The model of round 0: the export of a run that takes no step."""
+    if store.has_model(0):
+        return
+    runs = store.folder / "runs"
+    own = [
+        "name=start",
+        f"folders.runs={runs}",
+        f"folders.prepared={store.folder / 'prepared'}",
+        "training.steps=0",
+        "training.epochs=null",
+        "export.untrained=true",
+        "export.dtype=float32",
+    ]
+    submit = [*atoll_here(), "submit", *store.campaign.start, *own]
+    code = subprocess.run(submit).returncode  # a person sees how far it is
+    if code:
+        raise UserError(f"the first model ended with exit code {code}", "see the lines above")
+    words = ["apply-delta", str(runs / "start" / "export"), str(store.model(0)), "--first"]
+    run_verb([*atoll_here(), *words], "the model of round 0")
+
+
+def collect_here(store: CampaignStore, number: int) -> None:
     """Ask every facility, again and again, until it has sent its update or the time is over."""
-    while waiting := state.unsettled(held, number):
-        before = [state.last_words(held, number, site) for site in waiting]
+    deadline = store.deadline(number)
+    while waiting := store.unsettled(number):
+        before = [store.state(number, site).text for site in waiting]
         for site in waiting:
-            go_on(held, number, site)
-        if time.time() > state.deadline(held, number):
-            state.leave_out_late(held, number)
-        elif before == [state.last_words(held, number, site) for site in waiting]:
-            time.sleep(held.campaign.poll_seconds)
-    average(held, number)
+            go_on(store, number, site)
+        if time.time() > deadline:
+            store.leave_out_late(number)
+        elif before == [store.state(number, site).text for site in waiting]:
+            time.sleep(store.campaign.poll_seconds)
 
 
-def _reached_target(held: CampaignStore, number: int) -> bool:
-    target, mean = held.campaign.target_loss, state.mean_losses(held, number)
+# engine -> how it gets the updates of one round; cut off, it goes on from where it was
+ENGINES = {"local": collect_here, "streamflow": streamflow.collect}
+
+
+def _reached_target(store: CampaignStore, number: int) -> bool:
+    target, mean = store.campaign.target_loss, store.mean_losses(number)
     return target is not None and mean is not None and mean[0] <= target
 
 
-# engine -> how it does one round; a round that is cut off is done again from where it was.
-ENGINES = {"local": local, "streamflow": streamflow.one_round}
+def status_lines(store: CampaignStore) -> list[str]:
+    """A line for each round that has begun, and one for each facility of the last."""
+    begun = store.begun_rounds()
+    lines = [f"{store.campaign.name}: {store.campaign.rounds} rounds in {store.folder}"]
+    lines += [round_line(store, number) for number in begun]
+    if begun and not store.has_model(begun[-1]):
+        for site in store.campaign.sites:
+            lines.append(f"  {site.name}: {store.state(begun[-1], site).text}")
+    return lines
+
+
+def round_line(store: CampaignStore, number: int) -> str:
+    """Where one round stands."""
+    if not store.has_model(number):
+        return f"round {number}: under way"
+    shares = store.model_manifest(number)["weights"].items()
+    weights = ", ".join(f"{name} {share:.2f}" for name, share in shares)
+    missing = sorted(store.without(number).items())
+    without = "".join(f"; without {name}: {why}" for name, why in missing)
+    mean = store.mean_losses(number)
+    losses = f"loss {mean[0]:.4f}, after training {mean[1]:.4f}" if mean else "no losses"
+    return f"round {number}: {losses} (mean over facilities); weights {weights}{without}"

@@ -1,8 +1,8 @@
 """Manifests signed and checked with ssh keys (ssh-keygen's manual, -Y sign and -Y verify)."""
 
-import subprocess
 from pathlib import Path
 
+from atoll.commands import run_command
 from atoll.errors import UserError
 
 NAMESPACE = "atoll-update"
@@ -12,11 +12,12 @@ def sign(file: Path, key: Path) -> Path:
     """Sign a file with a private key; the signature stands beside it."""
     signature = file.with_name(f"{file.name}.sig")
     signature.unlink(missing_ok=True)
-    argv = ["ssh-keygen", "-Y", "sign", "-q", "-f", str(key), "-n", NAMESPACE, str(file)]
-    done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = run_command(
+        ["ssh-keygen", "-Y", "sign", "-q", "-f", str(key), "-n", NAMESPACE, str(file)]
+    )
     if done.returncode or not signature.is_file():
         raise UserError(
-            f"{file} cannot be signed with {key}: {_last(done.stderr)}",
+            f"{file} cannot be signed with {key}: {done.last_line}",
             "make a key without a passphrase: ssh-keygen -t ed25519 -N '' -f KEY",
         )
     return signature
@@ -29,15 +30,9 @@ def refuse_unsigned(file: Path, allowed_signers: Path, identity: str) -> None:
         raise UserError(f"{file} is not signed", f"{identity} signs with sites[…].signing_key")
     argv = ["ssh-keygen", "-Y", "verify", "-q", "-f", str(allowed_signers), "-I", identity]
     argv += ["-n", NAMESPACE, "-s", str(signature)]
-    done = subprocess.run(argv, capture_output=True, text=True, input=file.read_text())
+    done = run_command(argv, input_text=file.read_text(errors="replace"))
     if done.returncode:
-        said = _last(done.stderr) or _last(done.stdout)
         raise UserError(
-            f"{file} is not signed by {identity}, as {allowed_signers} knows it: {said}",
+            f"{file} is not signed by {identity}, as {allowed_signers} knows it: {done.last_line}",
             f"add the public key of {identity} there, or do not use what came",
         )
-
-
-def _last(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else ""

@@ -1,30 +1,63 @@
-"""A campaign as its files tell it: settings, which round stands where, who said what.
+"""A campaign as its files tell it: settings, and where each round and each facility in it stands.
 
 campaigns/NAME/
   campaign.json              the settings, which stay
   round-000/global/          the model to begin with
-  round-001/FACILITY/        job.json (what the facility said last), update/ or rejected.json
+  round-001/journal.jsonl    what happened, line by line (journal.py)
+  round-001/FACILITY/update/ what a facility sent
   round-001/global/          the next model, whole when its manifest is there
-  events.jsonl               what happened when, for the report
 """
 
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from atoll import run_dir
-from atoll.campaign.site import round_name
+from atoll.campaign.journal import Journal, round_name
 from atoll.errors import UserError
 from atoll.settings.federation import Campaign, Site
 
 # What may change in a campaign's life: its length, our patience, and how it is carried out.
 FREE = {"rounds", "deadline_minutes", "poll_seconds", "attempts", "target_loss", "ssh_options"}
 FREE |= {"engine"}
+
+
+@dataclass
+class SiteState:
+    """Where a facility stands in a round: what the lines of the journal add up to."""
+
+    has_update: bool
+    answer: dict[str, Any] = field(default_factory=dict)  # state, why, and what else it said last
+    failures: int = 0
+    left_out: dict[str, Any] | None = None  # why, late, asked
+    afresh: bool = False  # its late work came to nothing: it is asked for this round's own
+
+    @property
+    def settled(self) -> bool:
+        return self.has_update or self.left_out is not None
+
+    @property
+    def text(self) -> str:
+        answer = self.answer or {"state": "not asked yet"}
+        return ": ".join(str(answer[name]) for name in ("state", "why") if answer.get(name))
+
+    def add(self, event: str, facts: dict[str, Any]) -> None:
+        """What one line of the journal changes."""
+        if event == "answered":
+            self.answer = facts
+        elif event == "wrong":
+            self.answer, self.failures = self.answer | facts, self.failures + 1
+        elif event == "left out":
+            self.left_out = facts
+        elif event == "afresh":
+            self.afresh = True
+        elif event == "reopened":
+            self.failures, self.left_out = 0, None
 
 
 @dataclass(frozen=True)
@@ -37,14 +70,108 @@ class CampaignStore:
     def round(self, number: int) -> Path:
         return self.folder / round_name(number)
 
+    def journal(self, number: int) -> Journal:
+        return Journal(self.round(number))
+
     def model(self, number: int) -> Path:
         return self.round(number) / "global"
 
-    def at(self, number: int, site: Site) -> Path:
-        return self.round(number) / site.name
+    def has_model(self, number: int) -> bool:
+        return (self.model(number) / "manifest.json").is_file()
+
+    def model_manifest(self, number: int) -> dict[str, Any]:
+        manifest: dict[str, Any] = json.loads((self.model(number) / "manifest.json").read_text())
+        return manifest
+
+    def update(self, number: int, site: Site) -> Path:
+        return self.round(number) / site.name / "update"
 
     def site(self, name: str) -> Site:
         return next(site for site in self.campaign.sites if site.name == name)
+
+    def begun_rounds(self) -> list[int]:
+        return [n for n in range(1, self.campaign.rounds + 1) if self.round(n).is_dir()]
+
+    def deadline(self, number: int) -> float:
+        """The round's clock starts when this is asked first, and again when it is reopened."""
+        began = 0.0
+        for record in self.journal(number).records("began", "reopened"):
+            began = record["time"] if record["event"] == "began" else 0.0
+        if not began:
+            self.journal(number).append("began")
+            began = time.time()
+        return began + self.campaign.deadline_minutes * 60
+
+    def state(self, number: int, site: Site) -> SiteState:
+        """Where a facility stands in a round."""
+        state = SiteState(self.update(number, site).is_dir())
+        for record in self.journal(number).records():
+            if record.get("facility", site.name) == site.name:
+                state.add(record["event"], _facts(record))
+        return state
+
+    def unsettled(self, number: int) -> list[Site]:
+        """The facilities that have neither sent an update nor been left out."""
+        return [site for site in self.campaign.sites if not self.state(number, site).settled]
+
+    def left_out(self, number: int) -> dict[str, str]:
+        """Facility -> why the round went on without it."""
+        states = {site.name: self.state(number, site) for site in self.campaign.sites}
+        return {name: str(s.left_out["why"]) for name, s in states.items() if s.left_out}
+
+    def without(self, number: int) -> dict[str, str]:
+        """Facility -> why the round's model holds nothing of it, wherever that was found out."""
+        manifest = self.model_manifest(number)
+        return {**self.left_out(number), **manifest["rejected"], **manifest.get("unreadable", {})}
+
+    def asked_round(self, number: int, site: Site) -> int:
+        """The round whose work a facility is at: an earlier one, where it is late and may be."""
+        late = self.state(number - 1, site).left_out
+        if late is None or not late["late"] or self.state(number, site).afresh:
+            return number
+        asked = int(late["asked"])
+        return asked if number - asked <= self.campaign.rule.max_staleness else number
+
+    def nonces(self, number: int, site: Site) -> Iterator[str]:
+        """Of all updates that were taken so far, but the one of this facility and round."""
+        for path in self.folder.glob("round-*/*/update/manifest.json"):
+            if path.parent != self.update(number, site):
+                yield str(json.loads(path.read_text())["nonce"])
+
+    def mean_losses(self, number: int) -> tuple[float, float] | None:
+        """Held-out, the mean over facilities: of the model they began with, and of their own."""
+        states = [self.state(number, site) for site in self.campaign.sites]
+        losses = [s.answer["losses"] for s in states if s.has_update and s.answer.get("losses")]
+        if not losses:
+            return None
+        return sum(x[0] for x in losses) / len(losses), sum(x[-1] for x in losses) / len(losses)
+
+    def record_answer(self, number: int, site: Site, answer: dict[str, Any]) -> None:
+        """Keep what a facility said, where it is not what it said before."""
+        facts = _facts(answer)
+        if facts != self.state(number, site).answer:
+            self.journal(number).append("answered", **facts, facility=site.name)
+
+    def count_failure(self, number: int, site: Site, why: str) -> None:
+        """A facility that says no, or sends what is wrong, is asked a few times, then left out."""
+        self.journal(number).append("wrong", facility=site.name, state="wrong", why=why)
+        if self.state(number, site).failures >= self.campaign.attempts:
+            self.leave_out(number, site, why)
+
+    def leave_out(self, number: int, site: Site, why: str, late: bool = False) -> None:
+        """Go on without a facility; what it is late with may still come, as stale work."""
+        asked = self.asked_round(number, site)
+        facts = {"facility": site.name, "why": why, "late": late, "asked": asked}
+        self.journal(number).append("left out", **facts)
+
+    def leave_out_late(self, number: int) -> None:
+        for site in self.unsettled(number):
+            why = f"no update after {self.campaign.deadline_minutes:g} minutes"
+            self.leave_out(number, site, f"{why}: {self.state(number, site).text}", late=True)
+
+
+def _facts(record: dict[str, Any]) -> dict[str, Any]:
+    return {n: v for n, v in record.items() if n not in ("event", "time", "facility")}
 
 
 def checked_campaign(values: dict[str, Any]) -> Campaign:
@@ -52,10 +179,10 @@ def checked_campaign(values: dict[str, Any]) -> Campaign:
     try:
         return Campaign.model_validate(values)
     except ValidationError as error:
-        one = error.errors()[0]
-        name = ".".join(map(str, one["loc"]))
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
         raise UserError(
-            f"campaign setting {name}: {one['msg']} ({one['input']!r})",
+            f"campaign setting {name}: {first['msg']} ({first['input']!r})",
             "atoll federate --dry-run federation=NAME prints all of them",
         ) from None
 
@@ -64,7 +191,7 @@ def settings_file(folder: Path) -> Path:
     return folder / "campaign.json"
 
 
-def kept(folder: Path) -> CampaignStore:
+def load_store(folder: Path) -> CampaignStore:
     """The campaign in a folder, by the settings it keeps."""
     try:
         values = json.loads(settings_file(folder).read_text())
@@ -73,196 +200,17 @@ def kept(folder: Path) -> CampaignStore:
     return CampaignStore(checked_campaign(values), folder.absolute())
 
 
-def keep_settings(held: CampaignStore) -> None:
+def keep_settings(store: CampaignStore) -> None:
     """A campaign keeps its settings for life; only those in FREE may change."""
-    path = settings_file(held.folder)
-    now = held.campaign.model_dump(mode="json")
+    path = settings_file(store.folder)
+    now = store.campaign.model_dump(mode="json")
     if path.is_file():
         before = json.loads(path.read_text())
         for name in now:
             if name not in FREE and before.get(name) != now[name]:
                 raise UserError(
-                    f"campaign {held.campaign.name} was begun with {name}={before.get(name)}, now "
+                    f"campaign {store.campaign.name} was begun with {name}={before.get(name)}, now "
                     f"it is {now[name]}",
                     "give this one another name: name=NAME",
                 )
     run_dir.write_whole(path, json.dumps(now, indent=1))
-
-
-def is_whole(model: Path) -> bool:
-    return (model / "manifest.json").is_file()
-
-
-def global_manifest(held: CampaignStore, number: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((held.model(number) / "manifest.json").read_text())
-    return found
-
-
-def model_digest(held: CampaignStore, number: int) -> str:
-    return str(global_manifest(held, number)["digest"])
-
-
-def note(held: CampaignStore, event: str, number: int, **facts: Any) -> None:
-    """One line of events.jsonl."""
-    record = {"event": event, "round": number, "time": round(time.time(), 3), **facts}
-    with open(held.folder / "events.jsonl", "a") as file:
-        file.write(json.dumps(record) + "\n")
-
-
-def started(held: CampaignStore, number: int) -> float:
-    """When the round began, whoever began it: the deadline counts from there."""
-    path = held.round(number) / "began.json"
-    if not path.is_file():
-        run_dir.write_whole(path, json.dumps({"time": time.time()}))
-        note(held, "round", number)
-    return float(json.loads(path.read_text())["time"])
-
-
-def deadline(held: CampaignStore, number: int) -> float:
-    return started(held, number) + held.campaign.deadline_minutes * 60
-
-
-def unsettled(held: CampaignStore, number: int) -> list[Site]:
-    """The facilities that have neither sent an update nor been left out."""
-    return [site for site in held.campaign.sites if not is_settled(held, number, site)]
-
-
-def is_settled(held: CampaignStore, number: int, site: Site) -> bool:
-    here = held.at(number, site)
-    return (here / "update").is_dir() or (here / "rejected.json").is_file()
-
-
-def said_last(held: CampaignStore, number: int, site: Site) -> dict[str, Any]:
-    path = held.at(number, site) / "job.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
-
-
-def last_words(held: CampaignStore, number: int, site: Site) -> str:
-    said = said_last(held, number, site) or {"state": "not asked yet"}
-    return ": ".join(str(said[name]) for name in ("state", "why") if said.get(name))
-
-
-def remember(held: CampaignStore, number: int, site: Site, said: dict[str, Any]) -> None:
-    """Keep what a facility said; a new state is an event."""
-    before = said_last(held, number, site)
-    if before.get("state") != said["state"]:
-        note(held, "said", number, facility=site.name, state=said["state"], why=said.get("why", ""))
-    text = json.dumps({"failures": before.get("failures", 0)} | said, indent=1)
-    run_dir.write_whole(held.at(number, site) / "job.json", text)
-
-
-def count_failure(held: CampaignStore, number: int, site: Site, why: str) -> None:
-    """A facility that says no, or sends what is wrong, is asked a few times, then left out."""
-    before = said_last(held, number, site)
-    failures = before.get("failures", 0) + 1
-    said = {"state": "wrong", "why": why, "failures": failures}
-    run_dir.write_whole(held.at(number, site) / "job.json", json.dumps(before | said, indent=1))
-    note(held, "wrong", number, facility=site.name, why=why)
-    if failures >= held.campaign.attempts:
-        leave_out(held, number, site, why)
-
-
-def leave_out(held: CampaignStore, number: int, site: Site, why: str, late: bool = False) -> None:
-    """Go on without a facility; what it is late with may still come, as stale work."""
-    facts = {"why": why, "late": late, "asked": asked_round(held, number, site)}
-    text = json.dumps(facts | {"time": time.time()}, indent=1)
-    run_dir.write_whole(held.at(number, site) / "rejected.json", text)
-    note(held, "left out", number, facility=site.name, why=why)
-
-
-def leave_out_late(held: CampaignStore, number: int) -> None:
-    for site in unsettled(held, number):
-        why = f"no update after {held.campaign.deadline_minutes:g} minutes"
-        leave_out(held, number, site, f"{why}: {last_words(held, number, site)}", late=True)
-
-
-def asked_round(held: CampaignStore, number: int, site: Site) -> int:
-    """The round whose work a facility is at: an earlier one, where it was late and still may be."""
-    path = held.at(number - 1, site) / "rejected.json"
-    if not path.is_file() or (held.at(number, site) / "fresh.json").is_file():
-        return number
-    before = json.loads(path.read_text())
-    stale = number - before.get("asked", number)
-    allowed = before.get("late") and stale <= held.campaign.rule.max_staleness
-    return int(before["asked"]) if allowed else number
-
-
-def forget_late(held: CampaignStore, number: int, site: Site, why: str) -> None:
-    """The work of an earlier round came to nothing: this round's own is asked for."""
-    run_dir.write_whole(held.at(number, site) / "fresh.json", json.dumps({"why": why}))
-    note(held, "wrong", number, facility=site.name, why=why)
-
-
-def left_out(held: CampaignStore, number: int) -> dict[str, str]:
-    """Facility -> why it has no part in a round."""
-    found = {}
-    for site in held.campaign.sites:
-        path = held.at(number, site) / "rejected.json"
-        if path.is_file():
-            found[site.name] = str(json.loads(path.read_text())["why"])
-    return found
-
-
-def forget_left_out(held: CampaignStore, number: int) -> None:
-    """Below the quorum the round is held: whoever is missing is asked again the next time."""
-    for site in held.campaign.sites:
-        here = held.at(number, site)
-        (here / "rejected.json").unlink(missing_ok=True)
-        if not (here / "update").is_dir():
-            (here / "job.json").unlink(missing_ok=True)
-    (held.round(number) / "began.json").unlink(missing_ok=True)
-
-
-def nonces(held: CampaignStore, number: int, site: Site) -> Iterator[str]:
-    """Of all updates that were taken so far."""
-    for path in held.folder.glob("round-*/*/update/manifest.json"):
-        if path.parent.parent != held.at(number, site):
-            yield str(json.loads(path.read_text())["nonce"])
-
-
-def losses(held: CampaignStore, number: int) -> dict[str, list[float]]:
-    """Facility -> held-out loss of the model it began with, and of its own after training."""
-    found = {}
-    for site in held.campaign.sites:
-        if (held.at(number, site) / "update").is_dir():
-            found[site.name] = said_last(held, number, site).get("losses") or []
-    return {name: values for name, values in found.items() if values}
-
-
-def mean_losses(held: CampaignStore, number: int) -> tuple[float, float] | None:
-    """The mean over facilities: of the model they began with, and of their own."""
-    each = list(losses(held, number).values())
-    if not each:
-        return None
-    return sum(x[0] for x in each) / len(each), sum(x[-1] for x in each) / len(each)
-
-
-def standing(held: CampaignStore) -> list[str]:
-    """A line for each round that has begun, and one for each facility of the last."""
-    lines = [f"{held.campaign.name}: {held.campaign.rounds} rounds in {held.folder}"]
-    begun = [n for n in range(1, held.campaign.rounds + 1) if held.round(n).is_dir()]
-    lines += [told(held, number) for number in begun]
-    if begun and not is_whole(held.model(begun[-1])):
-        for site in held.campaign.sites:
-            lines.append(f"  {site.name}: {last_words(held, begun[-1], site)}")
-    return lines
-
-
-def told(held: CampaignStore, number: int) -> str:
-    """Where one round stands."""
-    if not is_whole(held.model(number)):
-        return f"round {number}: under way"
-    manifest = global_manifest(held, number)
-    weights = ", ".join(f"{name} {share:.2f}" for name, share in manifest["weights"].items())
-    gone = without(held, number)
-    missing = "".join(f"; without {name}: {why}" for name, why in sorted(gone.items()))
-    mean = mean_losses(held, number)
-    said = f"loss {mean[0]:.4f}, after training {mean[1]:.4f}" if mean else "no losses"
-    return f"round {number}: {said} (mean over facilities); weights {weights}{missing}"
-
-
-def without(held: CampaignStore, number: int) -> dict[str, str]:
-    """Facility -> why the round's model holds nothing of it, wherever that was found out."""
-    manifest = global_manifest(held, number)
-    return {**left_out(held, number), **manifest["rejected"], **manifest.get("unreadable", {})}

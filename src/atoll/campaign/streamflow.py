@@ -1,49 +1,59 @@
-"""`engine=streamflow`: each round is a CWL workflow, which StreamFlow carries out.
+"""`engine=streamflow`: each round is a CWL v1.2 workflow, which StreamFlow carries out.
 
 What a step does is a verb of ours that is done once however often it is started, and files are
-moved by rsync. StreamFlow starts the steps where they belong, over ssh, and again if they fail; it
-has no resume, no deadline, and ends with a facility that does not answer. So each round is a run of
-its own, of those facilities that answer now.
+moved by rsync; StreamFlow carries the steps' words alone. It starts them where they belong, over
+ssh, and again if they fail; it has no resume, no deadline, and ends with a facility that does not
+answer. So each round is a run of its own, of those facilities that answer now.
+
+campaigns/NAME/streamflow/
+  round.cwl                       send -> train -> take for each facility, then average
+  send.cwl take.cwl average.cwl   steps here; train_FACILITY.cwl: at the facility's login node
+  inputs.yml streamflow.yml       the round, and where each step runs
 """
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from atoll import run_dir
-from atoll.campaign import store as state
-from atoll.campaign import workflow
-from atoll.campaign.round import average
+from atoll.campaign.site import WORK
 from atoll.campaign.store import CampaignStore
-from atoll.campaign.transfer import Unreachable, home_of
+from atoll.campaign.transfer import Unreachable, atoll_here, home_of, ssh
+from atoll.commands import run_command
 from atoll.errors import UserError
-from atoll.settings.federation import Site
+from atoll.settings.federation import Campaign, Site
 
 CLONE = Path(__file__).resolve().parents[3]
 GRACE_SECONDS = 900.0  # for updates that were ready at the deadline, and are on their way
+WAIT_SECONDS = 1800.0  # a verb at a facility outlives a coordinator that is killed by no more
+ONE_OR_MORE = ["File", {"type": "array", "items": "File"}]
 
 
-def one_round(held: CampaignStore, number: int) -> None:
+def collect(store: CampaignStore, number: int) -> None:
     """Start StreamFlow for those that are missing and answer, until the round is settled."""
-    program, folder = found_program(), held.folder / "streamflow"
+    program, folder = found_program(), store.folder / "streamflow"
+    deadline = store.deadline(number)
     end_older(folder)
-    while waiting := state.unsettled(held, number):
-        homes = _answering(held, number, waiting)
+    while waiting := store.unsettled(number):
+        homes = _answering(store, number, waiting)
         if homes:
-            workflow.write(held, number, homes, everyone=len(homes) == len(waiting))
-            code = carry_out(program, held, number)
-            for site in [s for s in waiting if code and s.name in homes]:
-                _blame(held, number, site)
-        if time.time() > state.deadline(held, number):
-            state.leave_out_late(held, number)
-        elif state.unsettled(held, number):
-            time.sleep(held.campaign.poll_seconds)
-    average(held, number)
+            write(store, number, homes, everyone=len(homes) == len(waiting))
+            code = carry_out(program, folder, number, deadline)
+            for site in [site for site in waiting if code and site.name in homes]:
+                _count_failed_steps(store, number, site)
+        if time.time() > deadline:
+            store.leave_out_late(number)
+        elif store.unsettled(number):
+            time.sleep(store.campaign.poll_seconds)
 
 
 def found_program() -> str:
@@ -57,9 +67,8 @@ def found_program() -> str:
     return program
 
 
-def carry_out(program: str, held: CampaignStore, number: int) -> int:
+def carry_out(program: str, folder: Path, number: int, deadline: float) -> int:
     """Run StreamFlow to its end; it is stopped when the deadline is long over."""
-    folder = held.folder / "streamflow"
     shutil.rmtree(folder / "work", ignore_errors=True)  # it never cleans up itself
     argv = [program, "run", str(folder / "streamflow.yml"), "--outdir", str(folder / "out")]
     argv += ["--name", f"round-{number:03d}-{time.time_ns()}", "--quiet"]
@@ -69,9 +78,8 @@ def carry_out(program: str, held: CampaignStore, number: int) -> int:
             env=os.environ | {"HOME": str(folder / "home")}, start_new_session=True,
         )  # fmt: skip
     run_dir.write_whole(folder / "running.json", json.dumps({"pid": process.pid}))
-    left = state.deadline(held, number) - time.time()
     try:
-        return process.wait(timeout=max(left, 0.0) + GRACE_SECONDS)
+        return process.wait(timeout=max(deadline - time.time(), 0.0) + GRACE_SECONDS)
     except subprocess.TimeoutExpired:
         return 1
     finally:
@@ -92,20 +100,197 @@ def end_older(folder: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _answering(held: CampaignStore, number: int, sites: list[Site]) -> dict[str, Path | None]:
+def _answering(store: CampaignStore, number: int, sites: list[Site]) -> dict[str, Path | None]:
     """Facility -> its home folder, of those that answer; None: on this machine."""
-    found: dict[str, Path | None] = {}
+    homes: dict[str, Path | None] = {}
     for site in sites:
         try:
-            found[site.name] = home_of(held.campaign, site)
+            homes[site.name] = home_of(store.campaign, site)
         except Unreachable as error:
-            said = {"state": "unreachable", "why": error.found}
-            state.remember(held, number, site, said)
-    return found
+            store.record_answer(number, site, {"state": "unreachable", "why": error.found})
+    return homes
 
 
-def _blame(held: CampaignStore, number: int, site: Site) -> None:
+def _count_failed_steps(store: CampaignStore, number: int, site: Site) -> None:
     """A facility whose steps failed, each as often as StreamFlow may try, has failed once."""
-    if not state.is_settled(held, number, site):
-        log = held.folder / "streamflow" / "streamflow.log"
-        state.count_failure(held, number, site, f"its steps failed, see {log}")
+    if not store.state(number, site).settled:
+        log = store.folder / "streamflow" / "streamflow.log"
+        store.count_failure(number, site, f"its steps failed, see {log}")
+
+
+def write(store: CampaignStore, number: int, homes: dict[str, Path | None], everyone: bool) -> None:
+    """The workflow of a round, with the facilities in `homes`, each with its home folder there.
+
+    everyone: nobody else is awaited, so the round's last step averages.
+    """
+    folder = store.folder / "streamflow"
+    sites = [site for site in store.campaign.sites if site.name in homes]
+    files = {
+        "send.cwl": _step_here(store, "send", "Bring the global model to a facility, by rsync."),
+        "take.cwl": _step_here(store, "take", "Fetch a facility's update, and check it."),
+        "round.cwl": workflow_of([site.name for site in sites], everyone),
+        "inputs.yml": _inputs(store, number, sites),
+        "streamflow.yml": deployments(store, sites, homes),
+    }
+    if everyone:
+        about = "The updates become the next global model."
+        files["average.cwl"] = _step_here(store, "average", about)
+    for site in sites:
+        files[f"train_{site.name}.cwl"] = _step_there(site, homes[site.name])
+    _keep_known_hosts(store.campaign, sites, folder / "home" / ".ssh" / "known_hosts")
+    for name, content in files.items():
+        text = yaml.safe_dump(content, sort_keys=False, width=100)
+        run_dir.write_whole(folder / name, text)
+
+
+def workflow_of(names: list[str], everyone: bool) -> dict[str, Any]:
+    """send -> train -> take for each facility, beside each other; then average."""
+    steps: dict[str, Any] = {}
+    inputs: dict[str, str] = {"number": "int", "until": "double", "poll_seconds": "double"}
+    for name in names:
+        inputs |= {f"facility_{name}": "string", f"asked_{name}": "int"}
+        which = {"number": "number", "facility": f"facility_{name}"}
+        training = {"asked": f"asked_{name}", "until": "until", "poll_seconds": "poll_seconds"}
+        training["after"] = f"send_{name}/answer"
+        taking = which | {"answer": f"train_{name}/answer"}
+        steps[f"send_{name}"] = {"run": "send.cwl", "in": which, "out": ["answer"]}
+        steps[f"train_{name}"] = {"run": f"train_{name}.cwl", "in": training, "out": ["answer"]}
+        steps[f"take_{name}"] = {"run": "take.cwl", "in": taking, "out": ["done"]}
+    last = [f"take_{name}/done" for name in names]
+    if everyone:
+        after = {"number": "number", "after": {"source": last}}
+        steps["average"] = {"run": "average.cwl", "in": after, "out": ["done"]}
+        last = ["average/done"]
+    return {
+        "cwlVersion": "v1.2",
+        "class": "Workflow",
+        "doc": "One round: every facility trains the global model, and the updates are averaged.",
+        "requirements": {"MultipleInputFeatureRequirement": {}},
+        "inputs": inputs,
+        "steps": steps,
+        "outputs": {"done": {"type": ONE_OR_MORE, "outputSource": last}},
+    }
+
+
+def _step_here(store: CampaignStore, step: str, about: str) -> dict[str, Any]:
+    """A step on this machine: `atoll round FOLDER NUMBER STEP …`."""
+    words = [*_at_home(Path.cwd(), Path.home()), *atoll_here(), "round", str(store.folder)]
+    inputs: dict[str, Any] = {"number": _input("int", 1)}
+    if step == "average":
+        inputs["after"] = ONE_OR_MORE
+    else:
+        inputs["facility"] = _input("string", 3)
+    if step == "take":
+        inputs["answer"] = _input("File", 4, "--answer")
+    tool = _tool(about, words, inputs, "answer" if step == "send" else "done")
+    return tool | {"arguments": [{"valueFrom": step, "position": 2}]}
+
+
+def _step_there(site: Site, home: Path | None) -> dict[str, Any]:
+    """The step at a facility: `atoll site` waits for the batch job, and says how it ended."""
+    words = _at_home(home or Path.cwd(), home or Path.home())
+    words += [*(site.command or atoll_here()), "site", site.folder]
+    inputs = {
+        "asked": _input("int", 1),
+        "until": _input("double", 2, "--until"),
+        "poll_seconds": _input("double", 3, "--poll-seconds"),
+        "after": "File",
+    }
+    return _tool(f"Train at {site.name}, through its own batch system.", words, inputs, "answer")
+
+
+def _tool(about: str, words: list[str], inputs: dict[str, Any], output: str) -> dict[str, Any]:
+    return {
+        "cwlVersion": "v1.2",
+        "class": "CommandLineTool",
+        "doc": about,
+        "baseCommand": words,
+        "inputs": inputs,
+        "stdout": f"{output}.json",
+        "outputs": {output: "stdout"},
+    }
+
+
+def _input(kind: str, position: int, prefix: str | None = None) -> dict[str, Any]:
+    binding = {"position": position} | ({} if prefix is None else {"prefix": prefix})
+    return {"type": kind, "inputBinding": binding}
+
+
+def _at_home(folder: Path, home: Path) -> list[str]:
+    """StreamFlow gives each step a HOME and TMPDIR of its own; ours are a person's."""
+    return ["env", "-u", "TMPDIR", "-C", str(folder), f"HOME={home}"]
+
+
+def _inputs(store: CampaignStore, number: int, sites: list[Site]) -> dict[str, Any]:
+    return {
+        "number": number,
+        "until": min(store.deadline(number), time.time() + WAIT_SECONDS),
+        "poll_seconds": store.campaign.poll_seconds,
+        **{f"facility_{site.name}": site.name for site in sites},
+        **{f"asked_{site.name}": store.asked_round(number, site) for site in sites},
+    }
+
+
+def deployments(
+    store: CampaignStore, sites: list[Site], homes: dict[str, Path | None]
+) -> dict[str, Any]:
+    """Where each step runs: ours here, each facility's at its login node over ssh."""
+    folder = store.folder / "streamflow"
+    places: dict[str, Any] = {"here": {"type": "local", "config": {}}}
+    work = {"/": ("here", folder / "work")}
+    for site in [site for site in sites if site.host is not None]:
+        node = connection(store.campaign, str(site.host))
+        places[site.name] = {"type": "ssh", "config": {"nodes": [node], "retries": 3}}
+        there = (homes[site.name] or Path()) / site.folder / WORK
+        work[f"/train_{site.name}"] = (site.name, there)
+    bindings = [
+        {"step": step, "target": {"deployment": place, "workdir": str(path)}}
+        for step, (place, path) in work.items()
+    ]
+    config = {"file": "round.cwl", "settings": "inputs.yml"}
+    retries = {"max_retries": store.campaign.attempts, "retry_delay": 5}
+    return {
+        "version": "v1.0",
+        "workflows": {"round": {"type": "cwl", "config": config, "bindings": bindings}},
+        "deployments": places,
+        "database": {"type": "sqlite", "config": {"connection": str(folder / "streamflow.db")}},
+        "failureManager": {"enabled": True, "type": "rollback", "config": retries},
+    }
+
+
+def connection(campaign: Campaign, host: str) -> dict[str, Any]:
+    """A host as ssh's own configuration has it, in StreamFlow's words."""
+    options = ssh_options_of(campaign, host)
+    keys = [Path(word).expanduser() for word in options.get("identityfile", [])]
+    node: dict[str, Any] = {
+        "hostname": f"{options['hostname'][0]}:{options['port'][0]}",
+        "username": options["user"][0],
+        "checkHostKey": True,
+    }
+    for key in [path for path in keys if path.is_file()][:1]:
+        node["sshKey"] = str(key)
+    jump = options.get("proxyjump", ["none"])[0]
+    return node if jump == "none" else node | {"tunnel": connection(campaign, jump)}
+
+
+def ssh_options_of(campaign: Campaign, host: str) -> dict[str, list[str]]:
+    """What `ssh -G` says of a host: keyword -> values, in order."""
+    done = run_command([*ssh(campaign), "-G", host])
+    if done.returncode:
+        raise UserError(f"ssh -G {host}: {done.last_line}", "see ssh_options and ~/.ssh/config")
+    options: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        name, _, value = line.partition(" ")
+        options.setdefault(name, []).append(value)
+    return options
+
+
+def _keep_known_hosts(campaign: Campaign, sites: list[Site], into: Path) -> None:
+    """StreamFlow looks for known hosts below HOME; it gets those that ssh knows."""
+    lines: list[str] = []
+    for host in [site.host for site in sites if site.host is not None]:
+        options = ssh_options_of(campaign, host)
+        values = options.get("userknownhostsfile", []) + options.get("globalknownhostsfile", [])
+        for path in [Path(word).expanduser() for value in values for word in shlex.split(value)]:
+            lines += path.read_text().splitlines() if path.is_file() else []
+    run_dir.write_whole(into, "".join(f"{line}\n" for line in dict.fromkeys(lines)))

@@ -1,10 +1,12 @@
 """Commands at a facility, and files to and from it: ssh and rsync, or neither on this machine."""
 
+import re
 import shlex
-import subprocess
+import shutil
 import sys
 from pathlib import Path
 
+from atoll.commands import run_command
 from atoll.errors import UserError
 from atoll.settings.federation import Campaign, Site
 
@@ -13,7 +15,10 @@ SSH = (
     "ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes",
     "-o", "ServerAliveInterval=20", "-o", "ServerAliveCountMax=5", "-o", "ConnectTimeout=30",
 )  # fmt: skip
-UNREACHABLE = 255  # ssh's own exit code
+SSH_FAILED = 255  # ssh's own exit code
+# rsync's manual, EXIT VALUES: socket, stream, timeout, no connection; and ssh's own
+CONNECTION_CODES = {10, 12, 30, 35, SSH_FAILED}
+PROGRAM_MISSING = re.compile(r"rsync.*not found|not found.*rsync")
 
 
 class Unreachable(UserError):
@@ -38,7 +43,7 @@ def home_of(campaign: Campaign, site: Site) -> Path | None:
     """The home folder at a facility that answers now, where relative paths begin; None: here."""
     if site.host is None:
         return None
-    return Path(_said(campaign, site, [*ssh(campaign), site.host, "pwd"]).strip())
+    return Path(_output(campaign, site, [*ssh(campaign), site.host, "pwd"]).strip())
 
 
 def ask(campaign: Campaign, site: Site, words: list[str]) -> str:
@@ -46,27 +51,51 @@ def ask(campaign: Campaign, site: Site, words: list[str]) -> str:
 
     Raises `Unreachable` where the line is down, and `UserError` where the verb says no.
     """
-    return _said(campaign, site, at_site(campaign, site, words))
+    return _output(campaign, site, at_site(campaign, site, words))
 
 
-def _said(campaign: Campaign, site: Site, argv: list[str]) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+def run_verb(argv: list[str], what: str) -> str:
+    """What a verb on this machine prints; `UserError` with its own reason where it says no."""
+    done = run_command(argv)
+    if done.returncode:
+        found, hint = complaint(done.stderr)
+        raise UserError(f"{what} cannot be made: {found}", hint)
+    return done.stdout
+
+
+def complaint(stderr: str) -> tuple[str, str]:
+    """Found and hint of a verb that said no, else the last line of whatever ended."""
+    lines = _lines(stderr)
+    ours = [n for n, line in enumerate(lines) if line.startswith("atoll: ")]
+    if not ours:
+        return (lines[-1] if lines else "no reason was given"), "look at its run folder"
+    found, *hints = lines[ours[-1] :]
+    return found.removeprefix("atoll: "), " ".join(hints) or "look at its run folder"
+
+
+def _output(campaign: Campaign, site: Site, argv: list[str]) -> str:
+    done = run_command(argv)
     if done.returncode == 0:
         return done.stdout
-    said = [line.strip() for line in done.stderr.strip().splitlines() if line.strip()]
-    if site.host is not None and done.returncode == UNREACHABLE:
+    if site.host is not None and done.returncode == SSH_FAILED:
+        lines = _lines(done.stderr)
         raise Unreachable(
-            f"{site.name} does not answer: {said[-1] if said else 'ssh failed'}",
+            f"{site.name} does not answer: {lines[-1] if lines else 'ssh failed'}",
             f"try it: {shlex.join([*ssh(campaign), site.host, 'true'])}",
         )
-    found = said[-2].removeprefix("atoll: ") if len(said) > 1 else "; ".join(said) or "no reason"
-    raise UserError(f"{site.name}: {found}", said[-1] if said else "look at its run folder")
+    found, hint = complaint(done.stderr)
+    raise UserError(f"{site.name}: {found}", hint)
 
 
 def send(campaign: Campaign, site: Site, source: Path, target: str) -> None:
     """Copy a folder to a facility; what is there already is not sent again."""
-    remote = target if site.host is None else f"{site.host}:{target}"
-    _rsync(campaign, site, f"{source}/", f"{remote}/")
+    if site.host is None:
+        Path(target).mkdir(parents=True, exist_ok=True)
+        _rsync(campaign, site, f"{source}/", f"{target}/")
+    else:  # the folders above: rsync's own --mkpath came with 3.2.3, RHEL 8 has 3.1.3
+        program = f"mkdir -p {shlex.quote(target)} && rsync"
+        far = f"{site.host}:{target}/"
+        _rsync(campaign, site, f"{source}/", far, f"--rsync-path={program}")
 
 
 def fetch(campaign: Campaign, site: Site, source: str, target: Path) -> None:
@@ -77,19 +106,26 @@ def fetch(campaign: Campaign, site: Site, source: str, target: Path) -> None:
 
 
 def _rsync(campaign: Campaign, site: Site, source: str, target: str, *more: str) -> None:
-    """`--partial-dir` keeps what an interrupted transfer had, apart from whole files."""
-    argv = ["rsync", "--recursive", "--times", "--mkpath", "--partial-dir=.rsync-partial"]
-    argv += ["--timeout=300", *more]
+    """`--partial-dir` keeps what an interrupted transfer had, apart from whole files.
+
+    Raises `Unreachable` where the line is down, and `UserError` with rsync's words for all that
+    does not mend itself: a full disk, a permission, an rsync that is not there.
+    """
+    if shutil.which("rsync") is None:
+        raise UserError("there is no rsync on this machine", "install it: apt install rsync")
+    argv = ["rsync", "--recursive", "--times", "--partial-dir=.rsync-partial", "--timeout=300"]
     if site.host is not None:
         argv += ["--rsh", shlex.join(ssh(campaign))]
-    try:
-        done = subprocess.run([*argv, source, target], capture_output=True, text=True)
-    except FileNotFoundError:
-        raise UserError(
-            "there is no rsync on this machine", "install it: apt install rsync"
-        ) from None
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise Unreachable(
-            f"{site.name}: rsync stopped: {said[0]}", "it goes on from there when it is tried again"
-        )
+    done = run_command([*argv, *more, source, target])
+    if done.returncode == 0:
+        return
+    lines = _lines(done.stderr) or [f"exit code {done.returncode}"]
+    found = f"{site.name}: rsync stopped: {'; '.join(dict.fromkeys((lines[0], lines[-1])))}"
+    codes = {done.returncode, *map(int, re.findall(r"\(code (\d+)\)", done.stderr))}
+    if codes <= CONNECTION_CODES and not PROGRAM_MISSING.search(done.stderr):
+        raise Unreachable(found, "it goes on from there when it is tried again")
+    raise UserError(found, f"mend it in {target}, then type the same line again")
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]

@@ -6,37 +6,41 @@ from dataclasses import asdict
 
 from atoll.cluster.facility_checks import OK, WRONG, Finding, all_findings
 from atoll.cluster.submit import check, start, with_allocated_nodes
-from atoll.config.compose import Composition, compose_all, split_options
+from atoll.commands import VerbParser
+from atoll.config.compose import Composition, compose, overrides_parser
+from atoll.tables import table
 
 PROBE = "atoll.monitor.node_probe:main"
-OPTIONS = {"--job", "--here", "--json", "--help", "-h"}
-USAGE = """usage: atoll doctor [--json] [--job [--here]] facility=NAME [KEY=VALUE …]
-
-Asks of a facility, on its login node, all that a run will need, and says how to fix what is wrong.
---job     then queue a job whose ranks report devices, bindings, links and their bandwidth
---here    with --job: run it in this allocation; without a scheduler it runs here anyway
---json    print the findings as JSON"""
+ABOUT = """\
+Ask of a facility, on its login node, all that a run will need, and say how to fix what is wrong."""
 
 
 def main(argv: list[str]) -> int:
     """Print the findings; 1 if something is wrong, else what the job's submission returns."""
-    options, overrides = split_options(argv, OPTIONS)
-    if options & {"--help", "-h"}:
-        print(USAGE)
-        return 0
-    environment, here = dict(os.environ), "--here" in options
-    if here:
+    arguments = _parser().read(argv)
+    environment, overrides = dict(os.environ), arguments.overrides
+    if arguments.here:
         overrides = with_allocated_nodes(overrides, environment)
-    [composition] = compose_all(overrides, multirun=False)
+    composition = compose(overrides)
     findings = all_findings(composition.run, environment)
-    show(findings, as_json="--json" in options)
+    show(findings, arguments.json)
     if any(finding.state == WRONG for finding in findings):
         return 1
-    if "--job" not in options:
+    if not arguments.job:
         return 0
     probe = as_probe(composition)
-    check(probe.run, here, environment)
-    return start(probe, here, True, environment, PROBE)
+    check(probe.run, arguments.here, environment)
+    return start(probe, arguments.here, True, environment, PROBE)
+
+
+def _parser() -> VerbParser:
+    parser = overrides_parser("doctor", ABOUT)
+    job = "then queue a job whose ranks report devices, bindings, links and their bandwidth"
+    here = "with --job: run it in this allocation; without a scheduler it runs here anyway"
+    parser.add_argument("--job", action="store_true", help=job)
+    parser.add_argument("--here", action="store_true", help=here)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    return parser
 
 
 def as_probe(composition: Composition) -> Composition:
@@ -51,7 +55,9 @@ def show(findings: list[Finding], as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
         return
+    rows = []
     for finding in findings:
-        print(f"{finding.state:8}{finding.subject:12}{finding.found}")
+        rows.append([finding.state, finding.subject, finding.found])
         if finding.state != OK and finding.hint:
-            print(f"{'':20}→ {finding.hint}")
+            rows.append(["", "", f"→ {finding.hint}"])
+    print(table(["", "", ""], rows))

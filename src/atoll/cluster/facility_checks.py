@@ -2,14 +2,13 @@
 
 import getpass
 import os
-import re
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.cluster import limits
+from atoll.cluster.scheduler import answer_lines
 from atoll.errors import UserError
 from atoll.images.build import container_runtime
 from atoll.images.check import check_image
@@ -44,7 +43,7 @@ def runtime(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
         state = UNKNOWN if run.facility.modules else WRONG
         yield Finding(state, "container", error.found, error.hint)
         return
-    version = _answer([name, "--version"], environment)
+    version = answer_lines([name, "--version"], environment)
     yield Finding(OK, "container", version[0] if version else name)
 
 
@@ -94,26 +93,43 @@ def facility_limits(run: Run, environment: Mapping[str, str]) -> Iterator[Findin
 
 def account(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
     """Account and QoS as Slurm's accounting knows this user."""
-    if run.facility.scheduler != "slurm":
+    facility = run.facility
+    if facility.scheduler != "slurm":
         return
-    words = ["sacctmgr", "--noheader", "--parsable2", "show", "associations"]
-    form = "format=account,qos"
-    lines = _answer([*words, f"user={getpass.getuser()}", form], environment)
+    show = ["sacctmgr", "--noheader", "--parsable2", "show", "associations"]
+    form = "format=account,qos,partition"
+    lines = answer_lines([*show, f"user={getpass.getuser()}", form], environment)
     if not lines:
         yield Finding(UNKNOWN, "account", "sacctmgr does not say which accounts are yours")
         return
-    known = dict(line.split("|", 1) for line in lines)
-    mine = ", ".join(sorted(known))
-    if run.facility.account not in known:
-        hint = f"facility.account=NAME, one of: {mine}"
-        yield Finding(WRONG, "account", f"{run.facility.account} is not yours", hint)
+    associations = [line.split("|") for line in lines]
+    own = [line for line in associations if line[0] == facility.account]
+    if not own:
+        hint = f"facility.account=NAME, one of: {_listed(line[0] for line in associations)}"
+        yield Finding(WRONG, "account", f"{facility.account} is not yours", hint)
         return
-    yield Finding(OK, "account", str(run.facility.account))
-    qos, allowed = run.facility.submit.get("qos"), known[run.facility.account].split(",")
-    if qos is not None:
-        good = str(qos) in allowed
-        hint = "" if good else f"facility.submit.qos=NAME, one of: {', '.join(allowed)}"
-        yield Finding(OK if good else WRONG, "qos", str(qos), hint)
+    partition = facility.submit.get("partition")  # an association without one is for all
+    here = [line for line in own if partition is None or line[2] in ("", str(partition))]
+    if not here:
+        found = f"{facility.account} may not use the partition {partition}"
+        hint = f"facility.submit.partition=NAME, one of: {_listed(line[2] for line in own)}"
+        yield Finding(WRONG, "account", found, hint)
+        return
+    yield Finding(OK, "account", str(facility.account))
+    if facility.submit.get("qos") is not None:
+        yield _qos(
+            str(facility.submit["qos"]), {qos for line in here for qos in line[1].split(",")}
+        )
+
+
+def _qos(qos: str, allowed: set[str]) -> Finding:
+    if qos in allowed:
+        return Finding(OK, "qos", qos)
+    return Finding(WRONG, "qos", qos, f"facility.submit.qos=NAME, one of: {_listed(allowed)}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(set(names)))
 
 
 def partition(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -134,7 +150,7 @@ def partition(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
         hint = "ask again on a login node of the facility"
         yield Finding(UNKNOWN, flag, f"no {show[scheduler][0]} here to ask about {name}", hint)
         return
-    lines = _answer(show[scheduler], environment)
+    lines = answer_lines(show[scheduler], environment)
     hint = f"facility.submit.{flag}=NAME; {show[scheduler][0]} lists them"
     found = f"{name}: {lines[-1]}" if lines else f"{name} is not known to the scheduler"
     yield Finding(OK if lines else WRONG, flag, found, "" if lines else hint)
@@ -186,15 +202,3 @@ def _checked(subject: str, found: str, check: Callable[[Run], None], run: Run) -
     except UserError as error:
         return Finding(WRONG, subject, error.found, error.hint)
     return Finding(OK, subject, found)
-
-
-def _answer(argv: list[str], environment: Mapping[str, str]) -> list[str]:
-    """The lines a program prints; none where it is missing or refuses."""
-    program = shutil.which(argv[0], path=environment.get("PATH"))
-    if program is None:
-        return []
-    done = subprocess.run(
-        [program, *argv[1:]], env=dict(environment), capture_output=True, text=True
-    )
-    lines = [line.strip() for line in done.stdout.splitlines() if re.search(r"\S", line)]
-    return lines if done.returncode == 0 else []

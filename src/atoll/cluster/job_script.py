@@ -16,11 +16,11 @@ STRICT = "set -euo pipefail\n"
 MODULES = "source /etc/profile\n"
 # The warning reaches this shell alone. A signal to all processes of the step would also end those
 # that hold its image open, and so the ranks; they look for a file instead.
-HEED = """\
+WAIT_FOR_RANKS = """\
 stop_file={stop_file} restart_file={restart_file}
 rm -f "$stop_file" "$restart_file"
 trap 'touch "$stop_file"' USR2
-attend() {{
+wait_for() {{
     "$@" &
     local task=$!
     while kill -0 "$task" 2> /dev/null; do wait "$task" || true; done
@@ -29,32 +29,32 @@ attend() {{
 """
 # A launcher has its own idea of an exit code when some of its tasks end before others, so the
 # ranks say by a file that their state is saved and the run should go on.
-GO_ON = """\
-trap 'if [[ -e $restart_file ]]; then again; exit {code}; fi' EXIT
+REQUEUE_AT_END = """\
+trap 'if [[ -e $restart_file ]]; then requeue; exit {code}; fi' EXIT
 """
 # The hub's libraries ask the network before they look beside them, and wait for its answer.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-# scheduler -> the shell function by which a job queues the run again.
-AGAIN = {"slurm": slurm.again, "pbs": pbs.again}
+# scheduler -> the shell function by which a job requeues the run.
+REQUEUE = {"slurm": slurm.requeue_function, "pbs": pbs.requeue_function}
 
 
 def launch_script(
-    run: Run, run_folder: Path, batch_file: Path | None = None, verb: str | None = None
+    run: Run, run_folder: Path, batch_file: Path | None = None, entrypoint: str | None = None
 ) -> str:
     """The text of a run's `launch.sh`; with a `batch_file` its jobs may queue another one.
 
-    verb: `module:function` for all ranks to call, in place of the whole training.
+    entrypoint: `module:function` for all ranks to call, in place of the whole training.
     """
     scheduler = run.facility.scheduler
     modules = [["module", "load", name] for name in run.facility.modules]
-    queued = scheduler in AGAIN
+    queued = scheduler in REQUEUE
     return (
         HEADER
         + (MODULES + _lines(modules) if modules else "")
         + STRICT
-        + (_going_on(run, run_folder, batch_file) if queued else "")
+        + (_time_limit(run, run_folder, batch_file) if queued else "")
         + _lines(preparation(run, run_folder))
-        + _lines([_ranks(run, run_folder, verb)] if verb else training(run, run_folder))
+        + _lines([_ranks(run, run_folder, entrypoint)] if entrypoint else training(run, run_folder))
     )
 
 
@@ -80,28 +80,30 @@ def training(run: Run, run_folder: Path) -> list[list[str]]:
     ]
 
 
-def _going_on(run: Run, run_folder: Path, batch_file: Path | None) -> str:
-    """How the job heeds its time limit, and how the run goes on after it."""
+def _time_limit(run: Run, run_folder: Path, batch_file: Path | None) -> str:
+    """What the job does shortly before its time limit, and how the run is queued again."""
     files = {
         "stop_file": shlex.quote(str(run_dir.stop_file(run_folder))),
         "restart_file": shlex.quote(str(run_dir.restart_file(run_folder))),
     }
-    again = AGAIN[run.facility.scheduler](run, run_folder, batch_file)
-    return HEED.format(**files) + again + GO_ON.format(code=run_dir.RESTART_CODE)
+    requeue = REQUEUE[run.facility.scheduler](run, run_folder, batch_file)
+    return (
+        WAIT_FOR_RANKS.format(**files) + requeue + REQUEUE_AT_END.format(code=run_dir.RESTART_CODE)
+    )
 
 
 def _writes_text(run: Run) -> bool:
-    asked = run.generation.prompt is not None
-    return asked and run.task.name == "causal_lm" and run.training.steps != 0
+    has_prompt = run.generation.prompt is not None
+    return has_prompt and run.task.name == "causal_lm" and run.training.steps != 0
 
 
 def _lines(commands: list[list[str]]) -> str:
     return "".join(f"{shlex.join(argv)}\n" for argv in commands)
 
 
-def _ranks(run: Run, run_folder: Path, verb: str | None) -> list[str]:
-    attended = ["attend"] if run.facility.scheduler in AGAIN else []
-    return [*attended, *launch_step(run, run_folder, verb)]
+def _ranks(run: Run, run_folder: Path, entrypoint: str | None) -> list[str]:
+    waiting = ["wait_for"] if run.facility.scheduler in REQUEUE else []
+    return [*waiting, *launch_step(run, run_folder, entrypoint)]
 
 
 def _image_checks(run: Run, run_folder: Path) -> list[list[str]]:

@@ -24,9 +24,9 @@ def tasks(run: Run) -> Tasks:
     return Tasks(per_node, max(1, cores // per_node) if cores else None)
 
 
-def launch_step(run: Run, run_folder: Path, verb: str | None = None) -> list[str]:
-    """The command that runs a verb (`module:function`; None: train) on all ranks of the run."""
-    return [*LAUNCHERS[run.launcher.name](run, run_folder), *([verb] if verb else [])]
+def launch_step(run: Run, run_folder: Path, entrypoint: str | None = None) -> list[str]:
+    """The command that runs `module:function` (None: train) on all ranks of the run."""
+    return [*LAUNCHERS[run.launcher.name](run, run_folder), *([entrypoint] if entrypoint else [])]
 
 
 def static(run: Run, run_folder: Path) -> list[str]:
@@ -97,7 +97,7 @@ def _launch(run: Run, run_folder: Path, start: str | None = None) -> list[str]:
     """`atoll launch`; `start` says how it starts the node's ranks, if it is not one itself."""
     facility = run.facility
     port = [] if facility.port is None else ["--port", str(facility.port)]
-    suffix = ["--address-suffix", facility.address_suffix] if facility.address_suffix else []
+    suffix = [f"--address-suffix={facility.address_suffix}"] if facility.address_suffix else []
     folders = [f"--task-folder={name}={path}" for name, path in facility.task_folders.items()]
     ranks = [start, str(run.ranks_per_node)] if start else []
     return [*atoll_command(run), "launch", *port, *suffix, *folders, *ranks, str(run_folder)]

@@ -83,8 +83,7 @@ def check_allocation(run: Run, allocated: int | None) -> None:
 def _limits(run: Run) -> tuple[str, Queue]:
     """The limits that hold for the job, and whose: its queue's where they are known."""
     facility = run.facility
-    asked = [str(facility.submit.get(flag)) for flag in ("qos", "partition", "q")]
-    for name in asked:
+    for name in (str(facility.submit.get(flag)) for flag in ("qos", "partition", "q")):
         if name in facility.limits.queues:
             return f"{name} of {facility.name}", facility.limits.queues[name]
     return facility.name, facility.limits

@@ -11,8 +11,8 @@ CLOCK = """\
 (sleep {seconds} && touch "$stop_file") &
 """
 # PBS takes no job back on its own request: the run goes on in a job that waits for this one.
-AGAIN = """\
-again() {{
+REQUEUE = """\
+requeue() {{
     local job=${{PBS_JOBID:-${{SLURM_JOB_ID:-}}}}
     printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\\n' "$job"
     {chain}
@@ -33,22 +33,22 @@ def qsub_argv(run: Run, batch_file: Path, run_folder: Path) -> list[str]:
     words = [
         word
         for name, value in flags.items()
-        for one in (value if isinstance(value, list) else [value])
-        if one is not None and one is not False
-        for word in ([f"-{name}"] if one is True else [f"-{name}", str(one)])
+        for given in (value if isinstance(value, list) else [value])
+        if given is not None and given is not False
+        for word in ([f"-{name}"] if given is True else [f"-{name}", str(given)])
     ]
     return ["qsub", *words, "--", str(batch_file), str(run_folder)]
 
 
-def again(run: Run, run_folder: Path, batch_file: Path | None) -> str:
-    """Shell text for `launch.sh`: the function by which its job queues the run again."""
+def requeue_function(run: Run, run_folder: Path, batch_file: Path | None) -> str:
+    """Shell text for `launch.sh`: the function by which its job requeues the run."""
     chain = "false"
     if batch_file:
         qsub, *words = qsub_argv(run, batch_file, run_folder)
         chain = f'{qsub} -W depend=afterany:"$job" {shlex.join(words)}'
     minutes = run.facility.walltime_minutes
     clock = CLOCK.format(seconds=60 * minutes - run.restart.notice_seconds) if minutes else ""
-    return clock + AGAIN.format(chain=chain)
+    return clock + REQUEUE.format(chain=chain)
 
 
 def _resources(run: Run) -> list[str]:

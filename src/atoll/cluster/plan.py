@@ -4,58 +4,52 @@ import shlex
 
 from atoll.config.compose import (
     AUTO,
-    compose_all,
+    compose,
     config_tree,
     known_shape,
+    overrides_parser,
     shardings,
-    split_options,
 )
 from atoll.plan.choose import USABLE, Option, choose, options
 from atoll.plan.memory import gibibytes
 from atoll.plan.shapes import Shape
 from atoll.settings import Run
+from atoll.tables import table
 
-USAGE = """usage: atoll plan facility=NAME model=NAME [KEY=VALUE …]
-
-Prints, for each strategy, the memory of the fullest device by its parts, what fits, the bytes each
+ABOUT = """\
+Print, for each strategy, the memory of the fullest device by its parts, what fits, the bytes each
 rank sends in a step, the strategy it would choose and why, and the line that submits it.
 sharding=auto chooses the same."""
-COLUMNS = (
-    ("params", "parameters"),
-    ("grads", "gradients"),
-    ("optim", "optimizer"),
-    ("gathered", "gathered"),
-    ("buffers", "buffers"),
-    ("activ", "activations"),
-    ("recomp", "recomputed_activations"),
-    ("logits", "logits"),
-    ("loading", "loading"),
-    ("export", "export"),
-    ("host", "host"),
-    ("PEAK", "peak"),
-)
+COLUMNS = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optim": "optimizer",
+    "gathered": "gathered",
+    "buffers": "buffers",
+    "activ": "activations",
+    "recomp": "recomputed_activations",
+    "logits": "logits",
+    "loading": "loading",
+    "export": "export",
+    "host": "host",
+    "PEAK": "peak",
+}
+# what the planner chooses, whatever was typed
+CHOSEN = ("sharding=", "training.activation_checkpointing=")
 
 
 def main(argv: list[str]) -> int:
     """Print the table and the choice; 1 if nothing fits."""
-    flags, overrides = split_options(argv, {"--help", "-h"})
-    if flags:
-        print(USAGE)
-        return 0
-    lines = [line for line in overrides if line != AUTO]
-    [composition] = compose_all(lines, multirun=False)
-    run = composition.run
+    overrides = overrides_parser("plan", ABOUT).read(argv).overrides
+    overrides = [word for word in overrides if word != AUTO]
+    run = compose(overrides).run
     shape = known_shape(run)
-    found = list(options(run, shape, shardings(config_tree())))
+    choices = list(options(run, shape, shardings(config_tree())))
     print(head(run, shape))
-    print(table(found))
-    best = choose(found)
+    print(memory_table(choices))
+    best = choose(choices)
     print(verdict(run, best))
-    kept = [
-        line
-        for line in lines
-        if not line.startswith(("sharding=", "training.activation_checkpointing="))
-    ]
+    kept = [word for word in overrides if not word.startswith(CHOSEN)]
     print(f"sbatch/train.sbatch {shlex.join([*kept, *best.overrides])}")
     return 0
 
@@ -72,17 +66,19 @@ def head(run: Run, shape: Shape) -> str:
     )
 
 
-def table(found: list[Option]) -> str:
-    """One line for each strategy."""
-    width = max(len(" ".join(option.overrides)) for option in found) if found else 8
-    titles = "".join(f"{title:>9}" for title, _ in COLUMNS)
-    lines = [f"{'':{width}}{titles}{'sends':>9}  fits"]
-    for option in found:
-        cells = "".join(f"{gibibytes(getattr(option.memory, f)):>9}" for _, f in COLUMNS)
-        answer = {True: "yes", False: "no", None: "?"}[option.fits]
-        sent = gibibytes(sum(option.sent.values()))
-        lines.append(f"{' '.join(option.overrides):{width}}{cells}{sent:>9}  {answer}")
-    return "\n".join(lines)
+def memory_table(choices: list[Option]) -> str:
+    """One line for each strategy, in GiB."""
+    fits = {True: "yes", False: "no", None: "?"}
+    rows = [
+        [
+            " ".join(option.overrides),
+            *(gibibytes(getattr(option.memory, part)) for part in COLUMNS.values()),
+            gibibytes(sum(option.sent.values())),
+            fits[option.fits],
+        ]
+        for option in choices
+    ]
+    return table(["", *COLUMNS, "sends", "fits"], rows)
 
 
 def verdict(run: Run, best: Option) -> str:

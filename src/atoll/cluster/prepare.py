@@ -2,47 +2,40 @@
 
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 from atoll import run_dir
 from atoll.cluster.launchers import atoll_command
-from atoll.config.bundle import made_for, read_manifest
-from atoll.config.compose import compose
+from atoll.config.bundle import read_manifest
+from atoll.config.compose import compose, overrides_parser
 from atoll.errors import UserError
 from atoll.images.check import check_image
 
-USAGE = """usage: atoll prepare --into BUNDLE KEY=VALUE …
-       atoll prepare --verify BUNDLE
-
-Where there is a network: fetches the model, its tokenizer and the data of a run, converts and
-tokenises them into BUNDLE, and vouches for every file. Typed again it goes on where it stopped.
-At the facility: sbatch/train.sbatch KEY=VALUE … folders.bundle=BUNDLE
---verify     read every file of a bundle again and compare its sha256"""
+ABOUT = """\
+Where there is a network: fetch the model, its tokenizer and the data of a run, convert and tokenise
+them into BUNDLE, and vouch for every file. Typed again it goes on where it stopped.
+At the facility: sbatch/train.sbatch KEY=VALUE … folders.bundle=BUNDLE"""
 
 
 def main(argv: list[str]) -> int:
     """Make a bundle, or compare one with what it says of itself."""
-    if not argv or argv[0] in ("--help", "-h"):
-        print(USAGE)
-        return 0
-    if argv[0] not in ("--into", "--verify") or len(argv) < 2:
-        raise UserError(
-            f"atoll prepare begins with --into or --verify, not {argv[0]}",
-            "atoll prepare --into BUNDLE KEY=VALUE …",
-        )
-    folder = Path(argv[1]).absolute()
-    if argv[0] == "--verify":
-        return verify(folder)
-    composition = compose(argv[2:])
+    parser = overrides_parser("prepare", ABOUT)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--into", metavar="BUNDLE", type=Path, help="the folder to make")
+    read = "read every file of a bundle again and compare its sha256"
+    what.add_argument("--verify", metavar="BUNDLE", type=Path, help=read)
+    arguments = parser.read(argv)
+    if arguments.verify:
+        return verify(arguments.verify.absolute())
+    folder, overrides = arguments.into.absolute(), arguments.overrides
+    composition = compose(overrides)
     run = composition.run
     check_image(run)
     _refuse_another_request(folder, composition.as_yaml())
     run_dir.write_whole(run_dir.bundle_request(folder), composition.as_yaml())
-    command = [*atoll_command(run), "fetch", str(folder), run_dir.digest(made_for(run), 64)]
-    if code := subprocess.run(command).returncode:
+    if code := subprocess.run([*atoll_command(run), "fetch", str(folder)]).returncode:
         return code
-    words = [word for word in argv[2:] if not word.startswith("folders.")]
+    words = [word for word in overrides if not word.startswith("folders.")]
     line = shlex.join(["sbatch/train.sbatch", *words, f"folders.bundle={folder}"])
     print(f"the bundle is whole: {folder}\nat the facility: {line}")
     return 0
@@ -59,7 +52,7 @@ def verify(folder: Path) -> int:
                 f"{path} is {found[:12]}, bundle.json says {facts['sha256'][:12]}",
                 "copy it again, or delete it and type atoll prepare --into again",
             )
-    print(f"{len(files)} files match their sha256", file=sys.stdout)
+    print(f"{len(files)} files match their sha256")
     return 0
 
 

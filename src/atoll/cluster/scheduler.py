@@ -1,9 +1,9 @@
 """Hand a command to a scheduler, and pass on its own words when it refuses."""
 
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 
+from atoll.commands import MISSING, run_command
 from atoll.errors import UserError
 
 # What a refusal is about -> the settings that carry it. The scheduler's words are shown above.
@@ -27,16 +27,22 @@ def queued(argv: Sequence[str], environment: Mapping[str, str]) -> str:
 
     Raises `UserError` with the scheduler's own words if it refuses.
     """
-    try:
-        done = subprocess.run(argv, env=dict(environment), capture_output=True, text=True)
-    except OSError as error:
+    done = run_command(argv, environment=environment)
+    if done.returncode == MISSING:
         raise UserError(
-            f"cannot start {argv[0]}: {error.strerror}",
+            done.last_line,
             "submit from a login node of the facility, or choose one without a scheduler",
-        ) from None
+        )
     if done.returncode != 0:
-        raise refusal(argv[0], done.stderr or done.stdout or f"exit code {done.returncode}")
+        raise refusal(argv[0], done.stderr or done.stdout or done.last_line)
     return done.stdout.strip().split(";")[0]
+
+
+def answer_lines(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
+    """The lines that a program of the facility prints; none where it is missing or fails."""
+    done = run_command(argv, environment=environment)
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    return [line for line in lines if line] if done.returncode == 0 else []
 
 
 def refusal(program: str, words: str) -> UserError:

@@ -33,13 +33,13 @@ VARIABLES = {
     "requeue": "SBATCH_REQUEUE",
     "no-requeue": "SBATCH_NO_REQUEUE",
 }
-# Queues the run again: in this job, or where that is not allowed in another one that waits for
+# Requeues the run: in this job, or where that is not allowed in another one that waits for
 # its end (--dependency=singleton). A new job must not inherit what this one was given.
-AGAIN = """\
-again() {{
+REQUEUE = """\
+requeue() {{
     printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\\n' \\
         "$SLURM_JOB_ID"
-    {requeue}
+    {same_job}
     for name in "${{!SLURM_@}}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
     {chain}
 }}
@@ -80,12 +80,12 @@ def sbatch_exports(run: Run) -> list[list[str]]:
     ]
 
 
-def again(run: Run, run_folder: Path, batch_file: Path | None) -> str:
-    """Shell text for `launch.sh`: the function by which its job queues the run again."""
+def requeue_function(run: Run, run_folder: Path, batch_file: Path | None) -> str:
+    """Shell text for `launch.sh`: the function by which its job requeues the run."""
     chain = shlex.join(sbatch_argv(run, batch_file, run_folder)) if batch_file else "false"
-    requeue = 'scontrol requeue "$SLURM_JOB_ID" && return 0'
-    return AGAIN.format(
-        requeue=requeue if run.facility.requeue else "# this facility takes no job back",
+    same_job = 'scontrol requeue "$SLURM_JOB_ID" && return 0'
+    return REQUEUE.format(
+        same_job=same_job if run.facility.requeue else "# this facility takes no job back",
         chain=chain,
     )
 
@@ -94,7 +94,7 @@ def as_words(flags: Mapping[str, SubmitFlag]) -> list[str]:
     """True is a flag alone, None and False are no flag, a list repeats the flag."""
     words = []
     for name, value in flags.items():
-        for one in value if isinstance(value, list) else [value]:
-            if one is not None and one is not False:
-                words.append(f"--{name}" if one is True else f"--{name}={one}")
+        for given in value if isinstance(value, list) else [value]:
+            if given is not None and given is not False:
+                words.append(f"--{name}" if given is True else f"--{name}={given}")
     return words

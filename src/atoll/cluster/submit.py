@@ -1,64 +1,90 @@
 """`atoll submit`: compose, check, write the run folder, hand it to the scheduler or run it here."""
 
+import argparse
 import fcntl
 import os
 import shlex
-import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from atoll import run_dir
 from atoll.cluster import limits, pbs, slurm
 from atoll.cluster.job_script import launch_script
 from atoll.cluster.scheduler import queued, refusal, without_outer_job
-from atoll.config.compose import MULTIRUN, Composition, compose_all, config_tree, split_options
+from atoll.commands import VerbParser
+from atoll.config.compose import Composition, compose_all, config_tree, overrides_parser
 from atoll.config.identity import check_same_run
 from atoll.errors import UserError
 from atoll.images.check import check_image
 from atoll.settings import Run
 
-USAGE = """usage: sbatch/train.sbatch [--dry-run] [--multirun] [--here] [--sbatch-env] KEY=VALUE …
-
-Composes a run, checks it, writes its folder, and queues it; without a scheduler it runs here.
---dry-run    print the commands, write and run nothing
---multirun   several values, as in nodes=1,2,4: one job for each combination
---here       run in this allocation (salloc, or inside a job) instead of queueing a job
---sbatch-env print the sbatch flags as exports: eval "$(atoll submit --sbatch-env …)" """
+ABOUT = """\
+Compose a run, check it, write its folder, and queue it; without a scheduler it runs here."""
+EVALUATE = """\
+Perplexity (task=causal_lm) or the metrics of the data set (task=classification) of
+model.source=FOLDER on the held-out part of data=NAME, anywhere a run may go. The last line of the
+run's metrics.jsonl holds them."""
+NO_STEPS = ["training.steps=0", "training.epochs=null"]
 # scheduler -> the command that queues a run
 SUBMISSIONS = {"slurm": slurm.sbatch_argv, "pbs": pbs.qsub_argv}
-OPTIONS = {"--dry-run", "--here", "--hand-over", "--sbatch-env", "--help", "-h", *MULTIRUN}
 
 
 def main(argv: list[str]) -> int:
     """Submit one run, or with --multirun one for each combination."""
     if argv[:1] == ["--refused"]:
         return refused(*argv[1:])
-    options, overrides = split_options(argv, OPTIONS)
-    if options & {"--help", "-h"}:
-        print(USAGE)
-        return 0
-    environment, here = dict(os.environ), "--here" in options
+    arguments = _parser("submit", ABOUT).read(argv)
+    return _submit(arguments, arguments.overrides)
+
+
+def evaluate(argv: list[str]) -> int:
+    """Submit, or start here, a run that takes no step."""
+    arguments = _parser("evaluate", EVALUATE).read(argv)
+    for word in arguments.overrides:
+        if word.startswith(("training.steps=", "training.epochs=")):
+            raise UserError(
+                f"an evaluation takes no steps, and {word} asks for some", "leave it out"
+            )
+    return _submit(arguments, [*arguments.overrides, *NO_STEPS])
+
+
+def _parser(verb: str, about: str) -> VerbParser:
+    parser = overrides_parser(verb, about, multirun=True)
+    if verb == "submit":
+        parser.usage = "sbatch/train.sbatch [OPTION …] KEY=VALUE …"
+    only_print = "print the commands, write and run nothing"
+    here = "run in this allocation (salloc, or inside a job) instead of queueing a job"
+    exports = 'print the sbatch flags as exports: eval "$(atoll submit --sbatch-env …)"'
+    parser.add_argument("--dry-run", action="store_true", help=only_print)
+    parser.add_argument("--here", action="store_true", help=here)
+    parser.add_argument("--sbatch-env", action="store_true", help=exports)
+    parser.add_argument("--hand-over", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    environment, here = dict(os.environ), arguments.here
     if here:
         overrides = with_allocated_nodes(overrides, environment)
-    compositions = compose_all(overrides, multirun=bool(options & set(MULTIRUN)))
-    if "--sbatch-env" in options:
-        for composition in compositions:
-            print("\n".join(shlex.join(words) for words in slurm.sbatch_exports(composition.run)))
+    compositions = compose_all(overrides, arguments.multirun)
+    if arguments.sbatch_env:
+        exports = [words for each in compositions for words in slurm.sbatch_exports(each.run)]
+        print("\n".join(map(shlex.join, exports)))
         return 0
     for composition in compositions:
         check(composition.run, here, environment)
-        if "--dry-run" not in options:  # which may be typed before there is an image
+        if not arguments.dry_run:  # which may be typed before there is an image
             check_image(composition.run)
-    if "--dry-run" in options:
+    if arguments.dry_run:
         print("\n".join(dry_run(composition.run, here) for composition in compositions), end="")
         return 0
-    if "--hand-over" in options:
-        print("\n".join(hand_over(composition, here) for composition in compositions))
-        return 0
-    for position, composition in enumerate(compositions, 1):
-        last = position == len(compositions)
-        if code := start(composition, here, last, environment):
+    for composition in compositions:
+        last = composition is compositions[-1]
+        if arguments.hand_over:
+            print(hand_over(composition, here, last))
+        elif code := start(composition, here, last, environment):
             return code
     return 0
 
@@ -70,33 +96,48 @@ def dry_run(run: Run, here: bool = False) -> str:
     return f"{queue}# {run_dir.launch_script(folder)}\n{_script(run, here)}"
 
 
-def hand_over(composition: Composition, here: bool) -> str:
-    """Write the run's folder; the command for the shell that called us from inside an image."""
-    run = composition.run
+def hand_over(composition: Composition, here: bool, last: bool) -> str:
+    """Write the run's folder; what the shell that called us from inside an image is to run.
+
+    One word on a line, then what to do with them: none is ever read as shell text.
+    """
+    run, folder = composition.run, run_dir.folder(composition.run)
     if run.image.file is None:
         raise UserError(
             f"no environment for image={run.image.name}: this clone has an image and no .venv",
             "choose an image, as image=cpu, or make setup",
         )
-    folder = write_run_folder(composition, here)
+    new = "known" if folder.exists() else "new"
+    write_run_folder(composition, here)
     if _runs_here(run, here):
-        return shlex.join(["exec", "bash", str(run_dir.launch_script(folder))])
-    run_dir.restarts_file(folder).unlink(missing_ok=True)
-    return shlex.join(["queue", str(folder), run.facility.scheduler, *_submission(run)])
+        action, words = "exec" if last else "command", ["bash", str(run_dir.launch_script(folder))]
+    else:
+        run_dir.restarts_file(folder).unlink(missing_ok=True)
+        action, words = "queue", [run.facility.scheduler, str(folder), new, *_submission(run)]
+    escaped = [word.replace("\\", "\\\\").replace("\n", "\\n") for word in words]
+    return "".join(f"@atoll:word {word}\n" for word in escaped) + f"@atoll:{action}"
 
 
-def refused(folder: str, program: str, words: str) -> int:
+def refused(folder: str, age: str, program: str, words: str) -> int:
     """What the shell that we handed a command to calls when the scheduler refused it."""
-    if not run_dir.jobs_file(Path(folder)).exists():
-        shutil.rmtree(folder)
+    if age == "new":
+        _discard(Path(folder))
     raise refusal(program, words)
+
+
+def _discard(folder: Path) -> None:
+    """Leave no trace of a refused run; whatever else is in its folder stays."""
+    run_dir.launch_script(folder).unlink(missing_ok=True)
+    run_dir.settings_file(folder).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def with_allocated_nodes(overrides: list[str], environment: Mapping[str, str]) -> list[str]:
     """The overrides with the number of nodes this job has, unless they say one themselves."""
     allocated = limits.allocated_nodes(environment)
-    said = any(word.lstrip("+").startswith("nodes=") for word in overrides)
-    return overrides if allocated is None or said else [*overrides, f"nodes={allocated}"]
+    stated = any(word.lstrip("+").startswith("nodes=") for word in overrides)
+    return overrides if allocated is None or stated else [*overrides, f"nodes={allocated}"]
 
 
 def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
@@ -110,10 +151,12 @@ def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
     check_same_run(run, run_dir.folder(run))
 
 
-def write_run_folder(composition: Composition, here: bool = False, verb: str | None = None) -> Path:
+def write_run_folder(
+    composition: Composition, here: bool = False, entrypoint: str | None = None
+) -> Path:
     """Write `launch.sh`, then `run.yaml`, and return the run's folder."""
     folder = run_dir.folder(composition.run)
-    script = _script(composition.run, here, verb)
+    script = _script(composition.run, here, entrypoint)
     try:
         composition.run.folders.prepared.mkdir(parents=True, exist_ok=True)  # a bind needs it
         run_dir.write_whole(run_dir.launch_script(folder), script)
@@ -131,18 +174,20 @@ def start(
     here: bool,
     last: bool,
     environment: Mapping[str, str],
-    verb: str | None = None,
+    entrypoint: str | None = None,
 ) -> int:
     """Queue a run, or run it here; `last`: become it, so that its signals and code are ours.
 
-    verb: `module:function` for all ranks to call, in place of the whole training.
+    entrypoint: `module:function` for all ranks to call, in place of the whole training.
     """
     run = composition.run
     if not _runs_here(run, here):
-        print(f"job {_queue(composition, environment, verb)}: {run_dir.folder(run)}", flush=True)
+        print(
+            f"job {_queue(composition, environment, entrypoint)}: {run_dir.folder(run)}", flush=True
+        )
         return 0
     lock = _locked(run) if run.facility.scheduler == "none" else None
-    folder = write_run_folder(composition, here, verb)
+    folder = write_run_folder(composition, here, entrypoint)
     print(f"run {run.name} in {folder}", flush=True)
     command = ["bash", str(run_dir.launch_script(folder))]
     if last:
@@ -153,25 +198,20 @@ def start(
     return code
 
 
-def _queue(composition: Composition, environment: Mapping[str, str], verb: str | None) -> str:
+def _queue(composition: Composition, environment: Mapping[str, str], entrypoint: str | None) -> str:
     run = composition.run
     known = run_dir.folder(run).exists()
-    folder = write_run_folder(composition, verb=verb)
+    folder = write_run_folder(composition, entrypoint=entrypoint)
     run_dir.restarts_file(folder).unlink(missing_ok=True)  # a person starts the count anew
     try:
         job = queued(_submission(run), without_outer_job(environment))
     except UserError:
-        if not known:  # a refused run leaves no trace that its corrected form would trip over
-            shutil.rmtree(folder)
+        if not known:  # nothing that its corrected form would trip over
+            _discard(folder)
         raise
-    _remember(run, job)
-    return job
-
-
-def _remember(run: Run, job: str) -> None:
-    """Note the job for `atoll status`."""
-    with open(run_dir.jobs_file(run_dir.folder(run)), "a") as file:
+    with open(run_dir.jobs_file(folder), "a") as file:  # for `atoll status`
         file.write(f"{run.facility.scheduler} {job}\n")
+    return job
 
 
 def _submission(run: Run) -> list[str]:
@@ -179,10 +219,10 @@ def _submission(run: Run) -> list[str]:
     return argv(run, _batch_file(), run_dir.folder(run))
 
 
-def _script(run: Run, here: bool, verb: str | None = None) -> str:
+def _script(run: Run, here: bool, entrypoint: str | None = None) -> str:
     """`launch.sh`; a job that a person queued by hand is theirs to queue again."""
     batch_file = None if here else _batch_file()
-    return launch_script(run, run_dir.folder(run), batch_file, verb)
+    return launch_script(run, run_dir.folder(run), batch_file, entrypoint)
 
 
 def _batch_file() -> Path:

@@ -27,6 +27,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from atoll.commands import VerbParser
 from atoll.config.bundle import with_bundle
 from atoll.config.identity import derived_name
 from atoll.config.paths import with_absolute_paths, with_image_file
@@ -38,13 +39,6 @@ from atoll.settings import Run, checked, dumped, is_setting
 from atoll.settings.suggestions import check_choice, check_option, unknown_setting, unreadable
 
 COMMAND_LINE = "command line"
-MULTIRUN = ("--multirun", "-m")
-USAGE = """usage: atoll compose [--multirun] KEY=VALUE …
-
-Prints the resolved run as YAML, with the source of each value beside it.
---multirun takes several values, as in nodes=1,2,4: one run for each combination."""
-
-
 AUTO = "sharding=auto"  # the planner chooses
 
 
@@ -61,13 +55,22 @@ class Composition:
 
 def main(argv: list[str]) -> int:
     """Print the resolved runs, one YAML document each."""
-    options, overrides = split_options(argv, {*MULTIRUN, "--help", "-h"})
-    if options & {"--help", "-h"}:
-        print(USAGE)
-        return 0
-    runs = compose_all(overrides, multirun=bool(options & set(MULTIRUN)))
+    about = "Print the resolved run as YAML, with the source of each value beside it."
+    arguments = overrides_parser("compose", about, multirun=True).read(argv)
+    runs = compose_all(arguments.overrides, arguments.multirun)
     print("---\n".join(composition.as_yaml() for composition in runs), end="")
     return 0
+
+
+def overrides_parser(verb: str, about: str, multirun: bool = False) -> VerbParser:
+    """A verb that takes the words of a configuration, beside options of its own."""
+    parser = VerbParser(verb, about)
+    shown = "a setting, as nodes=8, or a choice of a group, as model=llama2_7b"
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=shown)
+    if multirun:
+        several = "take several values, as in nodes=1,2,4: one run for each combination"
+        parser.add_argument("-m", "--multirun", action="store_true", help=several)
+    return parser
 
 
 def split_options(argv: Sequence[str], known: set[str]) -> tuple[set[str], list[str]]:

@@ -1,15 +1,14 @@
-"""Samples of a prepared folder, and the batches of a rank, made ahead of time by one thread.
+"""The dataloader: samples of a prepared folder, and a rank's batches, made ahead by one thread.
 
 Legend: B samples of a microbatch, T tokens of a sample, S segments.
 """
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from queue import Full, Queue
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +17,9 @@ import torch
 from atoll.data import shards
 from atoll.data.batch import TENSORS, Batch
 from atoll.data.order import rank_share, sample_ids
-from atoll.data.pack import Ints, Plan, pack
-from atoll.data.shards import Manifest, Shard, Split
+from atoll.data.pack import Ints, PackingPlan, pack
+from atoll.data.shards import Split, TokenManifest, TokenShard
+from atoll.data.workers import in_order
 from atoll.errors import UserError
 from atoll.settings import Data, Run
 
@@ -41,7 +41,9 @@ class Share:
 class Samples:
     """The packed samples of one split."""
 
-    def __init__(self, folder: Path, split: Split, manifest: Manifest, plan: Plan) -> None:
+    def __init__(
+        self, folder: Path, split: Split, manifest: TokenManifest, plan: PackingPlan
+    ) -> None:
         self.plan = plan
         self._pad_id = manifest.pad_id
         self._targets, self._useful = plan.targets, plan.useful
@@ -146,49 +148,14 @@ def batches_ahead(
             int(samples.useful(ids).sum()),
         )
 
-    with _ahead(share, steps) as shares:
-        yield shares
-
-
-@contextmanager
-def _ahead(make: Callable[[int], Share], count: int) -> Iterator[Iterator[Share]]:
-    """Make `count` shares in a thread that is never far ahead and never outlives the block."""
-    made: Queue[Share | BaseException] = Queue(maxsize=SHARES_AHEAD)
-    stop = threading.Event()
-
-    def put(item: Share | BaseException) -> None:
-        while not stop.is_set():
-            try:
-                return made.put(item, timeout=0.1)
-            except Full:
-                continue
-
-    def work() -> None:
+    with ThreadPoolExecutor(1, "batches-ahead") as pool:
         try:
-            for step in range(count):
-                if stop.is_set():
-                    return
-                put(make(step))
-        except BaseException as error:
-            put(error)
-
-    def shares() -> Iterator[Share]:
-        for _ in range(count):
-            item = made.get()
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-
-    thread = threading.Thread(target=work, name="batches-ahead", daemon=True)
-    thread.start()
-    try:
-        yield shares()
-    finally:
-        stop.set()
-        thread.join()
+            yield in_order(pool, share, range(steps), SHARES_AHEAD)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def _document_tokens(folder: Path, split: Split, shard: Shard) -> Ints:
+def _document_tokens(folder: Path, split: Split, shard: TokenShard) -> Ints:
     path = shards.index_file(folder, split, shard.number)
     ends = np.fromfile(path, dtype="<u8").astype(np.int64)
     lengths = np.diff(ends, prepend=0)
@@ -202,7 +169,7 @@ def _document_tokens(folder: Path, split: Split, shard: Shard) -> Ints:
 
 
 def _classes(
-    folder: Path, split: Split, shards_of_split: list[Shard]
+    folder: Path, split: Split, shards_of_split: list[TokenShard]
 ) -> npt.NDArray[np.float32] | None:
     """The label of each document, where they have one; with labels a document is a sample."""
     if not shards_of_split or shards_of_split[0].labels_sha256 is None:
@@ -232,5 +199,5 @@ def _batch(tokens: Ints, ends: Ints, useful: Ints, rows: int) -> Batch:
 
 def _pinned(batch: Batch) -> Batch:
     """The batch in page-locked memory, which a device copies from while it computes."""
-    found = {name: getattr(batch, name) for name in TENSORS}
-    return replace(batch, **{n: x.pin_memory() for n, x in found.items() if x is not None})
+    tensors = {name: getattr(batch, name) for name in TENSORS}
+    return replace(batch, **{n: x.pin_memory() for n, x in tensors.items() if x is not None})

@@ -16,7 +16,7 @@ Packing = Literal["best_fit", "concat", "padding"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackingPlan:
     """Pieces in the order of their samples.
 
     Sample s is made of the pieces sample_first_piece[s] to sample_first_piece[s + 1]; piece p is
@@ -51,7 +51,7 @@ class Plan:
         return 1.0 - float(self.useful.sum(dtype=np.int64)) / slots
 
 
-def pack(document_tokens: Ints, sequence_tokens: int, packing: Packing) -> Plan:
+def pack(document_tokens: Ints, sequence_tokens: int, packing: Packing) -> PackingPlan:
     """Plan samples for documents that stand end to end in a token stream.
 
     document_tokens: the length of each document; none is zero.
@@ -62,7 +62,7 @@ def pack(document_tokens: Ints, sequence_tokens: int, packing: Packing) -> Plan:
     return plans[packing](document_tokens, sequence_tokens)
 
 
-def _concat(document_tokens: Ints, sequence_tokens: int) -> Plan:
+def _concat(document_tokens: Ints, sequence_tokens: int) -> PackingPlan:
     """Chop the stream into full samples; a document ends where it ends or where a sample does."""
     document_ends = np.cumsum(document_tokens)
     total = int(document_ends[-1])
@@ -75,14 +75,14 @@ def _concat(document_tokens: Ints, sequence_tokens: int) -> Plan:
     return _plan(sequence_tokens, starts, lengths, np.append(first_piece, len(starts)))
 
 
-def _padding(document_tokens: Ints, sequence_tokens: int) -> Plan:
+def _padding(document_tokens: Ints, sequence_tokens: int) -> PackingPlan:
     """One document a sample, truncated at its end."""
     starts = np.cumsum(document_tokens) - document_tokens
     lengths = np.minimum(document_tokens, sequence_tokens)
     return _plan(sequence_tokens, starts, lengths, np.arange(len(starts) + 1))
 
 
-def _best_fit(document_tokens: Ints, sequence_tokens: int) -> Plan:
+def _best_fit(document_tokens: Ints, sequence_tokens: int) -> PackingPlan:
     """Put each piece, longest first, into the fullest sample that still has room for it."""
     starts, lengths = _pieces(document_tokens, sequence_tokens)
     sample = _fullest_fitting(lengths, sequence_tokens)
@@ -132,17 +132,19 @@ def _fullest_fitting(lengths: Ints, sequence_tokens: int) -> Ints:
             taken = min(len(pieces), used * each)
             sample[pieces[:taken]] = np.repeat(samples[:used], each)[:taken]
             last = taken - (used - 1) * each
-            left = [(room, samples[used:]), (room - each * n, samples[: used - 1])]
-            left.append((room - last * n, samples[used - 1 : used]))
+            rooms = [(room, samples[used:]), (room - each * n, samples[: used - 1])]
+            rooms.append((room - last * n, samples[used - 1 : used]))
             by_room[room] = []
             open_rooms &= ~(1 << room)
-            for rest, those in left:
-                if rest and len(those):
-                    by_room[rest].append(those)
-                    open_rooms |= 1 << rest
+            for room_now, with_it in rooms:
+                if room_now and len(with_it):
+                    by_room[room_now].append(with_it)
+                    open_rooms |= 1 << room_now
             pieces = pieces[taken:]
     return sample
 
 
-def _plan(sequence_tokens: int, starts: Ints, lengths: Ints, first_piece: Ints) -> Plan:
-    return Plan(sequence_tokens, starts, lengths.astype(np.int32), first_piece.astype(np.int64))
+def _plan(sequence_tokens: int, starts: Ints, lengths: Ints, first_piece: Ints) -> PackingPlan:
+    return PackingPlan(
+        sequence_tokens, starts, lengths.astype(np.int32), first_piece.astype(np.int64)
+    )

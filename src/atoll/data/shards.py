@@ -20,8 +20,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +40,7 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Shard(Record):
+class TokenShard(Record):
     """One shard of one split; without documents it has no files."""
 
     number: int
@@ -54,7 +53,7 @@ class Shard(Record):
     labels_sha256: str | None = None
 
 
-class Plan(Record):
+class TokenPlan(Record):
     """What shards are made from: two folders with the same plan hold the same bytes."""
 
     format_version: int
@@ -68,13 +67,13 @@ class Plan(Record):
     dtype: Literal["uint16", "uint32"]
 
 
-class Manifest(Plan):
+class TokenManifest(TokenPlan):
     """The plan and every shard that came of it."""
 
-    train: list[Shard]
-    validation: list[Shard]
+    train: list[TokenShard]
+    validation: list[TokenShard]
 
-    def shards(self, split: Split) -> list[Shard]:
+    def shards(self, split: Split) -> list[TokenShard]:
         """The shards of a split that hold documents."""
         return [shard for shard in self._all(split) if shard.documents]
 
@@ -91,7 +90,7 @@ class Manifest(Plan):
     def largest_token(self) -> int:
         return max(shard.largest_token for split in SPLITS for shard in self.shards(split))
 
-    def _all(self, split: Split) -> list[Shard]:
+    def _all(self, split: Split) -> list[TokenShard]:
         return self.train if split == "train" else self.validation
 
 
@@ -123,6 +122,15 @@ def record_file(folder: Path, split: Split, number: int) -> Path:
     return folder / split / f"{number:05d}.json"
 
 
+class TokenBlock(NamedTuple):
+    """Documents of one split: their tokens end to end, the length of each, how many are blank."""
+
+    tokens: bytes
+    lengths: npt.NDArray[np.int64]
+    blank: int
+    labels: npt.NDArray[np.float32] | None = None
+
+
 class ShardWriter:
     """Collects the documents of one shard; nothing has its final name before `finish`."""
 
@@ -133,54 +141,47 @@ class ShardWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
         self.hasher = hashlib.sha256()
-        self.lengths: list[npt.NDArray[np.int64]] = []
-        self.bytes = 0
-        self.blank = 0
+        self.lengths = [np.zeros(0, dtype=np.int64)]
         self.labels: list[npt.NDArray[np.float32]] = []
+        self.blank = 0
         self.largest = -1
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = self.partial.open("wb")
 
-    def add(
-        self,
-        tokens: bytes,
-        lengths: npt.NDArray[np.int64],
-        blank: int,
-        labels: npt.NDArray[np.float32] | None = None,
-    ) -> None:
-        """Append documents: their tokens end to end, and the length of each; count blank ones."""
-        if labels is not None:
-            self.labels.append(labels)
-        self.file.write(tokens)
-        self.hasher.update(tokens)
-        self.lengths.append(lengths)
-        self.bytes += len(tokens)
-        self.blank += blank
-        if tokens:
-            self.largest = max(self.largest, int(np.frombuffer(tokens, dtype=self.dtype).max()))
+    def add(self, block: TokenBlock) -> None:
+        """Append the documents of a block."""
+        self.file.write(block.tokens)
+        self.hasher.update(block.tokens)
+        self.lengths.append(block.lengths)
+        self.blank += block.blank
+        if block.labels is not None:
+            self.labels.append(block.labels)
+        if block.tokens:
+            largest = np.frombuffer(block.tokens, dtype=self.dtype).max()
+            self.largest = max(self.largest, int(largest))
 
-    def finish(self) -> Shard:
+    def finish(self) -> TokenShard:
         """Give the shard its final names, the record last."""
-        ends = np.cumsum(np.concatenate([*self.lengths, np.zeros(0, dtype=np.int64)]))
-        count = self.bytes // self.dtype.itemsize
-        assert (int(ends[-1]) if len(ends) else 0) == count, "lengths and tokens disagree"
+        ends = np.cumsum(np.concatenate(self.lengths))
+        tokens = int(ends[-1]) if len(ends) else 0
+        assert self.file.tell() == tokens * self.dtype.itemsize, "lengths and tokens disagree"
         index = ends.astype("<u8").tobytes()
+        labels = np.concatenate(self.labels).astype("<f4").tobytes() if self.labels else None
         if len(ends):
             self.file.flush()
             os.fsync(self.file.fileno())
             self.file.close()
             self.partial.replace(self.path)
             write_whole(self.path.with_name(self.path.name + ".index"), index)
-            human = f"../tokenizer|{self.dtype.itemsize}\n{count}\n{count / 1e6:.2f} MT"
+            human = f"../tokenizer|{self.dtype.itemsize}\n{tokens}\n{tokens / 1e6:.2f} MT"
             write_whole(self.path.with_name(self.path.name + ".metadata"), human)
-        labels = np.concatenate(self.labels).astype("<f4").tobytes() if self.labels else None
-        if len(ends) and labels is not None:
-            write_whole(self.path.with_suffix(".labels"), labels)
-        shard = Shard(
+            if labels is not None:
+                write_whole(self.path.with_suffix(".labels"), labels)
+        shard = TokenShard(
             number=self.number,
             documents=len(ends),
             blank_documents=self.blank,
-            tokens=count,
+            tokens=tokens,
             largest_token=self.largest,
             tokens_sha256=self.hasher.hexdigest(),
             index_sha256=hashlib.sha256(index).hexdigest(),
@@ -192,42 +193,38 @@ class ShardWriter:
     def __enter__(self) -> "ShardWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.file.close()
         self.partial.unlink(missing_ok=True)
 
 
-def finished_shard(folder: Path, split: Split, number: int, dtype: str) -> Shard | None:
+def finished_shard(folder: Path, split: Split, number: int, dtype: str) -> TokenShard | None:
     """The record of a shard that is whole on disk, else nothing."""
     try:
-        shard = Shard.model_validate_json(record_file(folder, split, number).read_bytes())
+        shard = TokenShard.model_validate_json(record_file(folder, split, number).read_bytes())
     except (FileNotFoundError, ValidationError):
         return None
-    return None if any(_wrong_sizes(folder, split, shard, dtype)) else shard
+    files = _files(folder, split, shard, dtype)
+    return shard if all(_size(path) == size for path, size, _ in files) else None
 
 
-def write_plan(folder: Path, plan: Plan) -> None:
+def write_plan(folder: Path, plan: TokenPlan) -> None:
     write_whole(plan_file(folder), _json(plan))
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: TokenManifest) -> None:
     write_whole(manifest_file(folder), _json(manifest))
 
 
-def read_plan(folder: Path) -> Plan | None:
+def read_plan(folder: Path) -> TokenPlan | None:
     """The plan of a folder, whole or under way; nothing where there is none to trust."""
     try:
-        return Plan.model_validate_json(plan_file(folder).read_bytes())
+        return TokenPlan.model_validate_json(plan_file(folder).read_bytes())
     except (FileNotFoundError, ValidationError):
         return None
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> TokenManifest:
     """The manifest of a prepared folder.
 
     Raises `UserError` where it is missing or of another version of the format.
@@ -247,7 +244,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"delete {folder}, then {hint}",
         )
     try:
-        return Manifest.model_validate(content)
+        return TokenManifest.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(
@@ -256,45 +253,42 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
 
 
-def refuse_wrong_tokenizer(folder: Path, plan: Plan) -> None:
+def refuse_wrong_tokenizer(folder: Path, plan: TokenPlan) -> None:
     """Raise `UserError` unless the tokenizer is the one the tokens were, or will be, made with."""
     path = tokenizer_folder(folder) / "tokenizer.json"
-    found = sha256_of(path)[:12] if path.is_file() else "missing"
-    if found != plan.tokenizer_sha256[:12]:
+    sha256 = sha256_of(path)[:12] if path.is_file() else "missing"
+    if sha256 != plan.tokenizer_sha256[:12]:
         raise UserError(
-            f"{path} is {found}, the tokens are of {plan.tokenizer_sha256[:12]}",
+            f"{path} is {sha256}, the tokens are of {plan.tokenizer_sha256[:12]}",
             f"delete {folder}, then run `atoll tokenize RUN_FOLDER`",
         )
 
 
-def refuse_wrong_sizes(folder: Path, manifest: Manifest) -> None:
+def refuse_wrong_sizes(folder: Path, manifest: TokenManifest) -> None:
     """Raise `UserError` naming the first shard that is missing or cut short."""
     for split in SPLITS:
         for shard in manifest.shards(split):
-            for path, size, expected in _wrong_sizes(folder, split, shard, manifest.dtype):
-                found = "is missing" if size is None else f"has {size} bytes instead of {expected}"
+            for path, expected, _ in _files(folder, split, shard, manifest.dtype):
+                size = _size(path)
+                if size == expected:
+                    continue
                 raise UserError(
-                    f"{path} {found}",
+                    f"{path} is missing"
+                    if size is None
+                    else f"{path} has {size} bytes instead of {expected}",
                     "run `atoll tokenize RUN_FOLDER`: it makes only what is missing",
                 )
 
 
-def refuse_wrong_content(folder: Path, manifest: Manifest, rank: int, world_size: int) -> None:
+def refuse_wrong_content(folder: Path, manifest: TokenManifest, rank: int, world_size: int) -> None:
     """Read this rank's part of the shards; raise `UserError` naming one that has changed."""
     all_shards = [(split, shard) for split in SPLITS for shard in manifest.shards(split)]
     for split, shard in all_shards[rank::world_size]:
-        vouched = {
-            tokens_file(folder, split, shard.number): shard.tokens_sha256,
-            index_file(folder, split, shard.number): shard.index_sha256,
-            labels_file(folder, split, shard.number): shard.labels_sha256,
-        }
-        for path, expected in vouched.items():
-            if expected is None:
-                continue
-            found = sha256_of(path)
-            if found != expected:
+        for path, _, expected in _files(folder, split, shard, manifest.dtype):
+            sha256 = sha256_of(path)
+            if sha256 != expected:
                 raise UserError(
-                    f"{path} is corrupted: sha256 {found[:12]}… instead of {expected[:12]}…",
+                    f"{path} is corrupted: sha256 {sha256[:12]}… instead of {expected[:12]}…",
                     "delete it, then run `atoll tokenize RUN_FOLDER`: only it is made again",
                 )
 
@@ -338,25 +332,24 @@ def sync_all(folder: Path) -> None:
     sync_folder(folder)
 
 
-def _wrong_sizes(
-    folder: Path, split: Split, shard: Shard, dtype: str
-) -> Iterator[tuple[Path, int | None, int]]:
-    if not shard.documents:
-        return
-    expected = {
-        tokens_file(folder, split, shard.number): shard.tokens * np.dtype(dtype).itemsize,
-        index_file(folder, split, shard.number): shard.documents * 8,
-    }
-    if shard.labels_sha256 is not None:
-        expected[labels_file(folder, split, shard.number)] = shard.documents * 4
-    for path, size in expected.items():
-        try:
-            found = path.stat().st_size
-        except FileNotFoundError:
-            yield path, None, size
-        else:
-            if found != size:
-                yield path, found, size
+def _files(
+    folder: Path, split: Split, shard: TokenShard, dtype: str
+) -> Iterator[tuple[Path, int, str]]:
+    """The files of a shard, each with its size in bytes and its sha256."""
+    if shard.documents:
+        token_bytes = np.dtype(dtype).itemsize
+        number = shard.number
+        yield tokens_file(folder, split, number), shard.tokens * token_bytes, shard.tokens_sha256
+        yield index_file(folder, split, number), shard.documents * 8, shard.index_sha256
+        if shard.labels_sha256 is not None:
+            yield labels_file(folder, split, number), shard.documents * 4, shard.labels_sha256
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def _json(record: Record) -> str:

@@ -5,7 +5,6 @@ Every byte depends on the settings and the text alone: not on the number of proc
 how often the work was interrupted.
 """
 
-import argparse
 import errno
 import fcntl
 import shutil
@@ -15,14 +14,22 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from atoll import run_dir
-from atoll.data import encode, shards, sources, vocabulary
-from atoll.data.encode import Encoded, Job, Reading
-from atoll.data.shards import Manifest, Plan, ShardWriter, Split
-from atoll.data.sources import Block
-from atoll.data.vocabulary import Vocabulary
+from atoll.commands import VerbParser
+from atoll.data import encode, shards, vocabulary
+from atoll.data.encode import CorpusBlocks, SplitCorpus, WorkItem
+from atoll.data.shards import (
+    ShardWriter,
+    Split,
+    TokenBlock,
+    TokenManifest,
+    TokenPlan,
+    TokenShard,
+)
+from atoll.data.sources import blocks, corpus
+from atoll.data.sources.blocks import Block
 from atoll.data.workers import cores, ordered_map
 from atoll.errors import UserError
 from atoll.settings import Run, load_run
@@ -33,27 +40,12 @@ TEXT_BYTES_PER_TOKEN = 6
 SECONDS_BETWEEN_LINES = 5.0
 
 
-class Work(NamedTuple):
-    """A reading and its blocks; shards are numbered within it."""
-
-    reading: Reading
-    blocks: list[Block]
-
-    @property
-    def documents(self) -> int:
-        return sum(block.documents for block in self.blocks)
-
-    @property
-    def shard_count(self) -> int:
-        return self.blocks[-1].shard + 1
-
-
 def main(argv: list[str]) -> int:
     """Prepare the data of a run."""
-    parser = argparse.ArgumentParser(prog="atoll tokenize", description=__doc__)
+    parser = VerbParser("tokenize", __doc__)
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--verify", action="store_true", help="compare every shard's sha256")
-    arguments = parser.parse_args(argv)
+    arguments = parser.read(argv)
     run = load_run(run_dir.settings_file(arguments.run_folder))
     prepare(run, lambda line: print(line, flush=True))
     if arguments.verify:
@@ -73,26 +65,28 @@ def prepare(run: Run, log: Log) -> Path:
         log(f"tokens are ready: {folder}")  # as they were when the bundle was made
         return folder
     try:
-        readings = _readings(run)
+        sources = _sources(run)
     except UserError as error:
         # Tokens made where there was a network, or from text that has since been put away.
-        if not _is_whole(folder):
+        if not _is_whole(run):
             raise
         log(f"tokens are ready: {folder}; their text is out of reach: {error.found}")
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, log):
-        if _is_fresh(folder, _identity(run, readings)):
+        identity = _identity(run, sources)
+        plan = _interrupted_plan(folder, identity)
+        if plan is not None and _is_whole(run):
             log(f"tokens are ready: {folder}")
             return folder
-        works = [_cut(run, reading) for reading in readings]
-        _refuse_empty_split(run, works)
-        needed = _least_bytes(works)
+        corpora = [_cut(run, source) for source in sources]
+        _refuse_empty_split(run, corpora)
+        needed = _least_bytes(corpora)
         _refuse_small_disk(folder, needed)
         with shards.naming_a_full_disk(folder, needed):
-            plan = _begin(folder, run, works, log)
-            _write_shards(folder, run, plan, works, log)
-            manifest = _manifest(folder, plan, works)
+            plan = plan or _new_plan(folder, run, identity, corpora, log)
+            _write_shards(folder, run, plan, corpora, log)
+            manifest = _manifest(folder, plan, corpora)
             _refuse_blank_split(manifest)
             shards.write_manifest(folder, manifest)
     log(
@@ -104,7 +98,7 @@ def prepare(run: Run, log: Log) -> Path:
 
 def open_prepared(
     run: Run, *, verify: bool = False, rank: int = 0, world_size: int = 1
-) -> Manifest:
+) -> TokenManifest:
     """The manifest of a run's tokens, after a check that every shard is there at its full size.
 
     With `verify` this rank also compares the sha256 of its part of the shards. Raises
@@ -119,36 +113,34 @@ def open_prepared(
     return manifest
 
 
-def _readings(run: Run) -> list[Reading]:
-    train = sources.train_input(run.data)
-    validation = sources.validation_input(run.data)
+def _sources(run: Run) -> list[SplitCorpus]:
+    train = corpus.train_corpus(run.data)
+    validation = corpus.validation_corpus(run.data)
     if validation is None:
         fraction = run.data.validation.fraction or 0.0
-        return [Reading(train, ("train", "validation"), fraction, run.seed)]
-    sources.refuse_overlap(train, validation)
-    return [Reading(train, ("train",), 0.0, 0), Reading(validation, ("validation",), 0.0, 0)]
+        return [SplitCorpus(train, ("train", "validation"), fraction, run.seed)]
+    corpus.refuse_overlap(train, validation)
+    splits: tuple[Split, Split] = ("train", "validation")
+    texts = zip((train, validation), splits, strict=True)
+    return [SplitCorpus(text, (split,), 0.0, 0) for text, split in texts]
 
 
-def _cut(run: Run, reading: Reading) -> Work:
-    data = run.data
-    found = sources.blocks(reading.text, data.documents_per_shard)
-    work = Work(reading, list(found))
-    if not work.blocks:
+def _cut(run: Run, source: SplitCorpus) -> CorpusBlocks:
+    found = CorpusBlocks(source, list(blocks.blocks(source.corpus, run.data.documents_per_shard)))
+    if not found.blocks:
         raise UserError(
-            f"no documents for {' and '.join(reading.splits)}: the text is empty",
+            f"no documents for {' and '.join(source.splits)}: the text is empty",
             "give data.files or data.hub that hold text",
         )
-    return work
+    return found
 
 
-def _refuse_empty_split(run: Run, works: list[Work]) -> None:
+def _refuse_empty_split(run: Run, corpora: list[CorpusBlocks]) -> None:
     """Find by counting, before any work, that no document falls to a split."""
     fraction = run.data.validation.fraction
-    if fraction is None:
-        return
-    documents = works[0].documents
-    held_out = int(works[0].reading.held_out(0, documents).sum())
-    if 0 < held_out < documents:
+    documents = corpora[0].documents
+    held_out = int(corpora[0].source.held_out(0, documents).sum())
+    if fraction is None or 0 < held_out < documents:
         return
     raise UserError(
         f"the {'train' if held_out else 'validation'} split is empty: with "
@@ -158,7 +150,7 @@ def _refuse_empty_split(run: Run, works: list[Work]) -> None:
     )
 
 
-def _refuse_blank_split(manifest: Manifest) -> None:
+def _refuse_blank_split(manifest: TokenManifest) -> None:
     """Find that every document of a split was blank."""
     for split in shards.SPLITS:
         if not manifest.tokens(split):
@@ -169,10 +161,10 @@ def _refuse_blank_split(manifest: Manifest) -> None:
             )
 
 
-def _least_bytes(works: list[Work]) -> int:
-    spans = (span for work in works for block in work.blocks for span in block.spans)
+def _least_bytes(corpora: list[CorpusBlocks]) -> int:
+    spans = (span for text in corpora for block in text.blocks for span in block.spans)
     text_bytes = sum(span.stop - span.start for span in spans)
-    return 2 * text_bytes // TEXT_BYTES_PER_TOKEN + 8 * sum(work.documents for work in works)
+    return 2 * text_bytes // TEXT_BYTES_PER_TOKEN + 8 * sum(text.documents for text in corpora)
 
 
 def _refuse_small_disk(folder: Path, needed: int) -> None:
@@ -186,51 +178,55 @@ def _refuse_small_disk(folder: Path, needed: int) -> None:
         )
 
 
-def _identity(run: Run, readings: list[Reading]) -> dict[str, Any]:
+def _identity(run: Run, sources: list[SplitCorpus]) -> dict[str, Any]:
     return {
         "format_version": shards.FORMAT_VERSION,
         "settings_digest": run_dir.prepared_digest(run),
         "input_fingerprints": {
-            "+".join(reading.splits): reading.text.fingerprint for reading in readings
+            "+".join(source.splits): source.corpus.fingerprint for source in sources
         },
         "tokenizer_fingerprint": vocabulary.fingerprint(run),
     }
 
 
-def _is_fresh(folder: Path, identity: dict[str, Any]) -> bool:
-    return _is_planned(folder, identity) and _is_whole(folder)
-
-
-def _is_whole(folder: Path) -> bool:
+def _is_whole(run: Run) -> bool:
     try:
-        manifest = shards.read_manifest(folder)
-        shards.refuse_wrong_tokenizer(folder, manifest)
-        shards.refuse_wrong_sizes(folder, manifest)
+        open_prepared(run)
     except UserError:
         return False
     return True
 
 
-def _is_planned(folder: Path, identity: dict[str, Any]) -> bool:
+def _interrupted_plan(folder: Path, identity: dict[str, Any]) -> TokenPlan | None:
+    """The plan to go on with, where it is of the same text and settings and has its tokenizer."""
     plan = shards.read_plan(folder)
     if plan is None or plan.model_dump(include=set(identity)) != identity:
-        return False
+        return None
     try:
         shards.refuse_wrong_tokenizer(folder, plan)
     except UserError:
-        return False
-    return True
+        return None
+    return plan
 
 
-def _begin(folder: Path, run: Run, works: list[Work], log: Log) -> Plan:
-    """Take up an interrupted plan, or clear the folder, make the tokenizer and write a new one."""
-    identity = _identity(run, [work.reading for work in works])
-    plan = shards.read_plan(folder)
-    if plan is not None and _is_planned(folder, identity):
-        return plan
+def _new_plan(
+    folder: Path, run: Run, identity: dict[str, Any], corpora: list[CorpusBlocks], log: Log
+) -> TokenPlan:
+    """Clear the folder, make the tokenizer and write the plan of its tokens."""
     shards.clear(folder)
-    made = _make_tokenizer(folder, run, works, log)
-    plan = Plan(
+    name = vocabulary.origin(run)
+    log(f"loading the tokenizer of {name} …" if name else "making the tokenizer …")
+    began = time.monotonic()
+    made_in = folder / ".tokenizer.partial"
+    # In a process of its own: neither its threads nor torch stay in this one.
+    start = partial(encode.tokenizer_maker, run, corpora, made_in)
+    with closing(ordered_map(start, [None], 1, threads=run.data.workers or cores())) as results:
+        made = next(results)
+    shards.sync_all(made_in)
+    made_in.replace(shards.tokenizer_folder(folder))
+    run_dir.sync_folder(folder)
+    log(f"tokenizer: {made.tokens:,} tokens, {time.monotonic() - began:.1f} s")
+    plan = TokenPlan(
         **identity,
         tokenizer_sha256=made.sha256,
         vocabulary_tokens=made.tokens,
@@ -242,27 +238,16 @@ def _begin(folder: Path, run: Run, works: list[Work], log: Log) -> Plan:
     return plan
 
 
-def _make_tokenizer(folder: Path, run: Run, works: list[Work], log: Log) -> Vocabulary:
-    name = vocabulary.origin(run)
-    log(f"loading the tokenizer of {name} …" if name else "making the tokenizer …")
-    began = time.monotonic()
-    made_in = folder / ".tokenizer.partial"
-    # In a process of its own: neither its threads nor torch stay in this one.
-    texts = [encode.Text(work.reading, work.blocks) for work in works]
-    start = partial(encode.tokenizer_maker, run, texts, made_in)
-    with closing(ordered_map(start, [None], 1, threads=run.data.workers or cores())) as results:
-        made = next(results)
-    shards.sync_all(made_in)
-    made_in.replace(shards.tokenizer_folder(folder))
-    run_dir.sync_folder(folder)
-    log(f"tokenizer: {made.tokens:,} tokens, {time.monotonic() - began:.1f} s")
-    return made
-
-
-def _write_shards(folder: Path, run: Run, plan: Plan, works: list[Work], log: Log) -> None:
+def _write_shards(
+    folder: Path, run: Run, plan: TokenPlan, corpora: list[CorpusBlocks], log: Log
+) -> None:
     """Encode the blocks of every shard that is not whole yet."""
-    jobs = [Job(n, block) for n, work in enumerate(works) for block in _missing(folder, plan, work)]
-    if not jobs:
+    items = [
+        WorkItem(number, block)
+        for number, text in enumerate(corpora)
+        for block in _missing(folder, plan, text)
+    ]
+    if not items:
         return
     start = partial(
         encode.encoder,
@@ -270,83 +255,84 @@ def _write_shards(folder: Path, run: Run, plan: Plan, works: list[Work], log: Lo
         plan.end_id,
         plan.dtype,
         run.data,
-        [work.reading for work in works],
+        [text.source for text in corpora],
     )
-    workers = min(run.data.workers or cores(), len(jobs))
-    with closing(ordered_map(start, jobs, workers)) as results:
-        counted = _counted(results, jobs, plan, log)
-        for (n, number), group in groupby(zip(jobs, counted, strict=True), key=_shard_of):
-            splits = works[n].reading.splits
-            _write_shard(folder, plan, splits, number, (encoded for _, encoded in group))
+    workers = min(run.data.workers or cores(), len(items))
+    with closing(ordered_map(start, items, workers)) as results:
+        counted = _counted(results, items, plan, log)
+        for (number, shard), group in groupby(zip(items, counted, strict=True), key=_shard_of):
+            splits = corpora[number].source.splits
+            _write_shard(folder, plan, splits, shard, (encoded for _, encoded in group))
 
 
-def _shard_of(pair: tuple[Job, Any]) -> tuple[int, int]:
-    return pair[0].reading, pair[0].block.shard
+def _shard_of(pair: tuple[WorkItem, Any]) -> tuple[int, int]:
+    return pair[0].corpus, pair[0].block.shard
 
 
-def _missing(folder: Path, plan: Plan, work: Work) -> list[Block]:
-    whole = {
-        number
-        for number in range(work.shard_count)
-        if all(
-            shards.finished_shard(folder, split, number, plan.dtype)
-            for split in work.reading.splits
-        )
-    }
-    return [block for block in work.blocks if block.shard not in whole]
+def _finished(folder: Path, plan: TokenPlan, text: CorpusBlocks, split: Split) -> list[TokenShard]:
+    numbers = range(text.shard_count)
+    found = (shards.finished_shard(folder, split, number, plan.dtype) for number in numbers)
+    return [shard for shard in found if shard is not None]
+
+
+def _missing(folder: Path, plan: TokenPlan, text: CorpusBlocks) -> list[Block]:
+    finished = [
+        {shard.number for shard in _finished(folder, plan, text, split)}
+        for split in text.source.splits
+    ]
+    whole = set.intersection(*finished)
+    return [block for block in text.blocks if block.shard not in whole]
 
 
 def _write_shard(
     folder: Path,
-    plan: Plan,
+    plan: TokenPlan,
     splits: tuple[Split, ...],
     number: int,
-    encoded: Iterable[dict[Split, Encoded]],
+    encoded: Iterable[dict[Split, TokenBlock]],
 ) -> None:
     with ExitStack() as stack:
         writers = {
             split: stack.enter_context(ShardWriter(folder, split, number, plan.dtype))
             for split in splits
         }
-        for found in encoded:
-            for split, documents in found.items():
-                writers[split].add(
-                    documents.tokens, documents.lengths, documents.blank, documents.labels
-                )
+        for token_blocks in encoded:
+            for split, block in token_blocks.items():
+                writers[split].add(block)
         for writer in writers.values():
             writer.finish()
 
 
 def _counted(
-    results: Iterable[dict[Split, Encoded]], jobs: list[Job], plan: Plan, log: Log
-) -> Iterator[dict[Split, Encoded]]:
+    results: Iterable[dict[Split, TokenBlock]], items: list[WorkItem], plan: TokenPlan, log: Log
+) -> Iterator[dict[Split, TokenBlock]]:
     """Pass results on, with a line of progress every few seconds and at the end."""
-    documents_in_all = sum(job.block.documents for job in jobs)
+    documents_in_all = sum(item.block.documents for item in items)
     bytes_per_token = 2 if plan.dtype == "uint16" else 4
-    began = told = time.monotonic()
+    began = last_line = time.monotonic()
     documents = tokens = 0
-    for job, encoded in zip(jobs, results, strict=True):
+    for item, encoded in zip(items, results, strict=True):
         yield encoded
-        documents += job.block.documents
-        tokens += sum(len(found.tokens) for found in encoded.values()) // bytes_per_token
+        documents += item.block.documents
+        tokens += sum(len(block.tokens) for block in encoded.values()) // bytes_per_token
         now = time.monotonic()
-        if now - told >= SECONDS_BETWEEN_LINES or documents == documents_in_all:
-            told = now
+        if now - last_line >= SECONDS_BETWEEN_LINES or documents == documents_in_all:
+            last_line = now
             log(
                 f"tokenised {documents:,} of {documents_in_all:,} documents, "
                 f"{tokens / 1e6:.2f} Mtok, {tokens / 1e6 / (now - began):.2f} Mtok/s"
             )
 
 
-def _manifest(folder: Path, plan: Plan, works: list[Work]) -> Manifest:
-    found: dict[Split, list[shards.Shard]] = {}
-    for work in works:
-        for split in work.reading.splits:
-            numbers = range(work.shard_count)
-            whole = [shards.finished_shard(folder, split, n, plan.dtype) for n in numbers]
-            found[split] = [shard for shard in whole if shard is not None]
-            assert len(found[split]) == work.shard_count, f"a shard of {split} went missing"
-    return Manifest(**plan.model_dump(), train=found["train"], validation=found["validation"])
+def _manifest(folder: Path, plan: TokenPlan, corpora: list[CorpusBlocks]) -> TokenManifest:
+    by_split: dict[Split, list[TokenShard]] = {}
+    for text in corpora:
+        for split in text.source.splits:
+            by_split[split] = _finished(folder, plan, text, split)
+            assert len(by_split[split]) == text.shard_count, f"a shard of {split} went missing"
+    return TokenManifest(
+        **plan.model_dump(), train=by_split["train"], validation=by_split["validation"]
+    )
 
 
 @contextmanager

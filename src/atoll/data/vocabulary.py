@@ -67,7 +67,7 @@ def load(run: Run) -> Any:
     setting = "tokenizer.path" if run.tokenizer.path else "model.source"
     path = Path(name).expanduser()
     try:
-        found = _of_file(path) if path.is_file() else _of_folder_or_hub(run, name)
+        tokenizer = _of_file(path) if path.is_file() else _of_folder_or_hub(run, name)
     except Exception as error:  # the library raises many kinds, from many layers below it
         lines = str(error).strip().splitlines() or [""]
         raise UserError(
@@ -75,18 +75,17 @@ def load(run: Run) -> Any:
             "set tokenizer.path to a folder that holds tokenizer.json; where there is no network, "
             "save it elsewhere with save_pretrained and give that folder",
         ) from error
-    if not found.is_fast:
+    if not tokenizer.is_fast:
         raise UserError(
-            f"the tokenizer of {setting}={name} ({type(found).__name__}) has no fast form",
+            f"the tokenizer of {setting}={name} ({type(tokenizer).__name__}) has no fast form",
             "set tokenizer.path to a folder that holds tokenizer.json",
         )
-    return found
+    return tokenizer
 
 
 def trained(texts: Iterable[str], vocabulary_tokens: int) -> Any:
     """A byte-level BPE trained on texts; the same texts give the same tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -98,16 +97,13 @@ def trained(texts: Iterable[str], vocabulary_tokens: int) -> Any:
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    fast: Any = PreTrainedTokenizerFast
-    return fast(
-        tokenizer_object=bpe, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT, pad_token=END_OF_TEXT
-    )
+    names = ("eos_token", "bos_token", "pad_token")
+    return _fast(tokenizer_object=bpe, **dict.fromkeys(names, END_OF_TEXT))
 
 
 def wordpiece(texts: Iterable[str], vocabulary_tokens: int) -> Any:
     """BERT's kind: words and pieces of them, [CLS] before a text or two and [SEP] after each."""
     from tokenizers import BertWordPieceTokenizer, processors
-    from transformers import PreTrainedTokenizerFast
 
     pieces: Any = BertWordPieceTokenizer(lowercase=False)
     pieces.train_from_iterator(texts, vocabulary_tokens, show_progress=False)
@@ -116,21 +112,19 @@ def wordpiece(texts: Iterable[str], vocabulary_tokens: int) -> Any:
     special = {
         f"{name.lower()}_token": f"[{name}]" for name in ("UNK", "SEP", "PAD", "CLS", "MASK")
     }
-    fast: Any = PreTrainedTokenizerFast
-    return fast(tokenizer_object=pieces._tokenizer, **special)
+    return _fast(tokenizer_object=pieces._tokenizer, **special)
 
 
 def characters(texts: Iterable[str]) -> Any:
     """Every character of the texts is a token, in the order of their code points; nothing else."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     known = sorted(set().union(*texts))
-    split = Tokenizer(models.WordLevel({one: number for number, one in enumerate(known)}, ""))
+    ids = {character: number for number, character in enumerate(known)}
+    split = Tokenizer(models.WordLevel(ids, ""))
     split.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     split.decoder = decoders.Fuse()
-    fast: Any = PreTrainedTokenizerFast
-    return fast(tokenizer_object=split, clean_up_tokenization_spaces=False)
+    return _fast(tokenizer_object=split, clean_up_tokenization_spaces=False)
 
 
 # kind -> how one is trained on texts, to so many tokens
@@ -152,7 +146,7 @@ def describe(folder: Path) -> Vocabulary:
     saved = PreTrainedTokenizerFast.from_pretrained(str(folder))
     # Encoders such as BERT separate texts rather than end them.
     ends = [saved.eos_token_id, saved.sep_token_id]
-    end_id = next((found for found in ends if found is not None), None)
+    end_id = next((token for token in ends if token is not None), None)
     if end_id is None and any(len(token) > 1 for token in saved.get_vocab()):
         raise UserError(
             "the tokenizer has neither an end-of-text nor a separator token",
@@ -174,12 +168,17 @@ def _of_folder_or_hub(run: Run, name: str) -> Any:
 def _of_file(path: Path) -> Any:
     """A tokenizer.json on its own."""
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
 
     known = Tokenizer.from_file(str(path)).get_vocab()
     end = next((token for token in ENDS if token in known), None)
-    fast: Any = PreTrainedTokenizerFast
-    return fast(tokenizer_file=str(path), **({"eos_token": end, "pad_token": end} if end else {}))
+    return _fast(tokenizer_file=str(path), **({"eos_token": end, "pad_token": end} if end else {}))
+
+
+def _fast(**settings: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    make: Any = PreTrainedTokenizerFast
+    return make(**settings)
 
 
 def _revision(run: Run) -> str | None:

@@ -8,6 +8,7 @@ Legend: K updates, N values of a stretch.
 import argparse
 import json
 import math
+import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,13 +21,25 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from atoll.commands import VerbParser
 from atoll.errors import UserError
-from atoll.federation import combine, model, step
+from atoll.federation import combine, step
 from atoll.federation.codec import CODECS
-from atoll.federation.model import Shapes, Stretch
-from atoll.federation.tensors import Reader, Writer
+from atoll.federation.error_feedback import encoded_layout, read_decoded, write_encoded
+from atoll.federation.global_model import begin, copy_beside_weights, publish, read_global
+from atoll.federation.tensors import (
+    Layout,
+    Stretch,
+    TensorReader,
+    TensorWriter,
+    TypedLayout,
+    files_of,
+    layout_of,
+    stretches,
+    typed,
+)
 from atoll.federation.update import (
-    Manifest,
+    UpdateManifest,
     read_manifest,
     refuse_wrong_files,
     refuse_wrong_tensors,
@@ -35,19 +48,23 @@ from atoll.settings.federation import Rule
 
 THREADS = 2
 AHEAD = 4
-FEEDBACK = "feedback"  # what encoding the global difference has left out so far
+RESIDUAL = "residual"  # in memory/: what encoding the global delta has left out so far
 
 
 @dataclass(frozen=True)
 class Update:
     """An update whose files were verified, and who sent it."""
 
-    manifest: Manifest
+    manifest: UpdateManifest
     folder: Path
     rounds_late: int = 0
 
+    @property
+    def facility(self) -> str:
+        return self.manifest.facility
 
-@dataclass
+
+@dataclass(frozen=True)
 class Measured:
     """Of the updates, in order: inner products of each pair, and values that are not finite."""
 
@@ -57,6 +74,9 @@ class Measured:
     @property
     def norms(self) -> list[float]:
         return [math.sqrt(max(0.0, value)) for value in self.gram_KK.diagonal().tolist()]
+
+    def only(self, places: list[int]) -> "Measured":
+        return Measured(self.gram_KK[places][:, places], [self.not_finite[n] for n in places])
 
 
 @dataclass(frozen=True)
@@ -71,27 +91,38 @@ class Outcome:
 
 def main(argv: list[str]) -> int:
     """`atoll aggregate`: the next global model from updates whose senders are known."""
-    parser = argparse.ArgumentParser(prog="atoll aggregate", description=main.__doc__)
+    arguments = _read(argv)
+    rule = checked_rule(json.loads(arguments.rule))
+    bases = [read_global(arguments.base)["digest"], *arguments.older]
+    updates, unreadable = [], dict[str, str]()
+    for folder in arguments.updates:
+        try:
+            updates.append(verified(folder, bases))
+        except UserError as error:
+            unreadable[folder.parent.name] = error.found
+    about = json.loads(arguments.about) | {"unreadable": unreadable}
+    _allow_many_files()
+    outcome = aggregate(arguments.base, updates, rule, arguments.codec, arguments.out, about)
+    print(json.dumps(asdict(outcome) | {"unreadable": unreadable}))
+    return 0
+
+
+def _read(argv: list[str]) -> argparse.Namespace:
+    parser = VerbParser("aggregate", main.__doc__)
     parser.add_argument("updates", nargs="+", type=Path)
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--older", action="append", default=[], help="digest of the model before")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rule", default="{}", help="JSON: weigh, combine, update and the rest")
-    parser.add_argument("--codec", default="fp32", choices=list(CODECS), help="of the difference")
+    parser.add_argument("--codec", default="fp32", choices=list(CODECS), help="of the delta")
     parser.add_argument("--about", default="{}", help="JSON: kept in the manifest")
-    arguments = parser.parse_args(argv)
-    rule = checked_rule(json.loads(arguments.rule))
-    bases = [model.read_global(arguments.base)["digest"], *arguments.older]
-    found, rejected = [], dict[str, str]()
-    for folder in arguments.updates:
-        try:
-            found.append(verified(folder, bases))
-        except UserError as error:
-            rejected[folder.parent.name] = error.found
-    about = json.loads(arguments.about) | {"unreadable": rejected}
-    outcome = aggregate(arguments.base, found, rule, arguments.codec, arguments.out, about)
-    print(json.dumps(asdict(outcome) | {"unreadable": rejected}))
-    return 0
+    return parser.read(argv)
+
+
+def _allow_many_files() -> None:
+    """Every file of every update is open at once: more than the usual 1,024 with large models."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def verified(folder: Path, bases: list[str]) -> Update:
@@ -114,9 +145,9 @@ def checked_rule(values: dict[str, Any]) -> Rule:
     try:
         return Rule.model_validate(values)
     except ValidationError as error:
-        one = error.errors()[0]
-        name = ".".join(map(str, one["loc"]))
-        raise UserError(f"rule.{name}: {one['msg']}", "see settings/federation.py") from None
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise UserError(f"rule.{name}: {first['msg']}", "see settings/federation.py") from None
 
 
 def aggregate(
@@ -127,195 +158,169 @@ def aggregate(
     base: the global model that the updates began from. Raises `UserError` where too few updates
     are left for the rule or its quorum; the base is not touched.
     """
-    updates = sorted(updates, key=lambda one: one.manifest.facility)
-    shapes = model.shapes_of(base / "master")
-    rejected = _unfit(updates, shapes)
-    kept = [one for one in updates if one.manifest.facility not in rejected]
-    measured = _all(base, kept, rule, shapes, None, codec) if _measure_first(kept, rule) else None
+    layout = layout_of(base / "master")
+    rejected = _unfit(updates, layout)
+    updates = [one for one in updates if one.facility not in rejected]
+    updates.sort(key=lambda one: one.facility)
+    measured = None
+    if updates and combine.needs_norms_first(rule):
+        measured = _one_pass(updates, layout, None)
     while True:
         if measured is not None:
-            forbidden = judge(measured, kept, rule)
-            rejected |= forbidden
-            keep = [n for n, one in enumerate(kept) if one.manifest.facility not in forbidden]
-            kept = [kept[n] for n in keep]
-            known = Measured(measured.gram_KK[keep][:, keep], [0] * len(keep))
-        _refuse_small_cohort(kept, rule, rejected)
-        weights, factors = _weights(kept, rule, known if measured is not None else None)
-        partial = model.begin(out)
-        scaled = [w * f for w, f in zip(weights, factors, strict=True)]
-        target = _Target(
-            base,
-            partial,
-            rule,
-            codec,
-            torch.tensor(scaled, dtype=torch.float64),
-            torch.tensor(factors),
-        )
-        again = _all(base, kept, rule, shapes, target, codec)
-        if not judge(again, kept, rule):
+            rejected |= (refused := judge(measured, updates, rule))
+            places = [n for n, one in enumerate(updates) if one.facility not in refused]
+            updates, measured = [updates[n] for n in places], measured.only(places)
+        _refuse_small_cohort(updates, rule, rejected)
+        weights, factors = _weights(updates, rule, measured)
+        partial = begin(out)
+        with NextModel(base, partial, layout, rule, codec, weights, factors) as next_model:
+            measured = _one_pass(updates, layout, next_model)
+        if not judge(measured, updates, rule):
             break
-        measured = again
-    names = [one.manifest.facility for one in kept]
+    names = [one.facility for one in updates]
     outcome = Outcome(
         weights=dict(zip(names, weights, strict=True)),
-        norms=dict(zip(names, again.norms, strict=True)),
-        cosines=dict(zip(names, cosines(again.gram_KK), strict=True)),
+        norms=dict(zip(names, measured.norms, strict=True)),
+        cosines=dict(zip(names, cosines(measured.gram_KK), strict=True)),
         rejected=rejected,
     )
-    previous = model.read_global(base)["digest"]
+    previous = read_global(base)["digest"]
     facts = {"base": previous, "codec": codec, "rule": rule.model_dump(), **asdict(outcome)}
-    model.publish(partial, out, about | facts)
+    publish(partial, out, about | facts)
     return outcome
 
 
 def judge(measured: Measured, updates: list[Update], rule: Rule) -> dict[str, str]:
     """Facility -> why its update is left out: not finite, far too long, or the wrong way."""
-    found: dict[str, str] = {}
-    names = [one.manifest.facility for one in updates]
-    for name, count in zip(names, measured.not_finite, strict=True):
-        if count:
-            found[name] = f"{count:,} values are not finite"
-    left = [n for n, name in enumerate(names) if name not in found]
-    norms = measured.norms
-    if left:
-        usual = sorted(norms[n] for n in left)[(len(left) - 1) // 2]
-        for n in left:
-            if norms[n] > rule.max_norm_ratio * usual:
-                found[names[n]] = (
-                    f"its norm {norms[n]:.3g} is more than {rule.max_norm_ratio:g} times the "
-                    f"median {usual:.3g}"
-                )
-    left = [n for n in left if names[n] not in found]
-    gram = measured.gram_KK[left][:, left]
-    if len(left) >= 2:
-        angles = cosines(gram)
-        worst = min(range(len(left)), key=lambda n: angles[n])
-        if angles[worst] < rule.min_cosine:
-            wrong = left if len(left) == 2 else [left[worst]]  # of two, nobody knows which
-            for n in wrong:
-                found[names[n]] = (
-                    f"its cosine to the others, {angles[worst]:.2f}, is below {rule.min_cosine:g}"
-                )
-    return found
+    names, norms = [one.facility for one in updates], measured.norms
+    refused = {
+        name: f"{count:,} values are not finite"
+        for name, count in zip(names, measured.not_finite, strict=True)
+        if count
+    }
+    places = [n for n, name in enumerate(names) if name not in refused]
+    median = sorted(norms[n] for n in places)[(len(places) - 1) // 2] if places else 0.0
+    for n in places:
+        if norms[n] > rule.max_norm_ratio * median:
+            refused[names[n]] = (
+                f"its norm {norms[n]:.3g} is more than {rule.max_norm_ratio:g} times the "
+                f"median {median:.3g}"
+            )
+    places = [n for n in places if names[n] not in refused]
+    if len(places) >= 2:
+        angles = cosines(measured.only(places).gram_KK)
+        lowest = min(angles)
+        if lowest < rule.min_cosine:  # of two, nobody knows which
+            wrong = places if len(places) == 2 else [places[angles.index(lowest)]]
+            why = f"its cosine to the others, {lowest:.2f}, is below {rule.min_cosine:g}"
+            refused |= {names[n]: why for n in wrong}
+    return refused
 
 
 def cosines(gram_KK: Tensor) -> list[float]:
     """Of each update to the sum of the others; 1 where there are no others."""
-    count = len(gram_KK)
-    found = []
-    for n in range(count):
-        others = [k for k in range(count) if k != n]
+    cosine_K = []
+    for n in range(len(gram_KK)):
+        others = [k for k in range(len(gram_KK)) if k != n]
         dot = float(gram_KK[n, others].sum())
         length = math.sqrt(max(0.0, float(gram_KK[n, n] * gram_KK[others][:, others].sum())))
-        found.append(dot / length if others and length > 0 else 1.0)
-    return found
+        cosine_K.append(dot / length if others and length > 0 else 1.0)
+    return cosine_K
 
 
-class _Target:
+class NextModel(ExitStack):
     """The files of the next global model, while they are written."""
 
     def __init__(
         self,
         base: Path,
         partial: Path,
+        layout: Layout,
         rule: Rule,
         codec: str,
-        weights_K: Tensor,
-        factors_K: Tensor,
+        weights: list[float],
+        factors: list[float],
     ) -> None:
-        self.base, self.partial, self.rule, self.codec = base, partial, rule, codec
-        self.weights_K, self.factors_K = weights_K, factors_K
-        self.memory = step.fresh_memory(rule) | ({} if codec == "fp32" else {FEEDBACK: 0.0})
-        for name in ("master", "delta", "export", *(f"memory/{one}" for one in self.memory)):
-            (partial / name).mkdir(parents=True)
-        model.copy_beside_weights(base / "export", partial / "export", rule.dtype)
+        super().__init__()
+        scaled = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+        self.rule, self.codec = rule, codec
+        self.weights_K = torch.tensor(scaled, dtype=torch.float64)
+        self.factors_K = torch.tensor(factors)
+        self.fresh = step.fresh_memory(rule) | ({} if codec == "fp32" else {RESIDUAL: 0.0})
+        wide = typed(layout, torch.float32)
+        self.before = self._reader(base / "master")
+        self.master = self._writer(partial / "master", wide)
+        half = typed(layout, getattr(torch, rule.dtype))
+        self.export = self._writer(partial / "export", half)
+        self.delta = self._writer(partial / "delta", encoded_layout(layout, codec))
+        self.memory = {n: self._writer(partial / "memory" / n, wide) for n in self.fresh}
+        self.memory_before = {n: self._reader(base / "memory" / n) for n in self.fresh}
+        copy_beside_weights(base / "export", partial / "export", rule.dtype)
 
-    def open(self, file: str, shapes: Shapes, stack: ExitStack) -> None:
-        wide = model.plain_shapes(shapes, torch.float32)
-        half = model.plain_shapes(shapes, getattr(torch, self.rule.dtype))
-        self.old = Reader(self.base / "master" / file)
-        stack.callback(self.old.close)
-        self.master = Writer(self.partial / "master" / file, wide)
-        self.export = Writer(self.partial / "export" / file, half)
-        encoded = model.encoded_shapes(shapes, self.codec)
-        self.delta = Writer(self.partial / "delta" / file, encoded)
-        self.memories = {n: Writer(self.partial / "memory" / n / file, wide) for n in self.memory}
-        self.past = {}
-        for name in self.memory:
-            path = self.base / "memory" / name / file
-            if path.is_file():
-                self.past[name] = Reader(path)
-                stack.callback(self.past[name].close)
-        writers = (self.master, self.export, self.delta, *self.memories.values())
-        for writer in writers:
-            stack.callback(writer.finish)
-
-    def take(self, stretch: Stretch, values_KN: Tensor) -> None:
+    def add(self, stretch: Stretch, values_KN: Tensor) -> None:
         """Combine, step, encode and write one stretch."""
-        place = (stretch.name, stretch.first)
-        rule, coding = self.rule, CODECS[self.codec]
+        rule = self.rule
         if rule.combine in ("median", "trimmed_mean"):
             values_KN = values_KN * self.factors_K[:, None]
         combined_N = combine.COMBINE[rule.combine](values_KN, self.weights_K, rule)
-        memory = {
-            name: self.past[name].values(*place, stretch.count)
-            if name in self.past
-            else torch.full((stretch.count,), begin)
-            for name, begin in self.memory.items()
-        }
+        memory = {name: self._remembered(name, stretch) for name in self.fresh}
         added_N = step.STEPS[rule.update](combined_N, memory, rule)
-        if FEEDBACK in memory:
-            added_N = added_N + memory[FEEDBACK]
-        parts = coding.encode(added_N)
-        decoded_N = coding.decode(parts, stretch.count)
-        if FEEDBACK in memory:
-            memory[FEEDBACK] = added_N - decoded_N
-        for suffix, (_, per_block) in coding.parts.items():
-            first, _ = model.part_of(stretch, per_block)
-            self.delta.put(stretch.name + suffix, first, parts[suffix])
-        new_N = self.old.values(*place, stretch.count) + decoded_N
-        self.master.put(*place, new_N)
-        self.export.put(*place, new_N)
-        for name, writer in self.memories.items():
-            writer.put(*place, memory[name])
+        decoded_N, residual_N = write_encoded(
+            self.delta, self.codec, stretch, added_N, memory.get(RESIDUAL)
+        )
+        new_N = self.before.values(stretch) + decoded_N
+        self.master.put(stretch, new_N)
+        self.export.put(stretch, new_N)
+        for name, writer in self.memory.items():
+            writer.put(stretch, residual_N if name == RESIDUAL else memory[name])
+
+    def _remembered(self, name: str, stretch: Stretch) -> Tensor:
+        before = self.memory_before[name]
+        if stretch.name in before.entries:
+            return before.values(stretch)
+        return torch.full((stretch.count,), self.fresh[name])
+
+    def _reader(self, folder: Path) -> TensorReader:
+        reader = TensorReader(files_of(folder))
+        self.push(reader)
+        return reader
+
+    def _writer(self, folder: Path, layout: TypedLayout) -> TensorWriter:
+        writer = TensorWriter(folder, layout)
+        self.push(writer)
+        return writer
 
 
-def _all(
-    base: Path,
-    updates: list[Update],
-    rule: Rule,
-    shapes: dict[str, Shapes],
-    target: _Target | None,
-    codec: str,
-) -> Measured:
-    """Read every update once: measure, and with a target combine."""
+def _one_pass(updates: list[Update], layout: Layout, next_model: NextModel | None) -> Measured:
+    """Read every update once: measure, and with a next model combine."""
     count = len(updates)
-    total = torch.zeros(count, count, dtype=torch.float64)
-    not_finite = [0] * count
+    gram_KK = torch.zeros(count, count, dtype=torch.float64)
+    not_finite_K = torch.zeros(count, dtype=torch.int64)
     with ExitStack() as stack, ThreadPoolExecutor(THREADS) as pool:
-        readers = [_by_tensor(one, stack) for one in updates]
+        readers = [
+            (stack.enter_context(TensorReader(_files(one))), one.manifest.encoding)
+            for one in updates
+        ]
 
-        def work(stretch: Stretch) -> tuple[Tensor, list[int]]:
-            values_KN = torch.stack(
-                [_decoded(one, of, stretch) for one, of in zip(updates, readers, strict=True)]
-            )
-            gram = (values_KN @ values_KN.T).double()
-            bad = [0] * count
-            if not bool(torch.isfinite(gram).all()):
-                bad = (~torch.isfinite(values_KN)).sum(dim=1).tolist()
-                gram = torch.nan_to_num(gram, nan=0.0, posinf=3e38, neginf=-3e38)
-            if target is not None:
-                target.take(stretch, values_KN)
-            return gram, bad
+        def work(stretch: Stretch) -> tuple[Tensor, Tensor]:
+            values_KN = torch.stack([read_decoded(*reader, stretch) for reader in readers])
+            if next_model is not None:
+                next_model.add(stretch, values_KN)
+            return _measured(values_KN)
 
-        for file, tensors in shapes.items():
-            with ExitStack() as files:
-                if target is not None:
-                    target.open(file, tensors, files)
-                for gram, bad in _in_order(pool, work, model.stretches({file: tensors})):
-                    total += gram
-                    not_finite = [a + b for a, b in zip(not_finite, bad, strict=True)]
-    return Measured(total, not_finite)
+        for gram, not_finite in _in_order(pool, work, stretches(layout)):
+            gram_KK += gram
+            not_finite_K += not_finite
+    return Measured(gram_KK, not_finite_K.tolist())
+
+
+def _measured(values_KN: Tensor) -> tuple[Tensor, Tensor]:
+    """Inner products of each pair of updates, and of each how many values are not finite."""
+    gram_KK = (values_KN @ values_KN.T).double()
+    if bool(torch.isfinite(gram_KK).all()):
+        return gram_KK, torch.zeros(len(values_KN), dtype=torch.int64)
+    not_finite_K = (~torch.isfinite(values_KN)).sum(dim=1)
+    return torch.nan_to_num(gram_KK, nan=0.0, posinf=3e38, neginf=-3e38), not_finite_K
 
 
 def _in_order(pool: ThreadPoolExecutor, work: Any, items: Iterator[Stretch]) -> Iterator[Any]:
@@ -326,43 +331,20 @@ def _in_order(pool: ThreadPoolExecutor, work: Any, items: Iterator[Stretch]) -> 
         running += [pool.submit(work, item) for item in islice(items, 1)]
 
 
-def _by_tensor(update: Update, stack: ExitStack) -> dict[str, Reader]:
-    """Tensor -> the file of the update that holds it."""
-    found: dict[str, Reader] = {}
-    for name in sorted(update.manifest.files):
-        reader = Reader(update.folder / name)
-        stack.callback(reader.close)
-        found |= dict.fromkeys(reader.entries, reader)
-    return found
+def _files(update: Update) -> list[Path]:
+    return [update.folder / name for name in sorted(update.manifest.files)]
 
 
-def _decoded(update: Update, readers: dict[str, Reader], stretch: Stretch) -> Tensor:
-    coding = CODECS[update.manifest.encoding]
-    parts = {
-        suffix: readers[stretch.name + suffix].values(
-            stretch.name + suffix, *model.part_of(stretch, per_block)
-        )
-        for suffix, (_, per_block) in coding.parts.items()
-    }
-    return coding.decode(parts, stretch.count)
-
-
-def _unfit(updates: list[Update], shapes: dict[str, Shapes]) -> dict[str, str]:
+def _unfit(updates: list[Update], layout: Layout) -> dict[str, str]:
     """Facility -> how its tensors differ from the model's."""
-    together = {name: shape for tensors in shapes.values() for name, shape in tensors.items()}
-    found = {}
+    rejected = {}
     for one in updates:
-        with ExitStack() as stack:
-            try:
-                readers = list(dict.fromkeys(_by_tensor(one, stack).values()))
-                refuse_wrong_tensors(readers, one.manifest, together)
-            except UserError as error:
-                found[one.manifest.facility] = error.found
-    return found
-
-
-def _measure_first(updates: list[Update], rule: Rule) -> bool:
-    return bool(updates) and combine.needs_norms_first(rule)
+        try:
+            with TensorReader(_files(one)) as reader:
+                refuse_wrong_tensors(reader, one.manifest, layout)
+        except UserError as error:
+            rejected[one.facility] = error.found
+    return rejected
 
 
 def _refuse_small_cohort(updates: list[Update], rule: Rule, rejected: dict[str, str]) -> None:

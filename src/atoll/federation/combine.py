@@ -8,26 +8,26 @@ from collections.abc import Callable
 from torch import Tensor
 
 from atoll.errors import UserError
-from atoll.federation.update import Manifest
+from atoll.federation.update import UpdateManifest
 from atoll.settings.federation import Rule
 
-Weigh = Callable[[list[Manifest], Rule], list[float]]
+Weigh = Callable[[list[UpdateManifest], Rule], list[float]]
 Combine = Callable[[Tensor, Tensor, Rule], Tensor]
 
 
-def by_tokens(manifests: list[Manifest], rule: Rule) -> list[float]:
+def by_tokens(manifests: list[UpdateManifest], rule: Rule) -> list[float]:
     return [float(one.tokens) for one in manifests]
 
 
-def by_steps(manifests: list[Manifest], rule: Rule) -> list[float]:
+def by_steps(manifests: list[UpdateManifest], rule: Rule) -> list[float]:
     return [float(one.steps) for one in manifests]
 
 
-def equally(manifests: list[Manifest], rule: Rule) -> list[float]:
+def equally(manifests: list[UpdateManifest], rule: Rule) -> list[float]:
     return [1.0 for _ in manifests]
 
 
-def capped(manifests: list[Manifest], rule: Rule) -> list[float]:
+def capped(manifests: list[UpdateManifest], rule: Rule) -> list[float]:
     """By tokens, but nobody has more than `rule.cap` of the whole; the rest goes to the others."""
     shares = _normalised(by_tokens(manifests, rule))
     if rule.cap * len(shares) < 1.0:
@@ -57,7 +57,7 @@ WEIGH: dict[str, Weigh] = {
 }
 
 
-def weights_of(manifests: list[Manifest], rounds_late: list[int], rule: Rule) -> list[float]:
+def weights_of(manifests: list[UpdateManifest], rounds_late: list[int], rule: Rule) -> list[float]:
     """The share of each update, less for late work; they add up to one."""
     shares = _normalised(WEIGH[rule.weigh](manifests, rule))
     older = [float((1 + late) ** -rule.staleness_exponent) for late in rounds_late]

@@ -7,7 +7,8 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,6 +21,7 @@ from atoll.errors import UserError
 
 # The format's own limit is 100 MB; a model of a thousand layers needs less than 2.
 MAX_HEADER_BYTES = 16 << 20
+STRETCH = 1 << 19  # values in memory at once, of one tensor: a multiple of every block
 FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")
 TENSOR_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.:-]*$")
 DTYPES = {
@@ -27,12 +29,25 @@ DTYPES = {
     "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Layout = dict[str, dict[str, tuple[int, ...]]]  # file name -> tensor -> shape
+TypedLayout = Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...]]]]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Some values of one tensor, flattened."""
+
+    name: str
+    first: int
+    count: int
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies in a file, in bytes from the file's begin."""
+    """Where one tensor lies: an open file, and bytes from its begin."""
 
+    path: Path
+    file: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
@@ -41,94 +56,90 @@ class Entry:
     def numel(self) -> int:
         return prod(self.shape)
 
+    @property
+    def size(self) -> int:
+        return self.numel * self.dtype.itemsize
 
-class Reader:
-    """The tensors of one file; a stretch is read by its place, the file is never mapped."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        flags = os.O_RDONLY | os.O_NOFOLLOW | getattr(os, "O_CLOEXEC", 0)
-        try:
-            self.file = os.open(path, flags)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}", "send it again") from None
-        self.entries = _entries(path, self.file)
+class TensorReader(ExitStack):
+    """The tensors of some files, each once; a stretch is read by its place, no file is mapped."""
 
-    def values(self, name: str, first: int, count: int) -> Tensor:
-        """So many values of a tensor, flattened, in its own number format."""
-        entry = self.entries[name]
+    def __init__(self, paths: Iterable[Path]) -> None:
+        super().__init__()
+        self.entries: dict[str, Entry] = {}
+        with ExitStack() as opened:
+            for path in paths:
+                file = _open(path)
+                opened.callback(os.close, file)
+                for name, entry in _entries(path, file).items():
+                    if name in self.entries:
+                        other = self.entries[name].path.name
+                        raise UserError(f"{path} has {name}, as {other} does", "send it again")
+                    self.entries[name] = entry
+            self.push(opened.pop_all())
+
+    def values(self, stretch: Stretch) -> Tensor:
+        """The stretch in the tensor's own number format."""
+        entry = self.entries[stretch.name]
         size = entry.dtype.itemsize
-        buffer = bytearray(count * size)
+        buffer = bytearray(stretch.count * size)
         view, done = memoryview(buffer), 0
         while done < len(buffer):
-            got = os.preadv(self.file, [view[done:]], entry.start + first * size + done)
+            got = os.preadv(entry.file, [view[done:]], entry.start + stretch.first * size + done)
             if got == 0:
-                raise UserError(f"{self.path} ends early, at tensor {name}", "send it again")
+                raise UserError(f"{entry.path} ends early, at {stretch.name}", "send it again")
             done += got
         return torch.frombuffer(buffer, dtype=entry.dtype)
 
-    def close(self) -> None:
-        os.close(self.file)
 
+class TensorWriter(ExitStack):
+    """Files of a folder, their headers first; once it is closed, all is on the disk."""
 
-class Writer:
-    """A file whose header is written first, and whose tensors may come in any order."""
+    def __init__(self, folder: Path, layout: TypedLayout) -> None:
+        super().__init__()
+        self.entries: dict[str, Entry] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as opened:
+            for name, tensors in layout.items():
+                file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+                opened.callback(os.close, file)
+                opened.callback(os.fsync, file)  # first: what is called last, is called first
+                self.entries |= _written_header(folder / name, file, tensors)
+            self.push(opened.pop_all())
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]):
-        header, place = dict[str, Any](), 0
-        header["__metadata__"] = {"format": "pt"}
-        for name, (dtype, shape) in tensors.items():
-            size = prod(shape) * dtype.itemsize
-            offsets = [place, place + size]
-            header[name] = {
-                "dtype": NAMES[dtype],
-                "shape": list(shape),
-                "data_offsets": offsets,
-            }
-            place += size
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        begin = 8 + len(text)
-        self.path = path
-        self.entries = {
-            name: Entry(dtype, shape, begin + header[name]["data_offsets"][0])
-            for name, (dtype, shape) in tensors.items()
-        }
-        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            os.posix_fallocate(self.file, 0, begin + max(place, 1))
-        except OSError as error:
-            os.close(self.file)
-            raise UserError(
-                f"{path} needs {begin + place:,} bytes: {error.strerror}",
-                "make room there, then type the same line again",
-            ) from None
-        os.ftruncate(self.file, begin + place)
-        self._write(struct.pack("<Q", len(text)) + text, 0)
-
-    def put(self, name: str, first: int, values_N: Tensor) -> None:
+    def put(self, stretch: Stretch, values_N: Tensor) -> None:
         """Write a stretch of a tensor, in the number format of the header."""
-        entry = self.entries[name]
+        entry = self.entries[stretch.name]
         content: Any = values_N.to(entry.dtype).contiguous().view(torch.uint8).numpy()
-        self._write(content, entry.start + first * entry.dtype.itemsize)
-
-    def finish(self) -> None:
-        """Make the content survive a power cut."""
-        os.fsync(self.file)
-        os.close(self.file)
-
-    def _write(self, content: Any, place: int) -> None:
-        view = memoryview(content).cast("B")
-        done = 0
-        while done < len(view):
-            done += os.pwrite(self.file, view[done:], place + done)
+        _write(entry.file, content, entry.start + stretch.first * entry.dtype.itemsize)
 
 
-def open_all(folder: Path, names: list[str]) -> Iterator[Reader]:
-    """Readers of plain files of a folder; links and other names are refused."""
-    for name in names:
-        refuse_name(name, FILE_NAME, f"{folder} names the file")
-        yield Reader(folder / name)
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def layout_of(folder: Path) -> Layout:
+    """File name -> tensor -> shape."""
+    layout: Layout = {}
+    with TensorReader(files_of(folder)) as reader:
+        for name, entry in reader.entries.items():
+            layout.setdefault(entry.path.name, {})[name] = entry.shape
+    if not layout:
+        raise UserError(f"no safetensors in {folder}", "give the folder of a model")
+    return layout
+
+
+def typed(layout: Layout, dtype: torch.dtype) -> TypedLayout:
+    return {file: {n: (dtype, shape) for n, shape in t.items()} for file, t in layout.items()}
+
+
+def stretches(layout: Layout) -> Iterator[Stretch]:
+    """All values of a model, in the order in which they are always taken."""
+    for tensors in layout.values():
+        for name, shape in tensors.items():
+            total = prod(shape)
+            for first in range(0, total, STRETCH):
+                yield Stretch(name, first, min(STRETCH, total - first))
 
 
 def refuse_name(name: str, pattern: re.Pattern[str], where: str) -> None:
@@ -136,7 +147,15 @@ def refuse_name(name: str, pattern: re.Pattern[str], where: str) -> None:
         raise UserError(f"{where} {name[:80]!r}", "do not use what comes from there")
 
 
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}", "send it again") from None
+
+
 def _entries(path: Path, file: int) -> dict[str, Entry]:
+    """What the header of a file says, where all of it holds together."""
     size = os.fstat(file).st_size
     head = os.pread(file, 8, 0)
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
@@ -145,27 +164,59 @@ def _entries(path: Path, file: int) -> dict[str, Entry]:
             f"{path} is no safetensors file: {size:,} bytes, its header claims {length:,}",
             "send it again; if it stays so, do not use what comes from there",
         )
+    place = 8 + length
     try:
         header = json.loads(os.pread(file, length, 8))
         header.pop("__metadata__", None)
-        found = {name: _entry(about, 8 + length) for name, about in header.items()}
+        entries = {name: _entry(path, file, about, place) for name, about in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path} has a header that is not safetensors'", "send it again") from None
-    place = 8 + length
-    for name, entry in sorted(found.items(), key=lambda item: item[1].start):
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
         refuse_name(name, TENSOR_NAME, f"{path} names a tensor")
         if entry.start != place:
             raise UserError(f"{path}: tensor {name} overlaps another or a gap", "send it again")
-        place += entry.numel * entry.dtype.itemsize
+        place += entry.size
     if place != size:
         raise UserError(f"{path} has {size:,} bytes, its header says {place:,}", "send it again")
-    return found
+    return entries
 
 
-def _entry(about: dict[str, Any], begin: int) -> Entry:
+def _entry(path: Path, file: int, about: dict[str, Any], begin: int) -> Entry:
     shape = tuple(int(length) for length in about["shape"])
     start, end = about["data_offsets"]
-    entry = Entry(DTYPES[about["dtype"]], shape, begin + int(start))
-    if min((0, *shape)) < 0 or end - start != entry.numel * entry.dtype.itemsize:
+    entry = Entry(path, file, DTYPES[about["dtype"]], shape, begin + int(start))
+    if min((0, *shape)) < 0 or end - start != entry.size:
         raise ValueError("sizes that do not add up")
     return entry
+
+
+def _written_header(
+    path: Path, file: int, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> dict[str, Entry]:
+    """Write the header, and take all the room that the file will need."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    place = 0
+    for name, (dtype, shape) in tensors.items():
+        end = place + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    try:
+        os.posix_fallocate(file, 0, begin + max(place, 1))
+    except OSError as error:
+        raise UserError(
+            f"{path} needs {begin + place:,} bytes: {error.strerror}",
+            "make room there, then type the same line again",
+        ) from None
+    os.ftruncate(file, begin + place)
+    _write(file, struct.pack("<Q", len(text)) + text, 0)
+    return {n: _entry(path, file, header[n], begin) for n in tensors}
+
+
+def _write(file: int, content: Any, place: int) -> None:
+    view = memoryview(content).cast("B")
+    done = 0
+    while done < len(view):
+        done += os.pwrite(file, view[done:], place + done)

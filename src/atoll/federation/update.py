@@ -1,7 +1,7 @@
 """An update: what one facility's training changed, in files that a manifest vouches for.
 
 UPDATE/
-  delta-00001-of-00002.safetensors …   encoded differences to the round's global model
+  delta-00001-of-00002.safetensors …   encoded deltas to the round's global model
   manifest.json                        what they are, written last
   manifest.json.sig                    ssh-keygen's signature of it
 """
@@ -15,8 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atoll import run_dir
 from atoll.errors import UserError
-from atoll.federation.codec import CODECS, Codec, stored_length
-from atoll.federation.tensors import FILE_NAME, Reader, refuse_name
+from atoll.federation.codec import Codec
+from atoll.federation.error_feedback import encoded_layout
+from atoll.federation.tensors import FILE_NAME, Layout, TensorReader, refuse_name
 from atoll.settings.fields import Count, CountOrZero, Word
 
 FORMAT_VERSION: Literal[1] = 1
@@ -33,7 +34,7 @@ class FileFacts(BaseModel):
     sha256: Sha256
 
 
-class Manifest(BaseModel):
+class UpdateManifest(BaseModel):
     """What an update says of itself, and is held to."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,7 +63,7 @@ def signature_file(folder: Path) -> Path:
     return folder / "manifest.json.sig"
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> UpdateManifest:
     """The manifest of an update, whose files have not been looked at.
 
     Raises `UserError` for anything but the JSON that is expected.
@@ -71,7 +72,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if path.is_symlink() or path.stat().st_size > MAX_MANIFEST_BYTES:
             raise UserError(f"{path} is a link or too large", "do not use what comes from there")
-        manifest = Manifest.model_validate(json.loads(path.read_bytes()))
+        manifest = UpdateManifest.model_validate(json.loads(path.read_bytes()))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}", "send the update again") from None
     except (ValueError, RecursionError) as error:
@@ -81,7 +82,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def refuse_wrong_files(folder: Path, manifest: Manifest) -> None:
+def refuse_wrong_files(folder: Path, manifest: UpdateManifest) -> None:
     """Every file as the manifest says, and no other file beside them."""
     known = {*manifest.files, manifest_file(folder).name, signature_file(folder).name}
     for path in sorted(folder.iterdir()):
@@ -104,22 +105,19 @@ def refuse_wrong_files(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def refuse_wrong_tensors(
-    readers: list[Reader], manifest: Manifest, shapes: dict[str, tuple[int, ...]]
-) -> None:
+def refuse_wrong_tensors(reader: TensorReader, manifest: UpdateManifest, layout: Layout) -> None:
     """The tensors of the global model, each once, in the encoding that the manifest names."""
-    parts = CODECS[manifest.encoding].parts
     expected = {
-        name + suffix: (dtype, stored_length(per_block, prod(shape)))
-        for name, shape in shapes.items()
-        for suffix, (dtype, per_block) in parts.items()
+        name: (dtype, prod(shape))
+        for tensors in encoded_layout(layout, manifest.encoding).values()
+        for name, (dtype, shape) in tensors.items()
     }
-    found = {n: (e.dtype, e.numel) for reader in readers for n, e in reader.entries.items()}
+    found = {name: (entry.dtype, entry.numel) for name, entry in reader.entries.items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             raise UserError(
-                f"the update of {manifest.facility} has {name} as {_said(found.get(name))}, the "
-                f"global model asks for {_said(expected.get(name))}",
+                f"the update of {manifest.facility} has {name} as {_shown(found.get(name))}, the "
+                f"global model asks for {_shown(expected.get(name))}",
                 "train the model of this round",
             )
 
@@ -128,12 +126,12 @@ def facts_of(path: Path) -> FileFacts:
     return FileFacts(bytes=path.stat().st_size, sha256=run_dir.sha256_of(path))
 
 
-def _said(about: Any) -> str:
-    return "nothing" if about is None else f"{about[1]:,} x {about[0]}".replace("torch.", "")
+def _shown(tensor: Any) -> str:
+    return "nothing" if tensor is None else f"{tensor[1]:,} x {tensor[0]}".replace("torch.", "")
 
 
 def _first(error: Exception) -> str:
     if isinstance(error, ValidationError):
-        one = error.errors()[0]
-        return f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""`atoll launch`: put this task in its place and call the verb, or start this node's ranks."""
+"""`atoll launch`: put this task in its place and call its entrypoint, or start the node's ranks."""
 
 import argparse
 import importlib
@@ -13,19 +13,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+from atoll.commands import VerbParser
 from atoll.errors import UserError
 from atoll.launch.placement import Placement
 from atoll.launch.preload import paused_garbage_collection, preload
 from atoll.launch.processes import run_processes
 from atoll.launch.ranks import placement_from
 
-DEFAULT_VERB = "atoll.train.train:main"
+DEFAULT_ENTRYPOINT = "atoll.train.train:main"
 
-Verb = Callable[[Path, Placement], int | None]
+Entrypoint = Callable[[Path, Placement], int | None]
 
 
 def main(argv: list[str]) -> int:
-    """Launch a verb on the ranks that are this process's to start; return its exit code.
+    """Launch an entrypoint on the ranks that are this process's to start; return its exit code.
 
     Raises UserError where the arguments or the environment contradict themselves.
     """
@@ -55,10 +56,16 @@ def threads_per_rank(placement: Placement, core_count: int, cpus_per_task: str |
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="atoll launch", description=__doc__)
+    parser = VerbParser(
+        "launch", "Put this task in its place, or start this node's ranks of a run."
+    )
     parser.add_argument("run_folder", metavar="RUN", type=Path, help="the folder of a run")
     parser.add_argument(
-        "verb", metavar="VERB", nargs="?", default=DEFAULT_VERB, help="module:function to call"
+        "entrypoint",
+        metavar="ENTRYPOINT",
+        nargs="?",
+        default=DEFAULT_ENTRYPOINT,
+        help="module:function to call",
     )
     parser.add_argument("--port", type=int, help="port of rank 0 (default: made of the job id)")
     parser.add_argument(
@@ -79,7 +86,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         metavar="VARIABLE=FOLDER",
         help="make a folder of this rank's own there, and name it in the variable",
     )
-    return parser.parse_args(argv)
+    return parser.read(argv)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -87,8 +94,11 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"no run folder {arguments.run_folder}", "give the folder that holds run.yaml"
         )
-    if not re.fullmatch(r"[\w.]+:\w+", arguments.verb):
-        raise UserError(f"verb {arguments.verb!r}", f"write module:function, as {DEFAULT_VERB}")
+    if not re.fullmatch(r"[\w.]+:\w+", arguments.entrypoint):
+        raise UserError(
+            f"entrypoint {arguments.entrypoint!r}",
+            f"write module:function, as {DEFAULT_ENTRYPOINT}",
+        )
     for option in ("local_ranks", "fork", "torchrun"):
         count = getattr(arguments, option)
         if count is not None and count < 1:
@@ -114,8 +124,8 @@ def _with_port(placement: Placement) -> Iterator[Placement]:
 def _call_in_place(placement: Placement, arguments: argparse.Namespace) -> int:
     _enter(placement, arguments.task_folder)
     with paused_garbage_collection():
-        verb = _function(_import(arguments.verb), arguments.verb)
-    return int(verb(arguments.run_folder, placement) or 0)
+        entrypoint = _function(_import(arguments.entrypoint), arguments.entrypoint)
+    return int(entrypoint(arguments.run_folder, placement) or 0)
 
 
 def _start_local_ranks(placement: Placement, arguments: argparse.Namespace) -> int:
@@ -128,7 +138,7 @@ def _start_local_ranks(placement: Placement, arguments: argparse.Namespace) -> i
             "leave --local-ranks out, or start one task only",
         )
     folders = [f"--task-folder={folder}" for folder in arguments.task_folder]
-    words = [*folders, str(arguments.run_folder), arguments.verb]
+    words = [*folders, str(arguments.run_folder), arguments.entrypoint]
     argv = [sys.executable, "-m", "atoll", "launch", *words]
 
     def work(local_rank: int) -> Callable[[], int]:
@@ -141,23 +151,25 @@ def _start_local_ranks(placement: Placement, arguments: argparse.Namespace) -> i
 def _fork_local_ranks(placement: Placement, arguments: argparse.Namespace) -> int:
     count = arguments.fork
     _check_one_task_per_node(placement, f"--fork {count}")
-    verb = _function(preload(lambda: _import(arguments.verb)), arguments.verb)
+    entrypoint = _function(preload(lambda: _import(arguments.entrypoint)), arguments.entrypoint)
 
     def work(local_rank: int) -> Callable[[], int]:
         forked = placement.local(local_rank, count, "fork")
-        return lambda: _call_forked(verb, arguments, forked)
+        return lambda: _call_forked(entrypoint, arguments, forked)
 
     return run_processes([work(local_rank) for local_rank in range(count)])
 
 
-def _call_forked(verb: Verb, arguments: argparse.Namespace, placement: Placement) -> int:
+def _call_forked(
+    entrypoint: Entrypoint, arguments: argparse.Namespace, placement: Placement
+) -> int:
     threads_are_ours = "OMP_NUM_THREADS" not in os.environ
     _enter(placement, arguments.task_folder)
     if threads_are_ours:
         # torch read its thread count when it was imported, before this rank had one.
         torch = importlib.import_module("torch")
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    return int(verb(arguments.run_folder, placement) or 0)
+    return int(entrypoint(arguments.run_folder, placement) or 0)
 
 
 def _become_torchrun(placement: Placement, arguments: argparse.Namespace) -> NoReturn:
@@ -173,7 +185,7 @@ def _become_torchrun(placement: Placement, arguments: argparse.Namespace) -> NoR
         f"--rdzv-id={port}",
         *("-m", "atoll", "launch"),
         *(f"--task-folder={folder}" for folder in arguments.task_folder),
-        *(str(arguments.run_folder), arguments.verb),
+        *(str(arguments.run_folder), arguments.entrypoint),
     ]
     os.execv(sys.executable, argv)
 
@@ -212,20 +224,24 @@ def _enter(placement: Placement, task_folders: Sequence[str]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
-def _import(verb: str) -> ModuleType:
-    name = verb.partition(":")[0]
+def _import(entrypoint: str) -> ModuleType:
+    name = entrypoint.partition(":")[0]
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # A module that the verb's own module lacks is no slip of the command line.
+        # A module that the entrypoint's own module lacks is no slip of the command line.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise UserError(f"verb {verb!r}: no module {error.name}", "check its spelling") from None
+        raise UserError(
+            f"entrypoint {entrypoint!r}: no module {error.name}", "check its spelling"
+        ) from None
 
 
-def _function(module: ModuleType, verb: str) -> Verb:
-    name = verb.partition(":")[2]
-    function: Verb | None = getattr(module, name, None)
+def _function(module: ModuleType, entrypoint: str) -> Entrypoint:
+    name = entrypoint.partition(":")[2]
+    function: Entrypoint | None = getattr(module, name, None)
     if not callable(function):
-        raise UserError(f"verb {verb!r}: {module.__name__} has no {name}", "check its spelling")
+        raise UserError(
+            f"entrypoint {entrypoint!r}: {module.__name__} has no {name}", "check its spelling"
+        )
     return function

@@ -34,15 +34,15 @@ _DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/")
 _INSTEAD = "use launcher=static, where each rank imports for itself"
 
 
-def preload(import_verb: Callable[[], ModuleType]) -> ModuleType:
-    """Import torch, transformers and the verb's module, fit to be forked; return the latter.
+def preload(import_entrypoint: Callable[[], ModuleType]) -> ModuleType:
+    """Import torch, transformers and the entrypoint's module, fit to be forked; return the latter.
 
     Raises UserError where an import started a thread or touched a device.
     """
     with environment(_WHILE_IMPORTING), paused_garbage_collection():
         for name in PRELOADED_MODULES:
             importlib.import_module(name)
-        module = import_verb()
+        module = import_entrypoint()
     refuse_threads()
     refuse_open_devices()
     return module

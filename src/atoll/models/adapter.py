@@ -1,6 +1,6 @@
 """Low-rank adapters beside weights that stay, which may be stored in 8 or 4 bits.
 
-peft makes the adapters, bitsandbytes the narrow weights (Dettmers et al. 2023, QLoRA).
+peft makes the adapters, bitsandbytes the quantised weights (Dettmers et al. 2023, QLoRA).
 """
 
 import math
@@ -10,36 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from atoll import run_dir
 from atoll.errors import UserError
-from atoll.models.weights import Reader, Slices
+from atoll.models.safetensor_files import write_tensors
+from atoll.models.weights import ReadTensor, Slices
 from atoll.settings import Lora, Model
 
 BASE = ".base_layer"
 NAME = "default"  # what peft calls an adapter that nobody named
 BLOCK = 64  # weights that share a scale (bitsandbytes' default)
-OURS = (".lora_A.", ".lora_B.")
+LORA = ".lora_"  # in the name of what learns
 
 
 def adapt(hf: Any, model: Model) -> None:
     """Put adapters beside the linear layers of a model on the meta device; they alone learn."""
     if model.lora is None:
         return
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
 
     if model.quantisation != "none":
-        _narrow(hf, model.quantisation)
-    config = LoraConfig(
-        r=model.lora.rank,
-        lora_alpha=int(model.lora.alpha),
-        lora_dropout=model.lora.dropout,
-        target_modules=_targets(hf, model.lora),
-    )
+        _quantise_layers(hf, model.quantisation)
     try:
+        config = _peft_config(model.lora, model.lora.targets)
         inject_adapter_in_model(config, hf, low_cpu_mem_usage=True)
     except ValueError as error:
         raise UserError(
@@ -54,7 +48,7 @@ def check_device(quantisation: str, device: torch.device) -> None:
         return
     try:
         layer = _linear(quantisation, nn.Linear(64, 64, bias=False, device="meta"))
-        layer.weight = _narrowed(layer, torch.ones(64, 64), device)
+        layer.weight = _quantised(layer, torch.ones(64, 64), device)
         # more rows than one: a single one takes a way that only inference has
         layer(torch.ones(4, 64, device=device, requires_grad=True)).sum().backward()
     except Exception as error:  # bitsandbytes fails in many ways where it lacks a backend
@@ -65,31 +59,31 @@ def check_device(quantisation: str, device: torch.device) -> None:
         ) from error
 
 
-def adapted_reader(read: Reader, seed: int, shapes: dict[str, tuple[int, ...]]) -> Reader:
+def adapted_reader(read: ReadTensor, seed: int, shapes: dict[str, tuple[int, ...]]) -> ReadTensor:
     """Adapters begin as no change at all: A at random, B zero; all else as `read` gives it."""
 
     def part(name: str, slices: Slices) -> Tensor:
         if ".lora_B." in name:
             return torch.zeros(shapes[name])[slices]
         if ".lora_A." in name:
-            made = torch.empty(shapes[name])
+            matrix = torch.empty(shapes[name])
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
-            nn.init.kaiming_uniform_(made, a=math.sqrt(5), generator=generator)
-            return made[slices]
+            nn.init.kaiming_uniform_(matrix, a=math.sqrt(5), generator=generator)
+            return matrix[slices]
         return read(name.replace(BASE, ""), slices)
 
     return part
 
 
-def fill_narrow(hf: Any, read: Reader, device: torch.device) -> None:
-    """Read, narrow and place one matrix at a time: the wide ones are never there together."""
+def fill_quantised(hf: Any, read: ReadTensor, device: torch.device) -> None:
+    """Read, quantise and place one matrix at a time: in full they are never there together."""
     for name, module in hf.named_modules():
-        if is_narrow(module):
-            whole = tuple(slice(0, size) for size in (module.out_features, module.in_features))
-            module.weight = _narrowed(module, read(f"{name}.weight", whole), device)
+        if is_quantised(module):
+            everything = (slice(0, module.out_features), slice(0, module.in_features))
+            module.weight = _quantised(module, read(f"{name}.weight", everything), device)
 
 
-def is_narrow(module: Any) -> bool:
+def is_quantised(module: Any) -> bool:
     return type(module).__name__ in ("Linear4bit", "Linear8bitLt") and not hasattr(
         module, "base_layer"
     )
@@ -108,77 +102,73 @@ class Merged:
     def numel(self) -> int:
         return self.a.shape[1] * self.b.shape[0]
 
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """Collective where the parts are sharded."""
-        base = _wide(self.module, self.base).float()
-        added = self.scale * (_gathered(self.b).float() @ _gathered(self.a).float())
+        base = _dequantised(self.module, self.base).float()
+        added = self.scale * (full_tensor(self.b).float() @ full_tensor(self.a).float())
         # GPT-2 keeps its matrices the other way round
-        return base + (added.T if isinstance(self.module, _conv1d()) else added)
+        return base + (added.T if type(self.module).__name__ == "Conv1D" else added)
 
 
 def merged(hf: Any, lora: Lora, parameters: dict[str, Tensor]) -> dict[str, Any]:
     """Name in the plain model -> its parameter, or what its adapter makes of it."""
-    found: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     for name, parameter in parameters.items():
-        if any(part in name for part in OURS):
+        if LORA in name:
             continue
-        owner, _, leaf = name.rpartition(".")
-        layer, weight = owner.removesuffix(BASE), leaf == "weight"
-        if owner.endswith(BASE) and weight:
+        plain[name.replace(BASE, "")] = parameter
+        if name.endswith(f"{BASE}.weight"):
+            owner = name.removesuffix(".weight")
+            layer = owner.removesuffix(BASE)
             a, b = (parameters[f"{layer}.lora_{x}.{NAME}.weight"] for x in "AB")
-            module = hf.get_submodule(owner)
-            parameter = Merged(parameter, module, a, b, lora.alpha / lora.rank)  # type: ignore[assignment]
-        found[name.replace(BASE, "")] = parameter
-    return found
+            matrix = Merged(parameter, hf.get_submodule(owner), a, b, lora.alpha / lora.rank)
+            plain[f"{layer}.weight"] = matrix
+    return plain
 
 
 def gathered_adapter(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     """The adapters alone, whole, under the names of peft's own files; collective."""
     return {
-        f"base_model.model.{name.replace(f'.{NAME}', '')}": _gathered(p).detach().cpu().contiguous()
+        f"base_model.model.{name.replace(f'.{NAME}', '')}": full_tensor(p).cpu().contiguous()
         for name, p in parameters.items()
-        if any(part in name for part in OURS)
+        if LORA in name
     }
+
+
+def full_tensor(parameter: Any) -> Tensor:
+    """A parameter, put together where ranks hold its parts; collective then."""
+    is_part = isinstance(parameter, DTensor | Merged)
+    tensor: Tensor = parameter.full_tensor() if is_part else parameter
+    return tensor.detach()
 
 
 def write_adapter(folder: Path, model: Model, tensors: dict[str, Tensor]) -> None:
     """A folder that peft loads beside the model it was made for."""
-    from peft import LoraConfig
-
     assert model.lora is not None
     folder.mkdir(parents=True)
-    targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
-    LoraConfig(
-        r=model.lora.rank,
-        lora_alpha=int(model.lora.alpha),
-        lora_dropout=model.lora.dropout,
+    targets = sorted({name.split(LORA)[0].rpartition(".")[2] for name in tensors})
+    source, inference = model.source or "..", {"task_type": "CAUSAL_LM", "inference_mode": True}
+    config = _peft_config(model.lora, targets, base_model_name_or_path=source, **inference)
+    config.save_pretrained(str(folder))
+    write_tensors(folder / "adapter_model.safetensors", tensors)
+
+
+def _peft_config(lora: Lora, targets: list[str] | str, **more: Any) -> Any:
+    """What peft makes adapters of: the same for training and for the folder it loads."""
+    from peft import LoraConfig
+
+    # peft takes any number, other readers of the file would rather have a whole one
+    alpha: Any = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=alpha,
+        lora_dropout=lora.dropout,
         target_modules=targets,
-        base_model_name_or_path=model.source or "..",
-        task_type="CAUSAL_LM",
-        inference_mode=True,
-    ).save_pretrained(str(folder))
-    path = folder / "adapter_model.safetensors"
-    save_file(tensors, path)
-    run_dir.sync_file(path)
-    path.chmod((folder / "adapter_config.json").stat().st_mode & 0o777)
+        **more,
+    )
 
 
-def _targets(hf: Any, lora: Lora) -> list[str]:
-    """Every linear layer but the head, or those that are named."""
-    if lora.targets != "all-linear":
-        return list(lora.targets)
-    head = hf.get_output_embeddings()
-    kinds = (nn.Linear, *_conv1d())
-    return sorted({n for n, m in hf.named_modules() if isinstance(m, kinds) and m is not head})
-
-
-def _conv1d() -> tuple[type, ...]:
-    from transformers.pytorch_utils import Conv1D
-
-    return (Conv1D,)
-
-
-def _narrow(hf: Any, quantisation: str) -> None:
+def _quantise_layers(hf: Any, quantisation: str) -> None:
     head = hf.get_output_embeddings()
     for name, module in list(hf.named_modules()):
         if type(module) is nn.Linear and module is not head:
@@ -195,30 +185,24 @@ def _linear(quantisation: str, like: nn.Linear) -> Any:
     return bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0, device="meta")
 
 
-def _narrowed(layer: Any, weight: Tensor, device: torch.device) -> Any:
+def _quantised(layer: Any, weight: Tensor, device: torch.device) -> Any:
     import bitsandbytes as bnb
 
-    wide: Any
     if device.type == "cpu" and layer.in_features % BLOCK:
         raise UserError(
             f"a matrix is {layer.in_features} wide, and on a CPU bitsandbytes mixes up blocks of "
             f"{BLOCK} where they cross rows",
             f"choose sizes that {BLOCK} divides, or model.quantisation=none",
         )
+    parameter: Any = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
     if type(layer).__name__ == "Linear4bit":
-        wide = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=layer)
-    else:
-        wide = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-    return wide.to(device)
+        parameter = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=layer)
+    return parameter.to(device)
 
 
-def _wide(module: Any, weight: Tensor) -> Tensor:
-    if not is_narrow(module):
-        return _gathered(weight)
+def _dequantised(module: Any, weight: Tensor) -> Tensor:
+    if not is_quantised(module):
+        return full_tensor(weight)
     from peft.utils.integrations import dequantize_module_weight
 
     return torch.as_tensor(dequantize_module_weight(module))
-
-
-def _gathered(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

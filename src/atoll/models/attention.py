@@ -3,7 +3,9 @@
 Legend: B batch, H heads, T tokens of a sample, N = B*T tokens, D head width, S segments.
 """
 
+import importlib
 import inspect
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,6 +15,14 @@ from torch import Tensor, nn
 NAME = "atoll_packed"
 # Up to here torch's kernel was faster in fp32 than in bf16 (benchmarks/short_attention.py).
 SHORT_TOKENS = 256
+# All that computes attention, in any torch from 2.10 on; the last is the kernel of packed samples.
+OPERATORS = (
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "torch_attn._varlen_attn",
+)
 
 
 def register() -> None:
@@ -28,6 +38,15 @@ def register() -> None:
 def has_varlen_kernel(device: torch.device, dtype: torch.dtype, dropout: float) -> bool:
     """Whether one kernel call can serve all segments (flash attention needs half precision)."""
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and dropout == 0.0
+
+
+def kept_operators() -> list[Any]:
+    """What selective activation checkpointing keeps the results of, as far as torch has it."""
+    with suppress(ImportError):
+        importlib.import_module("torch.nn.attention.varlen")  # registers its operator
+    pairs = (name.split(".") for name in OPERATORS)
+    packets = [getattr(getattr(torch.ops, library), name, None) for library, name in pairs]
+    return [packet.default for packet in packets if packet is not None]
 
 
 def packed_attention(

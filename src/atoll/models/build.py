@@ -12,7 +12,7 @@ from atoll.models.causal_lm import CausalLM
 from atoll.models.classifier import Classifier, head_name
 from atoll.models.parts import parts_of
 from atoll.models.source import load_config, local_folder
-from atoll.models.weights import Reader, random_reader, stored_reader
+from atoll.models.weights import ReadTensor, random_reader, stored_reader
 from atoll.settings import Classes, Model, Training
 
 
@@ -82,7 +82,7 @@ def build_model(config: Any, training: Training, separator_id: int | None = None
 
 
 @contextmanager
-def weights_for(model: Model, config: Any, seed: int) -> Iterator[Reader]:
+def weights_for(model: Model, config: Any, seed: int) -> Iterator[ReadTensor]:
     """The reader of the model's weights: of its source, or of random ones."""
     skeleton = _skeleton(config)
     made = random_reader(skeleton, parts_of(config.model_type), seed)
@@ -121,10 +121,4 @@ def _keep_attention() -> Any:
     """Keep what attention computed and recompute the rest of the block (torchtitan's choice)."""
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-    aten = torch.ops.aten
-    kept = [
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-    ]
-    return create_selective_checkpoint_contexts(kept)
+    return create_selective_checkpoint_contexts(attention.kept_operators())

@@ -11,7 +11,7 @@ from atoll.models.loss import chunked_cross_entropy
 from atoll.models.parts import Parts
 
 
-class Cut(Protocol):
+class TokenSplit(Protocol):
     """How a sample's tokens are divided among ranks that work on it together."""
 
     attention: Any  # what exchanges heads for tokens around an attention call; None: nothing
@@ -28,8 +28,8 @@ class Cut(Protocol):
 class CausalLM(nn.Module):
     """Tokens in, summed loss out; the whole of it is the root of every sharding layout.
 
-    The Hugging Face model lives under `hf`, so a parameter's own name follows "hf.". `cut` and
-    `stages` are set by layouts that divide tokens or layers among ranks.
+    The Hugging Face model lives under `hf`, so a parameter's own name follows "hf.". `token_split`
+    and `stages` are set by layouts that divide tokens or layers among ranks.
     """
 
     def __init__(self, hf: nn.Module, parts: Parts, loss_chunk_tokens: int) -> None:
@@ -37,7 +37,7 @@ class CausalLM(nn.Module):
         self.hf = hf
         self.parts = parts
         self.loss_chunk_tokens = loss_chunk_tokens
-        self.cut: Cut | None = None
+        self.token_split: TokenSplit | None = None
         self.stages: Any = None
 
     def forward(
@@ -56,19 +56,19 @@ class CausalLM(nn.Module):
             torch.manual_seed(batch.seed)
         if stage is None:
             return self._loss(self._hidden(batch, compute_dtype, None), batch)
-        with self.stages.shown(self, stage):
+        with self.stages.stage_view(self, stage):
             hidden_BTD = self._hidden(batch, compute_dtype, hidden_BTD)
             return self._loss(hidden_BTD, batch) if self.stages.is_last(stage) else hidden_BTD
 
     def _hidden(self, batch: Batch, dtype: torch.dtype, hidden_BTD: Tensor | None) -> Tensor:
-        tokens_BT, positions_BT, cut = batch.tokens_BT, batch.positions_BT, self.cut
-        if cut is not None:
-            tokens_BT = cut.own(tokens_BT)
+        tokens_BT, positions_BT, split = batch.tokens_BT, batch.positions_BT, self.token_split
+        if split is not None:
+            tokens_BT = split.own(tokens_BT)
             # positions are added to a rank's own tokens, or turn the queries of its attention
-            part = cut.in_attention if self.parts.positions is None else cut.own
+            part = split.in_attention if self.parts.positions is None else split.own
             positions_BT = part(positions_BT)
         inputs = {"input_ids": tokens_BT} if hidden_BTD is None else {"inputs_embeds": hidden_BTD}
-        more = {} if cut is None or cut.attention is None else {"heads_for_tokens": cut.attention}
+        more = {} if split is None or not split.attention else {"heads_for_tokens": split.attention}
         backbone = self.hf.get_submodule(self.parts.backbone)
         more |= inputs | {"position_ids": positions_BT}
         hidden: Tensor = backbone_output(backbone, self, batch, dtype, more).last_hidden_state
@@ -88,7 +88,8 @@ class CausalLM(nn.Module):
 
     def own_labels(self, batch: Batch) -> Tensor:
         """The targets whose loss this rank computes."""
-        return batch.labels_BT if self.cut is None else self.cut.own(batch.labels_BT)
+        split = self.token_split
+        return split.own(batch.labels_BT) if split else batch.labels_BT
 
 
 def backbone_output(

@@ -30,7 +30,7 @@ class Classifier(nn.Module):
         self.hf = hf
         self.parts = parts
         self.separator_id = separator_id
-        self.cut = None
+        self.token_split = None
         self.stages: Any = None
 
     def forward(self, batch: Batch, compute_dtype: torch.dtype) -> Tensor:

@@ -4,8 +4,6 @@ Each rank writes its own files; only the parameter under way is ever whole on a 
 not write it.
 """
 
-import errno
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -13,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from atoll import run_dir
-from atoll.models.adapter import Merged
+from atoll.models.adapter import full_tensor
+from atoll.models.safetensor_files import file_name, write_index, write_tensors
 
 Pieces = list[list[str]]
 
@@ -66,22 +63,16 @@ def write_weights(
         mine = number % ranks == rank and failure is None
         tensors = {}
         for name in names:
-            whole = _whole(parameters[name])
+            tensor = full_tensor(parameters[name])
             if mine:
-                tensors[name] = whole.to(device="cpu", dtype=dtype, copy=True).contiguous()
+                tensors[name] = tensor.to(device="cpu", dtype=dtype, copy=True).contiguous()
         if mine:
             try:
-                _write_file(folder / file_name(numbered.first + number, numbered.total), tensors)
+                write_tensors(folder / file_name(numbered.first + number, numbered.total), tensors)
             except OSError as error:
                 failure = error  # the other ranks still need this one to gather
     if failure is not None:
         raise failure
-
-
-def file_name(number: int, count: int) -> str:
-    return (
-        "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-    )
 
 
 def write_rest(
@@ -94,10 +85,7 @@ def write_rest(
     tokenizer: Path,
 ) -> None:
     """The index, the configuration and the tokenizer beside the weights; one rank calls this."""
-    if len(files) > 1:
-        weight_map = {n: file_name(i, len(files)) for i, names in enumerate(files) for n in names}
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        run_dir.write_whole(folder / "model.safetensors.index.json", json.dumps(index, indent=1))
+    write_index(folder, files, total_bytes)
     config.dtype = dtype
     config.architectures = [architecture]
     config.save_pretrained(folder)
@@ -128,27 +116,3 @@ def start(final: Path) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
-
-
-def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # its only cause here is the disk
-        raise OSError(errno.EIO, str(error), str(path)) from error
-    os.chmod(path, 0o666 & ~_umask())
-    run_dir.sync_file(path)
-
-
-def _whole(parameter: Any) -> Tensor:
-    if isinstance(parameter, Merged):
-        return parameter.whole()
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

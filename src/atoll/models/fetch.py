@@ -1,11 +1,11 @@
 """`atoll fetch BUNDLE`: the half of `atoll prepare` that reads models and makes tokens."""
 
-import argparse
 import json
 import shutil
 from pathlib import Path
 
 from atoll import run_dir
+from atoll.commands import VerbParser
 from atoll.data.tokenize import prepare
 from atoll.errors import UserError
 from atoll.models.convert import convert_llama, convert_pickles, is_meta_llama
@@ -15,11 +15,9 @@ from atoll.settings import Run, load_run
 
 def main(argv: list[str]) -> int:
     """Fetch, convert, tokenise, then vouch for every file; what is there already stays."""
-    parser = argparse.ArgumentParser(prog="atoll fetch", description=main.__doc__)
+    parser = VerbParser("fetch", main.__doc__)
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("digest", help="of what the bundle is made for")
-    arguments = parser.parse_args(argv)
-    folder = arguments.bundle
+    folder = parser.read(argv).bundle
     run = load_run(run_dir.bundle_request(folder))
     if run.model.source is not None:
         fetch_model(run, folder / "model")

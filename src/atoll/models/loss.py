@@ -69,9 +69,9 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        scale = grad_outputs[0]
+        scale = grad_outputs[0].float()[None]  # with an axis, it multiplies in fp32 and not in bf16
         grads = [
-            None if grad is None else grad.mul_(scale.to(grad.dtype)).to(dtype)
+            None if grad is None else grad.mul_(scale).to(dtype)
             for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
         ]
         ctx.grads = ()

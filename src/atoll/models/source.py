@@ -1,14 +1,12 @@
 """Where a model comes from: a folder, a name on the hub, or a configuration alone."""
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
 from atoll.errors import UserError
+from atoll.models.safetensor_files import first_line
 from atoll.settings import Model
 
-FILE_NAME = re.compile(r"^[A-Za-z0-9._-]+\.safetensors$")
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
 EVERY_FILE = (*HUB_FILES, "pytorch_model*.bin")
 
@@ -33,7 +31,7 @@ def snapshot(
     from huggingface_hub.errors import GatedRepoError
 
     try:
-        found = snapshot_download(
+        folder = snapshot_download(
             source, revision=revision, local_dir=into, allow_patterns=list(patterns)
         )
     except GatedRepoError:
@@ -48,7 +46,7 @@ def snapshot(
             "where there is a network make a bundle, `atoll prepare --into BUNDLE …`, and give "
             "folders.bundle=BUNDLE here; or give model.source as a folder",
         ) from error
-    return Path(found)
+    return Path(folder)
 
 
 def load_config(model: Model, special_ids: dict[str, int]) -> Any:
@@ -64,57 +62,10 @@ def load_config(model: Model, special_ids: dict[str, int]) -> Any:
             return AutoConfig.for_model(**(special_ids | overrides))
         except (ValueError, TypeError) as error:
             raise UserError(
-                f"model.config makes no model: {_first_line(error)}", "correct model.config"
+                f"model.config makes no model: {first_line(error)}", "correct model.config"
             ) from error
     folder = local_folder(model.source, model.revision)
     if not (folder / "config.json").is_file():
         raise UserError(f"no config.json in {folder}", "give the folder of a Hugging Face model")
     overrides.pop("model_type", None)
     return AutoConfig.from_pretrained(folder, **overrides)
-
-
-def weight_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file in `folder` that holds it.
-
-    File names from an index are taken only if they are plain names of files in that folder.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        return {name: _inside(folder, file) for name, file in weight_map.items()}
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise UserError(
-            f"no model.safetensors in {folder}",
-            "only safetensors are read: `atoll prepare --into BUNDLE …` converts pytorch_model.bin "
-            "and Meta's own Llama files",
-        )
-    try:
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    except SafetensorError as error:
-        raise corrupted(single, error) from error
-
-
-def corrupted(path: Path, error: Exception) -> UserError:
-    return UserError(
-        f"{path} cannot be read as safetensors: {_first_line(error)}", "fetch or export it again"
-    )
-
-
-def _inside(folder: Path, file: str) -> Path:
-    if not FILE_NAME.match(file):
-        raise UserError(
-            f"the index of {folder} names {file!r}, which is no plain file name",
-            "do not use weights from where this came from",
-        )
-    path = folder / file
-    if not path.is_file():
-        raise UserError(f"{path} is missing, the index names it", "fetch or export the model again")
-    return path
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -18,11 +18,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from atoll.errors import UserError
 from atoll.models.parts import Parts
-from atoll.models.source import corrupted, weight_files
+from atoll.models.safetensor_files import corrupted, weight_files
 
 Slices = tuple[slice, ...]
 # (parameter's name, the part wanted) -> that part
-Reader = Callable[[str, Slices], Tensor]
+ReadTensor = Callable[[str, Slices], Tensor]
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -44,7 +44,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, read: Reader) -> None:
+def fill(model: nn.Module, read: ReadTensor) -> None:
     """Copy into each parameter of the Hugging Face model the slice this rank holds."""
     for name, parameter in model.named_parameters():
         local, slices = _local_part(parameter)
@@ -61,7 +61,7 @@ def fill_buffers(hf: Any) -> None:
             hf._init_weights(module)
 
 
-def random_reader(skeleton: Any, parts: Parts, seed: int) -> Reader:
+def random_reader(skeleton: Any, parts: Parts, seed: int) -> ReadTensor:
     """Weights as transformers would initialise them, the same for any sharding and world size.
 
     Each block (or each module outside the blocks) is drawn from a seed of its own name.
@@ -80,8 +80,8 @@ def random_reader(skeleton: Any, parts: Parts, seed: int) -> Reader:
 
 @contextmanager
 def stored_reader(
-    folder: Path, hf: Any, new: str | None = None, made: Reader | None = None
-) -> Iterator[Reader]:
+    folder: Path, hf: Any, new: str | None = None, made: ReadTensor | None = None
+) -> Iterator[ReadTensor]:
     """Slices read straight from safetensors files; names of older files are understood.
 
     The weights of module `new` are `made` where the files have none.

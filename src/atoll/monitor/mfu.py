@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from atoll.data.pack import Plan
+from atoll.data.pack import PackingPlan
 from atoll.plan.shapes import Shape
 from atoll.settings import Node
 
@@ -47,7 +47,7 @@ def flops_per_token(shape: Shape, mean_context_tokens: float) -> float:
     return 6.0 * shape.multiplied_parameters + attention
 
 
-def mean_context_tokens(packing: Plan) -> float:
+def mean_context_tokens(packing: PackingPlan) -> float:
     """The length of the document piece that a token lies in, on average over tokens."""
     lengths = packing.piece_length.astype(float)
     return float((lengths**2).sum() / lengths.sum())

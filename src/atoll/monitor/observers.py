@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.data.pack import Plan
+from atoll.data.pack import PackingPlan
 from atoll.plan.shapes import Shape
 from atoll.settings import Run
 from atoll.sharding.process_group import World
@@ -30,7 +30,7 @@ class WatchedRun:
     world: World
     shape: Shape  # of the model
     compute_dtype: torch.dtype
-    packing: Plan  # of the training documents
+    packing: PackingPlan  # of the training documents
     total_steps: int
     resumed_step: int  # of the checkpoint it goes on from; 0: it begins
     communication_bytes: dict[str, float]  # expected, by kind, sent by one rank in a step

@@ -12,7 +12,7 @@ from atoll.settings import Run, Sharding, checked, dumped
 
 # of a device's memory; the allocator, libraries and fragmentation take the rest
 USABLE = 0.92
-# Each is tried plain, then with recompute; of two that send the same, the first is taken.
+# Each is tried without activation checkpointing, then with it; of two that send the same, the first is taken.
 ORDER: tuple[tuple[str, dict[str, Any]], ...] = (
     ("ddp", {}),
     ("shard_grad_op", {}),
@@ -44,26 +44,22 @@ def options(run: Run, shape: Shape, tree: Mapping[str, Mapping[str, Any]]) -> It
     tree: sharding's name -> the content of its YAML.
     """
     order = ORDER if run.world_size > 1 else (("single", {}),)
-    for activation_checkpointing in ACTIVATION_CHECKPOINTING:
+    for checkpointing in ACTIVATION_CHECKPOINTING:
         for name, changes in order:
             sized = {axis: run.ranks_per_node if v == "node" else v for axis, v in changes.items()}
             if any(size is not True and size == 1 for size in sized.values()):
                 continue
             values = dict(tree[name]) | sized
-            candidate = _with(run, values, activation_checkpointing)
+            candidate = _with(run, values, checkpointing)
             if candidate is None or not _divides(shape, candidate.sharding):
                 continue
             memory = memory_of(candidate, shape)
-            words = [f"sharding={name}", *(f"sharding.{k}={v}".lower() for k, v in sized.items())]
-            words += (
-                [f"training.activation_checkpointing={activation_checkpointing}"]
-                if activation_checkpointing != "none"
-                else []
-            )
-            sent = bytes_sent(candidate, shape)
-            yield Option(
-                tuple(words), activation_checkpointing, memory, sent, fits(candidate, memory)
-            )
+            overrides = [f"sharding={name}"]
+            overrides += [f"sharding.{key}={value}".lower() for key, value in sized.items()]
+            if checkpointing != "none":
+                overrides.append(f"training.activation_checkpointing={checkpointing}")
+            sent, enough = bytes_sent(candidate, shape), fits(candidate, memory)
+            yield Option(tuple(overrides), checkpointing, memory, sent, enough)
 
 
 def fits(run: Run, memory: Memory) -> bool | None:
@@ -81,22 +77,23 @@ def fits(run: Run, memory: Memory) -> bool | None:
     return memory.peak_gib <= USABLE * device
 
 
-def choose(found: list[Option]) -> Option:
-    """Of those that fit: without offload and recompute if it can be, then what sends least.
+def choose(candidates: list[Option]) -> Option:
+    """Of those that fit: without offload and activation checkpointing if it can be, then what sends least.
 
     Raises `UserError` if none does, with what is nearest to fitting.
     """
-    if not found:
+    if not candidates:
         raise UserError(
             "no strategy suits this model on these ranks",
             "change nodes or ranks_per_node: see `atoll plan`",
         )
-    known = [option for option in found if option.fits is not None]
+    known = [option for option in candidates if option.fits is not None]
     if not known:
-        return next((o for o in found if o.overrides == ("sharding=full_shard",)), found[0])
+        full_shard = [o for o in candidates if o.overrides == ("sharding=full_shard",)]
+        return (full_shard or candidates)[0]
     fitting = [option for option in known if option.fits]
     if not fitting:
-        least = min(found, key=lambda option: option.memory.peak)
+        least = min(candidates, key=lambda option: option.memory.peak)
         raise UserError(
             f"no strategy fits: the least is {least.memory.peak_gib:.1f} GiB a device "
             f"({' '.join(least.overrides)})",
@@ -106,13 +103,9 @@ def choose(found: list[Option]) -> Option:
 
 
 def _cost(option: Option) -> tuple[bool, int, float]:
-    """Offload is the last resort, recompute the one before."""
-    sent = sum(option.sent.values())
-    return (
-        option.memory.host > 0,
-        ACTIVATION_CHECKPOINTING.index(option.activation_checkpointing),
-        sent,
-    )
+    """Offload is the last resort, activation checkpointing the one before."""
+    checkpointing = ACTIVATION_CHECKPOINTING.index(option.activation_checkpointing)
+    return option.memory.host > 0, checkpointing, sum(option.sent.values())
 
 
 def _with(run: Run, sharding: dict[str, Any], activation_checkpointing: str) -> Run | None:

@@ -47,9 +47,8 @@ def memory_of(run: Run, shape: Shape) -> Memory:
 
 def compute_bytes(run: Run) -> int:
     """Bytes of a number in the arithmetic: auto is bf16 on devices, fp32 on processors."""
-    wide = run.precision.compute == "fp32"
-    auto = run.precision.compute == "auto" and run.facility.node.device == "cpu"
-    return FP32 if wide or auto else 2
+    defaults_to_fp32 = run.precision.compute == "auto" and run.facility.node.device == "cpu"
+    return FP32 if run.precision.compute == "fp32" or defaults_to_fp32 else 2
 
 
 def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
@@ -71,9 +70,9 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     waits = sharded and run.microbatches > 1 and not sharding.sync_every_microbatch
     waiting = (layers * block + rest) * FP32 if waits else 0
     in_flight = min(axes.pipeline - stage, run.microbatches)
-    one = block_activations(run, shape)
-    recomputed = _block_input(run, shape) * layers * in_flight + one
-    full = one * layers * in_flight
+    block_kept = block_activations(run, shape)
+    recomputed = _block_input(run, shape) * layers * in_flight + block_kept
+    full = block_kept * layers * in_flight
     activations = recomputed if run.training.activation_checkpointing == "full" else full
     has_head = stage == axes.pipeline - 1
     logits = _logits(run, shape) if has_head else 0
@@ -82,9 +81,9 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     state = own * FP32 + moments
     offloaded = (state + gradients) if sharding.offload else 0
     resident = 0 if sharding.offload else state
-    again = gradients if run.microbatches > 1 and not waits else 0  # of the microbatches before
-    forward_end = activations + logits + waiting + (0 if sharding.offload else again)
-    backward_end = (0 if sharding.offload else gradients) + one + waiting + buffers
+    accumulated = gradients if run.microbatches > 1 and not waits else 0
+    forward_end = activations + logits + waiting + (0 if sharding.offload else accumulated)
+    backward_end = (0 if sharding.offload else gradients) + block_kept + waiting + buffers
     peak = runtime + resident + gathered + max(forward_end, backward_end)
     largest = max(block, shape.head_parameters)
     return Memory(
@@ -105,7 +104,7 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
 
 
 def block_activations(run: Run, shape: Shape) -> float:
-    """What one block keeps for the backward pass of one microbatch, without recompute."""
+    """What one block keeps for one microbatch's backward pass, without activation checkpointing."""
     c, tensor = compute_bytes(run), run.axes.tensor
     all_tokens = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.context
     own_tokens, h, i = all_tokens / tensor, shape.hidden, shape.intermediate
@@ -126,22 +125,9 @@ def block_activations(run: Run, shape: Shape) -> float:
 ACTIVATION_COPIES = {"gpt2": 5, "opt": 1, "bert": 2}
 
 
-def with_activation_checkpointing(run: Run, activation_checkpointing: str) -> Run:
-    """The same run, other memory for time."""
-    training = run.training.model_copy(
-        update={"activation_checkpointing": activation_checkpointing}
-    )
-    return run.model_copy(update={"training": training})
-
-
-def with_sharding(run: Run, **changes: object) -> Run:
-    """The same run, otherwise spread."""
-    return run.model_copy(update={"sharding": run.sharding.model_copy(update=changes)})
-
-
 def _block_parameters(shape: Shape, tensor: int) -> float:
-    whole = shape.block_parameters - shape.block_vectors
-    return whole / tensor + shape.block_vectors
+    matrices = shape.block_parameters - shape.block_vectors
+    return matrices / tensor + shape.block_vectors
 
 
 def _rest_parameters(shape: Shape, stage: int, stages: int) -> float:

@@ -3,33 +3,44 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from atoll.errors import UserError
 from atoll.settings import Model, Sharding
 
+# A size of a shape -> what most configurations call it; a family says where its own differ.
+NAMES = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "positions": "max_position_embeddings",
+    "vocabulary": "vocab_size",
+    "tied": "tie_word_embeddings",
+}
+GPT2_NAMES = {
+    "layers": "n_layer",
+    "heads": "n_head",
+    "hidden": "n_embd",
+    "intermediate": "n_inner",
+    "positions": "n_positions",
+}
+
 
 @dataclass(frozen=True)
 class Family:
-    """What an architecture calls its sizes, what they are by default, and what a block has."""
+    """What an architecture's blocks have, its sizes by default, and what it calls them."""
 
-    layers: str
-    heads: str
-    hidden: str
-    intermediate: str
-    positions: str
-    defaults: Mapping[str, Any]
-    # (shape) -> parameters of one block: matrices, biases that are cut with them, vectors
+    # (shape) -> parameters of one block: matrices, biases that are split with them, vectors
     block: "Callable[[Shape], tuple[int, int, int]]"
     # (shape) -> parameters outside the blocks, but for a head of its own
     rest: "Callable[[Shape], int]"
+    defaults: Mapping[str, int]
+    names: Mapping[str, str] = field(default_factory=dict)  # where they are not those of NAMES
     gated: bool = False  # the MLP has two matrices up, and one down
-    rotary: bool = False
     splits_matrices: bool = True
-    kv_heads: str | None = None
-    embedded: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,7 @@ class Shape:
 
     @property
     def block_vectors(self) -> int:
-        """Parameters of a block that no tensor rank cuts: norms and biases of its outputs."""
+        """Parameters of a block that no tensor rank splits: norms and biases of its outputs."""
         return FAMILIES[self.family].block(self)[2]
 
     @property
@@ -121,83 +132,30 @@ def _bert_rest(s: Shape) -> int:
     return embeddings + transform + s.vocabulary * (1 if s.tied else 2)
 
 
+BASE_SIZES = {"layers": 12, "heads": 12, "hidden": 768, "intermediate": 3072}
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        "num_hidden_layers",
-        "num_attention_heads",
-        "hidden_size",
-        "intermediate_size",
-        "max_position_embeddings",
-        {
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "max_position_embeddings": 2048,
-            "vocab_size": 32000,
-            "tie_word_embeddings": False,
-        },
         _llama_block,
         _llama_rest,
+        {"layers": 32, "heads": 32, "hidden": 4096, "intermediate": 11008}
+        | {"positions": 2048, "vocabulary": 32000, "tied": False},
+        {"kv_heads": "num_key_value_heads"},
         gated=True,
-        rotary=True,
-        kv_heads="num_key_value_heads",
     ),
     "gpt2": Family(
-        "n_layer",
-        "n_head",
-        "n_embd",
-        "n_inner",
-        "n_positions",
-        {
-            "n_layer": 12,
-            "n_head": 12,
-            "n_embd": 768,
-            "n_positions": 1024,
-            "vocab_size": 50257,
-            "tie_word_embeddings": True,
-        },
         _biased_block,
         _gpt2_rest,
+        {"layers": 12, "heads": 12, "hidden": 768, "positions": 1024, "vocabulary": 50257},
+        GPT2_NAMES,
         splits_matrices=False,
     ),
     "opt": Family(
-        "num_hidden_layers",
-        "num_attention_heads",
-        "hidden_size",
-        "ffn_dim",
-        "max_position_embeddings",
-        {
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "hidden_size": 768,
-            "ffn_dim": 3072,
-            "max_position_embeddings": 2048,
-            "vocab_size": 50272,
-            "tie_word_embeddings": True,
-        },
         _biased_block,
         _opt_rest,
-        embedded="word_embed_proj_dim",
+        BASE_SIZES | {"positions": 2048, "vocabulary": 50272},
+        {"intermediate": "ffn_dim", "embedded": "word_embed_proj_dim"},
     ),
-    "bert": Family(
-        "num_hidden_layers",
-        "num_attention_heads",
-        "hidden_size",
-        "intermediate_size",
-        "max_position_embeddings",
-        {
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "max_position_embeddings": 512,
-            "vocab_size": 30522,
-            "tie_word_embeddings": True,
-        },
-        _biased_block,
-        _bert_rest,
-    ),
+    "bert": Family(_biased_block, _bert_rest, BASE_SIZES | {"positions": 512, "vocabulary": 30522}),
 }
 
 
@@ -213,20 +171,12 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
             f"choose one of {', '.join(FAMILIES)}, or add a line to FAMILIES in plan/shapes.py",
         )
     family = FAMILIES[name]
-    values = {**family.defaults, **{k: v for k, v in config.items() if v is not None}}
-    hidden, heads = int(values[family.hidden]), int(values[family.heads])
-    return Shape(
-        family=name,
-        layers=int(values[family.layers]),
-        heads=heads,
-        kv_heads=int(values.get(family.kv_heads or "", heads)),
-        hidden=hidden,
-        intermediate=int(values.get(family.intermediate) or 4 * hidden),
-        vocabulary=int(values["vocab_size"]),
-        positions=int(values[family.positions]),
-        tied=bool(values["tie_word_embeddings"]),
-        embedded=int(values.get(family.embedded or "", hidden)),
-    )
+    given = {size: config.get(own) for size, own in {**NAMES, **family.names}.items()}
+    sizes = {**family.defaults, **{size: v for size, v in given.items() if v is not None}}
+    hidden, heads = sizes["hidden"], sizes["heads"]
+    derived = {"kv_heads": heads, "embedded": hidden, "intermediate": 4 * hidden, "tied": True}
+    numbers = {size: int(value) for size, value in (derived | sizes).items()}
+    return Shape(name, **numbers | {"tied": bool(numbers["tied"])})
 
 
 def known_config(
@@ -248,7 +198,7 @@ def known_config(
 
 
 def check_architecture(shape: Shape, sharding: Sharding) -> None:
-    """Refuse axes that do not divide what they cut, with both numbers.
+    """Refuse axes that do not divide what they split, with both numbers.
 
     Raises `UserError`.
     """

@@ -46,15 +46,15 @@ def _sharded(run: Run, shape: Shape) -> dict[str, float]:
     blocks = shape.layers * (matrices / axes.tensor + vectors) / axes.pipeline
     # the ends of a pipeline have what is in no block, each about half of it
     rest = shape.rest_parameters / axes.pipeline
-    again = 1 if sharding.reshard_after_forward is False else 2
+    gathers = 2  # of a block's parameters: for its forward pass, and for its backward pass
     if sharding.reshard_after_forward is False:
-        passes = 1
+        gathers = passes = 1
     exchanges = run.microbatches if sharding.sync_every_microbatch else 1
     scatter = 2 if run.facility.node.device == "cpu" else 1
-    wide = ring(shards * axes.tensor)
+    rest_ring = ring(shards * axes.tensor)
     return {
-        "parameters": passes * c * (again * ring(shards) * blocks + wide * rest),
-        "gradients": scatter * exchanges * FP32 * (ring(shards) * blocks + wide * rest)
+        "parameters": passes * c * (gathers * ring(shards) * blocks + rest_ring * rest),
+        "gradients": scatter * exchanges * FP32 * (ring(shards) * blocks + rest_ring * rest)
         + 2 * ring(axes.replicate) * exchanges * FP32 * (blocks / shards + rest / shards),
     }
 
@@ -65,14 +65,14 @@ def _within_samples(run: Run, shape: Shape) -> dict[str, float]:
     tokens = run.training.microbatch_samples * run.data.sequence_tokens
     layers = shape.layers / axes.pipeline
     hidden = tokens / axes.context * shape.hidden * c
-    again = 1 if run.training.activation_checkpointing == "none" else 2
+    forwards = 1 if run.training.activation_checkpointing == "none" else 2
     sent = {}
     if axes.tensor > 1:
         # two gathers and two scatters a layer in each direction
-        sent["tensor"] = passes * layers * 4 * (1 + again) * ring(axes.tensor) * hidden
+        sent["tensor"] = passes * layers * 4 * (1 + forwards) * ring(axes.tensor) * hidden
     if axes.context > 1:
         heads = (2 * shape.hidden + 2 * shape.kv_width) / shape.hidden / axes.tensor
-        sent["context"] = passes * layers * heads * (1 + again) * ring(axes.context) * hidden
+        sent["context"] = passes * layers * heads * (1 + forwards) * ring(axes.context) * hidden
     if axes.pipeline > 1:
         stages = axes.pipeline * run.sharding.stages_per_rank
         sent["pipeline"] = passes * 2 * (stages - 1) / axes.pipeline * hidden / axes.tensor

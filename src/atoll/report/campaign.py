@@ -1,14 +1,13 @@
 """What a campaign's report is made of: who did what in each round, and how long it took."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from atoll.campaign import store as state
-from atoll.campaign.store import CampaignStore, is_whole
+from atoll.campaign.journal import Record
+from atoll.campaign.store import CampaignStore
 from atoll.report.tables import Rows, mebibytes
+from atoll.settings.federation import Site
 
 
 @dataclass(frozen=True)
@@ -42,92 +41,71 @@ class Round:
     global_loss: float | None  # of the model it ends with, as the next round's facilities find it
 
 
-def rounds(held: CampaignStore) -> list[Round]:
+def rounds(store: CampaignStore) -> list[Round]:
     """Every round that has begun, in order."""
-    events = events_of(held.folder)
-    begun = [n for n in range(1, held.campaign.rounds + 1) if (held.round(n)).is_dir()]
-    return [_round(held, number, events) for number in begun]
+    return [_round(store, number) for number in store.begun_rounds()]
 
 
-def events_of(folder: Path) -> list[dict[str, Any]]:
-    """Lines of events.jsonl; one that was cut off by a kill is left out."""
-    path = folder / "events.jsonl"
-    found = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
-
-
-def _round(held: CampaignStore, number: int, events: list[dict[str, Any]]) -> Round:
-    mine = [one for one in events if one["round"] == number]
-    averaged = next((one for one in mine if one["event"] == "averaged"), None)
-    began = next((one["time"] for one in mine if one["event"] == "round"), mine[0]["time"])
-    after = state.mean_losses(held, number + 1)
+def _round(store: CampaignStore, number: int) -> Round:
+    records = store.journal(number).records()
+    averaged = next((one for one in records if one["event"] == "averaged"), None)
+    after = store.mean_losses(number + 1)
     return Round(
         number,
-        began,
+        records[0]["time"] if records else 0.0,
         averaged["time"] if averaged else None,
         averaged["seconds"] if averaged else None,
-        [_part(held, number, site.name, mine) for site in held.campaign.sites],
+        [_part(store, number, site, records) for site in store.campaign.sites],
         after[0] if after else None,
     )
 
 
-def _part(held: CampaignStore, number: int, facility: str, events: list[dict[str, Any]]) -> Part:
-    site = held.site(facility)
-    said = state.said_last(held, number, site)
-    mine = [one for one in events if one.get("facility") == facility]
+def _part(store: CampaignStore, number: int, site: Site, records: list[Record]) -> Part:
+    answer = store.state(number, site).answer
+    mine = [one for one in records if one.get("facility") == site.name]
     sent = [one for one in mine if one["event"] == "sent"]
     received = [one for one in mine if one["event"] == "received"]
-    times = [said.get(name) for name in ("submitted", "started", "ended")]
-    weights = state.global_manifest(held, number)["weights"] if is_whole(held.model(number)) else {}
+    times = [answer.get(name) for name in ("submitted", "started", "ended")]
+    weights = store.model_manifest(number)["weights"] if store.has_model(number) else {}
     return Part(
         round=number,
-        facility=facility,
-        asked=state.asked_round(held, number, site),
+        facility=site.name,
+        asked=store.asked_round(number, site),
         queue_seconds=_between(times[0], times[1]),
         train_seconds=_between(times[1], times[2]),
         sent_bytes=sum(one["bytes"] for one in sent),
         sent_seconds=sum(one["seconds"] for one in sent),
         received_bytes=sum(one["bytes"] for one in received),
         received_seconds=sum(one["seconds"] for one in received),
-        losses=said.get("losses") or [],
-        weight=weights.get(facility),
-        spans=_spans(sent, received, said),
-        why="; ".join(_reasons(held, number, facility, mine)),
+        losses=answer.get("losses") or [],
+        weight=weights.get(site.name),
+        spans=_spans(sent, received, answer),
+        why="; ".join(_reasons(store, number, site, mine)),
     )
 
 
 def _spans(
-    sent: list[dict[str, Any]], received: list[dict[str, Any]], said: dict[str, Any]
+    sent: list[Record], received: list[Record], answer: dict[str, Any]
 ) -> dict[str, tuple[float, float]]:
-    found = {}
-    for name, events in (("send", sent), ("fetch", received)):
-        for one in events[-1:]:
-            found[name] = (one["time"] - one["seconds"], one["time"])
+    spans = {}
+    for name, records in (("send", sent), ("fetch", received)):
+        for one in records[-1:]:
+            spans[name] = (one["time"] - one["seconds"], one["time"])
     for name, begin, end in (("queue", "submitted", "started"), ("train", "started", "ended")):
-        if said.get(begin) is not None and said.get(end) is not None:
-            found[name] = (said[begin], said[end])
-    return found
+        if answer.get(begin) is not None and answer.get(end) is not None:
+            spans[name] = (answer[begin], answer[end])
+    return spans
 
 
 def _between(begin: float | None, end: float | None) -> float | None:
     return None if begin is None or end is None else max(0.0, end - begin)
 
 
-def _reasons(
-    held: CampaignStore, number: int, facility: str, events: list[dict[str, Any]]
-) -> Iterator[str]:
+def _reasons(store: CampaignStore, number: int, site: Site, records: list[Record]) -> Iterator[str]:
     """Why it was asked again, and why it is not in the model."""
-    wrong = [one["why"] for one in events if one["event"] == "wrong"]
-    final = None
-    if is_whole(held.model(number)):
-        final = state.without(held, number).get(facility)
-    else:
-        final = state.left_out(held, number).get(facility)
+    wrong = [one["why"] for one in records if one["event"] in ("wrong", "afresh")]
+    without = store.without if store.has_model(number) else store.left_out
+    final = without(number).get(site.name)
     for why in dict.fromkeys(wrong):
         if why != final:
             yield f"asked again: {why}"

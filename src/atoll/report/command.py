@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from atoll import run_dir
-from atoll.campaign.store import CampaignStore, kept, settings_file
+from atoll.campaign.store import CampaignStore, load_store, settings_file
 from atoll.cluster.status import run_folder
 from atoll.errors import UserError
 from atoll.report import campaign as report_campaign
@@ -68,19 +68,19 @@ def of_runs(told: Sequence[RunMetrics]) -> tuple[dict[str, Rows], Drawn, Path]:
     return found, sections, told[0].folder
 
 
-def of_campaign(held: CampaignStore) -> tuple[dict[str, Rows], Drawn, Path]:
+def of_campaign(store: CampaignStore) -> tuple[dict[str, Rows], Drawn, Path]:
     """Titles and tables, what draws the figures, and the folder for them."""
-    rounds = report_campaign.rounds(held)
+    rounds = report_campaign.rounds(store)
     if not rounds:
-        raise UserError(f"campaign {held.campaign.name} has begun no round", "atoll federate …")
+        raise UserError(f"campaign {store.campaign.name} has begun no round", "atoll federate …")
 
     def sections() -> Sequence[str]:
-        text = settings_file(held.folder).read_text()
+        text = settings_file(store.folder).read_text()
         drawn = report_page.figures(list(report_figures.of_campaign(rounds)))
         return [drawn, report_page.folded("Settings", text)]
 
     found = {"Facilities": report_campaign.parts(rounds), "Rounds": report_campaign.ends(rounds)}
-    return found, sections, held.folder
+    return found, sections, store.folder
 
 
 def write(folder: Path, found: dict[str, Rows], drawn: Drawn) -> None:
@@ -102,5 +102,5 @@ def write(folder: Path, found: dict[str, Rows], drawn: Drawn) -> None:
 def _campaign(names: list[str]) -> CampaignStore | None:
     for folder in (Path(names[0]), Path("campaigns") / names[0]):
         if len(names) == 1 and settings_file(folder).is_file():
-            return kept(folder)
+            return load_store(folder)
     return None

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
-from atoll.cluster.job_energy import slurm_energy
-from atoll.cluster.status import queued_jobs
+from atoll.cluster.status import queued_jobs, slurm_energy
 from atoll.errors import UserError
 from atoll.report.tables import Rows, mebibytes
 from atoll.settings import Run, load_run

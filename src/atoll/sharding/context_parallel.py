@@ -1,21 +1,20 @@
-"""A sample's tokens divided among ranks: by context (Ulysses), and between the tensor ranks.
+"""Context parallelism: a sample's tokens divided among ranks (Ulysses, and tensor ranks).
 
 Legend: B samples, T tokens of a sample, H heads, D head width, c context ranks.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from atoll.sharding.mesh import Meshes
+from atoll.sharding.mesh import Meshes
 
 
 @dataclass(frozen=True)
-class TokenCut:
+class ContextParallelSplit:
     """Contiguous parts: first by context, then each of them by tensor rank."""
 
     contexts: int
@@ -69,12 +68,10 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grads[0].contiguous(), ctx.group), None
 
 
-def cut_tokens(model: Any, meshes: "Meshes") -> nn.Module:
+def split_tokens(model: Any, meshes: Meshes) -> None:
     """Tell the model which of a sample's tokens are this rank's."""
     axes, rank = meshes.axes, meshes.rank
     if axes.tokens > 1:
         exchange = HeadsForTokens(meshes.context, axes.context) if axes.context > 1 else None
         parts = (axes.context, axes.context_rank(rank), axes.tensor, axes.tensor_rank(rank))
-        model.cut = TokenCut(*parts, exchange)
-    result: nn.Module = model
-    return result
+        model.token_split = ContextParallelSplit(*parts, exchange)

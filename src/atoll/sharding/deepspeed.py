@@ -8,7 +8,7 @@ import importlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from atoll.data.batch import Batch
 from atoll.errors import UserError
 from atoll.settings import Run
-
-if TYPE_CHECKING:
-    from atoll.sharding.engines import StepPlan
+from atoll.sharding.step_plan import StepPlan
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -65,21 +63,20 @@ def config_of(run: Run, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def step(engine: Any, batches: Sequence[Batch], scale: float, plan: "StepPlan") -> Tensor:
-    """Forward and backward over the microbatches; returns this rank's summed loss, unscaled."""
-    total: Tensor | None = None
+def step(engine: Any, batches: Sequence[Batch], scale: float, plan: StepPlan) -> Tensor:
+    """Gradient accumulation over the microbatches; returns this rank's summed loss, unscaled."""
+    total = torch.zeros((), device=batches[0].tokens_BT.device)
     for number, batch in enumerate(batches):
         engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
         loss = engine(batch, plan.compute_dtype)
         engine.backward(loss * scale, scale_wrt_gas=False)
         if number < len(batches) - 1:
             engine.step()  # which only counts, before the last
-        total = loss.detach() if total is None else total + loss.detach()
-    assert total is not None
+        total += loss.detach()
     return total
 
 
-def forward(engine: Any, batch: Batch, plan: "StepPlan") -> Tensor:
+def forward(engine: Any, batch: Batch, plan: StepPlan) -> Tensor:
     """The summed loss of one microbatch, without gradients."""
     loss: Tensor = engine(batch, plan.compute_dtype)
     return loss

@@ -1,47 +1,37 @@
-"""How one step's gradients are computed, whatever the layout."""
+"""How one step's gradients are computed, whatever the layout: gradient accumulation.
+
+Every engine runs forward and backward over the microbatches of a step and adds up their gradients.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from atoll.data.batch import Batch
 from atoll.sharding import deepspeed
 from atoll.sharding.exchange import EXCHANGES
 from atoll.sharding.pipeline import forward_only, pipeline
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What a step needs beside the batches."""
-
-    compute_dtype: torch.dtype
-    autocast: bool
-    sync_every_microbatch: bool
-    keep_gathered: bool  # between microbatches, for layouts that do not reshard after forward
-    exchange: str | None = None  # of gradients by hand, over `ranks`
-    ranks: int = 1
+from atoll.sharding.step_plan import StepPlan, set_gradient_sync
 
 
 def plain(model: nn.Module, batches: Sequence[Batch], scale: float, plan: StepPlan) -> Tensor:
-    """Forward and backward over the microbatches; returns this rank's summed loss, unscaled.
+    """Gradient accumulation over the microbatches; returns this rank's summed loss, unscaled.
 
     Gradients are exchanged once, after the last microbatch, unless the plan says otherwise.
     """
-    total: Tensor | None = None
+    total = torch.zeros((), device=batches[0].tokens_BT.device)
     for number, batch in enumerate(batches):
         last = number == len(batches) - 1
-        with _exchange(model, last or plan.sync_every_microbatch, last, plan):
+        set_gradient_sync(model, plan, last)
+        with _ddp_sync(model, last or plan.sync_every_microbatch):
             with forward_context(plan, batch.tokens_BT.device):
                 loss = model(batch, plan.compute_dtype)
             (loss * scale).backward()
-        total = loss.detach() if total is None else total + loss.detach()
-    assert total is not None
+        total += loss.detach()
     if plan.exchange is not None and plan.ranks > 1:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         EXCHANGES[plan.exchange](gradients, plan.ranks)
@@ -71,14 +61,6 @@ def forward_context(plan: StepPlan, device: torch.device) -> AbstractContextMana
     return nullcontext()
 
 
-def _exchange(
-    model: nn.Module, exchange: bool, last: bool, plan: StepPlan
-) -> AbstractContextManager[None]:
-    if isinstance(model, DistributedDataParallel):
-        return nullcontext() if exchange else model.no_sync()
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(exchange)
-        model.set_is_last_backward(last)
-        if plan.keep_gathered:
-            model.set_reshard_after_backward(last)
-    return nullcontext()
+def _ddp_sync(model: nn.Module, sync: bool) -> AbstractContextManager[None]:
+    is_ddp = isinstance(model, DistributedDataParallel)
+    return model.no_sync() if is_ddp and not sync else nullcontext()

@@ -1,4 +1,4 @@
-"""How parameters are context: functions (model, meshes, ...) -> model, named in a sharding's YAML.
+"""How parameters are spread over ranks: functions (model, meshes, context) -> model, by name.
 
 To add a layout, write a function here, add it to a table below, and name it in
 hydra_conf/sharding/.
@@ -7,7 +7,7 @@ hydra_conf/sharding/.
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from atoll.errors import UserError
 from atoll.models.parts import blocks_of
 from atoll.settings import Sharding
-
-if TYPE_CHECKING:
-    from atoll.sharding.mesh import Meshes
+from atoll.sharding.mesh import Meshes
 
 
 @dataclass(frozen=True)
@@ -32,10 +30,10 @@ class ShardingContext:
     device: torch.device
 
 
-Layout = Callable[[Any, "Meshes", ShardingContext], Any]
+Layout = Callable[[Any, Meshes, ShardingContext], Any]
 
 
-def fsdp(model: Any, meshes: "Meshes", context: ShardingContext) -> Any:
+def fsdp(model: Any, meshes: Meshes, context: ShardingContext) -> Any:
     """Shard every block and then the rest over their shard axes (FSDP2, ZeRO-2 and 3).
 
     With a replicate axis, shards are also replicated (HSDP, ZeRO++'s hpZ).
@@ -69,7 +67,7 @@ def fsdp(model: Any, meshes: "Meshes", context: ShardingContext) -> Any:
     return root
 
 
-def ddp(model: Any, meshes: "Meshes", context: ShardingContext) -> Any:
+def ddp(model: Any, meshes: Meshes, context: ShardingContext) -> Any:
     """Replicate the model and average gradients in buckets during the backward pass."""
     indices = [context.device.index] if context.device.type == "cuda" else None
     with warnings.catch_warnings():
@@ -89,7 +87,7 @@ AFTER_WEIGHTS: dict[str, Layout] = {"ddp": ddp}
 
 
 def apply_layouts(
-    known: dict[str, Layout], model: Any, meshes: "Meshes | None", context: ShardingContext
+    known: dict[str, Layout], model: Any, meshes: Meshes | None, context: ShardingContext
 ) -> Any:
     """Apply, in the order of the YAML, those of its layouts that are in `known`.
 
@@ -107,6 +105,6 @@ def apply_layouts(
 
 
 def _beside_tensor_axis(parameter: Tensor) -> Shard | None:
-    """Matrices that the tensor axis cuts along their rows are sharded along their columns."""
-    cut_rows = isinstance(parameter, DTensor) and parameter.placements[0] == Shard(0)
-    return Shard(1) if cut_rows and parameter.ndim > 1 else None
+    """Matrices that the tensor axis splits along their rows are sharded along their columns."""
+    split_rows = isinstance(parameter, DTensor) and parameter.placements[0] == Shard(0)
+    return Shard(1) if split_rows and parameter.ndim > 1 else None

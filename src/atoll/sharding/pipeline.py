@@ -6,24 +6,21 @@ Legend: P ranks of a pipeline, v stages of each, S = P*v stages; stage s lives o
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from atoll.data.batch import Batch
 from atoll.models.parts import blocks_of
-
-if TYPE_CHECKING:
-    from atoll.sharding.engines import StepPlan
-    from atoll.sharding.mesh import Meshes
+from atoll.sharding.mesh import Meshes
+from atoll.sharding.step_plan import StepPlan, set_gradient_sync
 
 FORWARD, BACKWARD = "forward", "backward"
 
 
-class Task(NamedTuple):
+class Action(NamedTuple):
     """One microbatch through one of this rank's stages, in one direction."""
 
     direction: str
@@ -54,8 +51,8 @@ class Stages:
     per_rank: int
     group: Any
     hidden_size: int
-    # stage -> the modules to be hidden while it runs, by name
-    hidden: dict[int, dict[str, nn.Module]] = field(default_factory=dict)
+    # stage -> what stands in the place of the rank's other stages while it runs, by name
+    placeholders: dict[int, dict[str, nn.Module]] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -69,11 +66,11 @@ class Stages:
         return stage == self.count - 1
 
     @contextmanager
-    def shown(self, model: Any, stage: int) -> Iterator[None]:
+    def stage_view(self, model: Any, stage: int) -> Iterator[None]:
         """While a stage runs, what belongs to this rank's other stages is not there."""
-        real = {name: model.hf.get_submodule(name) for name in self.hidden[stage]}
-        for name, absent in self.hidden[stage].items():
-            _put(model.hf, name, absent)
+        real = {name: model.hf.get_submodule(name) for name in self.placeholders[stage]}
+        for name, placeholder in self.placeholders[stage].items():
+            _put(model.hf, name, placeholder)
         try:
             yield
         finally:
@@ -81,7 +78,7 @@ class Stages:
                 _put(model.hf, name, module)
 
 
-def split_layers(model: Any, meshes: "Meshes", stages_per_rank: int) -> Any:
+def split_layers(model: Any, meshes: Meshes, stages_per_rank: int) -> Any:
     """Leave this rank its stages: near equal numbers of blocks, the entrance, the exit."""
     axes = meshes.axes
     if axes.pipeline == 1:
@@ -92,75 +89,75 @@ def split_layers(model: Any, meshes: "Meshes", stages_per_rank: int) -> Any:
     owners = _owners(model, blocks, stages.count)
     for name, owner in owners.items():
         if owner not in stages.own:
-            _put(model.hf, name, _absent(model, name))
+            _put(model.hf, name, _placeholder(model, name))
     for stage in stages.own:
         others = [n for n, owner in owners.items() if owner in stages.own and owner != stage]
-        stages.hidden[stage] = {name: _absent(model, name) for name in others}
+        stages.placeholders[stage] = {name: _placeholder(model, name) for name in others}
     model.stages = stages
     return model
 
 
-def order_of(stages: Stages, microbatches: int) -> list[Task]:
+def schedule_1f1b(stages: Stages, microbatches: int) -> list[Action]:
     """1F1B, and interleaved where a rank has several stages (Narayanan et al. 2021)."""
     total = microbatches * stages.per_rank
-    forward = [_task(FORWARD, i, stages) for i in range(total)]
-    backward = [_task(BACKWARD, i, stages) for i in range(total)]
+    forward = [_action(FORWARD, i, stages) for i in range(total)]
+    backward = [_action(BACKWARD, i, stages) for i in range(total)]
     behind = stages.ranks - stages.rank - 1
     if stages.per_rank > 1:
         behind = 2 * behind + (stages.per_rank - 1) * stages.ranks
     ahead = min(behind, total)
-    tasks = forward[:ahead]
+    actions = forward[:ahead]
     for position in range(total - ahead):
-        tasks += [forward[ahead + position], backward[position]]
-    return tasks + backward[total - ahead :]
+        actions += [forward[ahead + position], backward[position]]
+    return actions + backward[total - ahead :]
 
 
-def pipeline(model: Any, batches: Sequence[Batch], scale: float, plan: "StepPlan") -> Tensor:
-    """Forward and backward of all microbatches; returns this rank's summed loss, unscaled."""
+def pipeline(model: Any, batches: Sequence[Batch], scale: float, plan: StepPlan) -> Tensor:
+    """Gradient accumulation over the microbatches; returns this rank's summed loss, unscaled."""
     stages: Stages = model.stages
-    mail = P2P(stages, plan.compute_dtype)
-    tasks = order_of(stages, len(batches))
+    p2p = P2P(stages, plan.compute_dtype)
+    actions = schedule_1f1b(stages, len(batches))
     total = torch.zeros((), device=batches[0].tokens_BT.device)
-    kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-    for position, task in enumerate(tasks):
-        key = (task.microbatch, task.stage)
-        if task.direction == FORWARD:
-            received = mail.receive(task, _hidden_shape(model, batches[task.microbatch]))
-            out = model(batches[task.microbatch], plan.compute_dtype, received, task.stage)
-            kept[key] = (received, out)
-            if stages.is_last(task.stage):
+    activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+    for position, action in enumerate(actions):
+        key = (action.microbatch, action.stage)
+        if action.direction == FORWARD:
+            received = p2p.receive(action, _hidden_shape(model, batches[action.microbatch]))
+            out = model(batches[action.microbatch], plan.compute_dtype, received, action.stage)
+            activations[key] = (received, out)
+            if stages.is_last(action.stage):
                 total += out.detach()
             else:
-                mail.send(task, out.detach())
+                p2p.send(action, out.detach())
             continue
-        received, out = kept.pop(key)
-        later = (t for t in tasks[position + 1 :] if t.direction == BACKWARD)
-        _exchange_in(model, plan, last=not any(t.stage == task.stage for t in later))
-        if stages.is_last(task.stage):
+        received, out = activations.pop(key)
+        later = (other for other in actions[position + 1 :] if other.direction == BACKWARD)
+        set_gradient_sync(model, plan, last=all(other.stage != action.stage for other in later))
+        if stages.is_last(action.stage):
             (out * scale).backward()
         else:
-            out.backward(mail.receive(task, tuple(out.shape)))
+            out.backward(p2p.receive(action, tuple(out.shape)))
         if received is not None:
             assert received.grad is not None
-            mail.send(task, received.grad)
-    mail.delivered()
+            p2p.send(action, received.grad)
+    p2p.delivered()
     return total
 
 
-def forward_only(model: Any, batch: Batch, plan: "StepPlan") -> Tensor:
+def forward_only(model: Any, batch: Batch, plan: StepPlan) -> Tensor:
     """One microbatch through all stages: the summed loss on the last rank, zero elsewhere."""
     stages: Stages = model.stages
-    mail = P2P(stages, plan.compute_dtype)
+    p2p = P2P(stages, plan.compute_dtype)
     loss = torch.zeros((), device=batch.tokens_BT.device)
     for stage in stages.own:
-        task = Task(FORWARD, 0, stage)
-        received = mail.receive(task, _hidden_shape(model, batch))
+        action = Action(FORWARD, 0, stage)
+        received = p2p.receive(action, _hidden_shape(model, batch))
         out = model(batch, plan.compute_dtype, received, stage)
         if stages.is_last(stage):
             loss = out
         else:
-            mail.send(task, out)
-    mail.delivered()
+            p2p.send(action, out)
+    p2p.delivered()
     return loss
 
 
@@ -171,26 +168,26 @@ class P2P:
         self.stages, self.dtype = stages, dtype
         self.sent: list[tuple[Any, Tensor]] = []  # a message must live until it has arrived
 
-    def send(self, task: Task, message: Tensor) -> None:
-        to = task.stage + (1 if task.direction == FORWARD else -1)
+    def send(self, action: Action, message: Tensor) -> None:
+        to = action.stage + (1 if action.direction == FORWARD else -1)
         message = message.contiguous()
         peer = to % self.stages.ranks
         work = dist.isend(
-            message, group=self.stages.group, group_dst=peer, tag=self._tag(task.microbatch, to)
+            message, group=self.stages.group, group_dst=peer, tag=self._tag(action.microbatch, to)
         )
         self.sent.append((work, message))
 
-    def receive(self, task: Task, shape: tuple[int, ...]) -> Tensor | None:
-        """What the neighbour sends to a task; the first stage receives tokens from nobody."""
-        source = task.stage + (-1 if task.direction == FORWARD else 1)
+    def receive(self, action: Action, shape: tuple[int, ...]) -> Tensor | None:
+        """What the neighbour sends for an action; the first stage receives tokens from nobody."""
+        source = action.stage + (-1 if action.direction == FORWARD else 1)
         if source < 0:
             return None
         device = "cuda" if dist.get_backend(self.stages.group) == "nccl" else None
         message = torch.empty(shape, dtype=self.dtype, device=device)
         peer = source % self.stages.ranks
-        tag = self._tag(task.microbatch, task.stage)
+        tag = self._tag(action.microbatch, action.stage)
         dist.recv(message, group=self.stages.group, group_src=peer, tag=tag)
-        return message.requires_grad_(task.direction == FORWARD and torch.is_grad_enabled())
+        return message.requires_grad_(action.direction == FORWARD and torch.is_grad_enabled())
 
     def delivered(self) -> None:
         """Wait for all that was sent."""
@@ -202,15 +199,15 @@ class P2P:
         return microbatch * self.stages.count + stage
 
 
-def _task(direction: str, position: int, stages: Stages) -> Task:
-    """The task at a position of a rank's forward or backward order: P microbatches a stage."""
+def _action(direction: str, position: int, stages: Stages) -> Action:
+    """The action at a position of a rank's forward or backward order: P microbatches a stage."""
     group, inside = divmod(position, stages.ranks * stages.per_rank)
     chunk, offset = divmod(inside, stages.ranks)
     if stages.per_rank == 1:
-        return Task(direction, position, stages.rank)
+        return Action(direction, position, stages.rank)
     if direction == BACKWARD:
         chunk = stages.per_rank - 1 - chunk
-    return Task(direction, group * stages.ranks + offset, chunk * stages.ranks + stages.rank)
+    return Action(direction, group * stages.ranks + offset, chunk * stages.ranks + stages.rank)
 
 
 def _owners(model: Any, blocks: int, stages: int) -> dict[str, int]:
@@ -228,7 +225,7 @@ def _is_there(hf: nn.Module, name: str) -> bool:
     return hf.get_submodule(owner)._modules.get(leaf) is not None
 
 
-def _absent(model: Any, name: str) -> Placeholder:
+def _placeholder(model: Any, name: str) -> Placeholder:
     return Placeholder(adds=name == model.parts.positions)
 
 
@@ -240,15 +237,3 @@ def _put(hf: nn.Module, name: str, module: nn.Module) -> None:
 def _hidden_shape(model: Any, batch: Batch) -> tuple[int, int, int]:
     samples, tokens = model.own_labels(batch).shape
     return samples, tokens, model.stages.hidden_size
-
-
-def _exchange_in(model: Any, plan: "StepPlan", last: bool) -> None:
-    """Gradients go to the other ranks after the last microbatch of a stage, as in the plain loop.
-
-    The gathered parameters are kept for the next microbatch only where the layout says so.
-    """
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last or plan.sync_every_microbatch)
-        model.set_is_last_backward(last)
-        if plan.keep_gathered:
-            model.set_reshard_after_backward(last)

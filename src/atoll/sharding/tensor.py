@@ -5,7 +5,7 @@ the heads or of the intermediate width.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,9 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from atoll.models.parts import blocks_of
-
-if TYPE_CHECKING:
-    from atoll.sharding.mesh import Meshes
+from atoll.sharding.mesh import Meshes
 
 
 class AllTokens(ParallelStyle):
@@ -115,7 +113,7 @@ PLANS: dict[str, Callable[[], dict[str, ParallelStyle]]] = {
 COUNTS_HEADS = {"opt": "self_attn"}
 
 
-def split_matrices(model: Any, meshes: "Meshes") -> Any:
+def split_matrices(model: Any, meshes: Meshes) -> Any:
     """Divide the matrices of each block among the tensor ranks; what is not in a block stays."""
     if meshes.tensor is None:
         return model

@@ -15,20 +15,20 @@ from atoll import run_dir
 from atoll.data.loader import Samples, open_samples
 from atoll.data.tokenize import open_prepared
 from atoll.errors import UserError
-from atoll.models.adapter import adapt, adapted_reader, check_device, fill_narrow
+from atoll.models.adapter import adapt, adapted_reader, check_device, fill_quantised
 from atoll.models.build import weights_for
 from atoll.models.parts import blocks_of
 from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.plan.shapes import Shape, check_architecture, shape_of
 from atoll.plan.traffic import bytes_sent
 from atoll.settings import Run
-from atoll.sharding.context_parallel import cut_tokens
+from atoll.sharding.context_parallel import split_tokens
 from atoll.sharding.deepspeed import initialize
-from atoll.sharding.engines import StepPlan
 from atoll.sharding.layouts import AFTER_WEIGHTS, BEFORE_WEIGHTS, ShardingContext, apply_layouts
 from atoll.sharding.mesh import Meshes, make_meshes
 from atoll.sharding.pipeline import split_layers
 from atoll.sharding.process_group import World, run_on_all_ranks, say
+from atoll.sharding.step_plan import StepPlan
 from atoll.sharding.tensor import split_matrices
 from atoll.train.optimizer import NamedOptimizer, make_optimizer
 from atoll.train.precision import compute_dtype
@@ -133,7 +133,7 @@ def build_sharded(
     def fill_all() -> None:
         with weights_for(run.model, config, run.seed) as read:
             read = adapted_reader(read, run.seed, shapes)
-            fill_narrow(model.hf, read, world.device)
+            fill_quantised(model.hf, read, world.device)
             materialize(model, torch.device("cpu") if run.sharding.offload else world.device)
             fill(model.hf, read)
             fill_buffers(model.hf)
@@ -148,7 +148,7 @@ def divide(run: Run, model: Any, meshes: Meshes | None) -> None:
         check_architecture(shape_of(model.hf.config.to_dict()), run.sharding)
         split_layers(model, meshes, run.sharding.stages_per_rank)
         split_matrices(model, meshes)
-        cut_tokens(model, meshes)
+        split_tokens(model, meshes)
 
 
 def check_compiler(world: World) -> None:

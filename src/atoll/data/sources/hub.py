@@ -18,13 +18,12 @@ def load(name: str, config: str | None, split: str, setting: str) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
-    saved = Path(name).expanduser()
+    folder = Path(name).expanduser()
     try:
-        if (saved / "state.json").is_file() or (saved / "dataset_dict.json").is_file():
-            return _of_split(datasets.load_from_disk(str(saved)), split, name, setting)
-        return datasets.load_dataset(str(saved) if saved.is_dir() else name, config, split=split)
-    except UserError:
-        raise
+        if not any((folder / file).is_file() for file in ("state.json", "dataset_dict.json")):
+            source = str(folder) if folder.is_dir() else name
+            return datasets.load_dataset(source, config, split=split)
+        saved = datasets.load_from_disk(str(folder))
     except Exception as error:  # the library raises many kinds, from many layers below it
         lines = str(error).strip().splitlines() or [""]
         raise UserError(
@@ -33,35 +32,14 @@ def load(name: str, config: str | None, split: str, setting: str) -> Any:
             "check the name, config and split; where there is no network, save it elsewhere with "
             "datasets' save_to_disk and set data.hub to that folder",
         ) from error
-
-
-def _of_split(found: Any, split: str, name: str, setting: str) -> Any:
-    import datasets
-
-    if not isinstance(found, datasets.DatasetDict):
-        return found
-    if split not in found:
+    if not isinstance(saved, datasets.DatasetDict):
+        return saved
+    if split not in saved:
         raise UserError(
-            f"{name} has no split {split!r}; its splits are: {', '.join(found)}",
+            f"{name} has no split {split!r}; its splits are: {', '.join(saved)}",
             f"set {setting} to one of them",
         )
-    return found[split]
-
-
-def refuse_column(rows: Any, name: str, field: str, others: tuple[str, ...] = ()) -> None:
-    """Raise `UserError` unless `field` is a column of text, and the others are columns."""
-    for wanted in (field, *others):
-        if wanted not in rows.column_names:
-            raise UserError(
-                f"{name} has no column {wanted!r}; its columns are: {', '.join(rows.column_names)}",
-                "set data.text_field (or data.classes) to the columns that are there",
-            )
-    kind = str(rows.features[field])
-    if "string" not in kind:
-        raise UserError(
-            f"{name}: the column {field!r} holds {kind}, not text",
-            "set data.text_field to the column that holds the text",
-        )
+    return saved[split]
 
 
 def fingerprint(rows: Any, field: str) -> str:

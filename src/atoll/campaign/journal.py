@@ -1,0 +1,86 @@
+"""The journal of a round: what happened, one JSON object a line, here and at each facility.
+
+A line is appended whole and stays. Folders say what is made (update/, global/: whole when they have
+their name); where a round stands beside that is what the lines of its journal add up to.
+
+event        at             what it says
+asked        facility       what the coordinator wants of the round
+submitted    facility       a job is handed to the scheduler
+refused      facility       it was not taken
+began        coordinator    the deadline counts from here
+answered     coordinator    state of a facility: needs, received, queued, running, retry, unknown,
+                            unreachable, ready, refused or failed
+wrong        coordinator    a facility said no, or what it sent is wrong: it is asked again
+left out     coordinator    the round goes on without a facility
+afresh       coordinator    the late work of a facility came to nothing: this round's is asked for
+reopened     coordinator    too few updates came: who was left out is asked again
+sent, received, averaged    bytes and seconds, for the report
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll import run_dir
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Journal:
+    """The journal in the folder of a round."""
+
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "journal.jsonl"
+
+    def append(self, event: str, /, **facts: Any) -> None:
+        """Add a line that survives a power cut; one that a kill cut off before it is ended."""
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **facts})
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            size = file.seek(0, os.SEEK_END)
+            torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+            file.write(("\n" if torn else "").encode() + f"{line}\n".encode())
+            file.flush()
+            os.fsync(file.fileno())
+        if size == 0:
+            run_dir.sync_folder(self.folder)
+
+    def records(self, *events: str) -> list[Record]:
+        """Its lines in order, of all events or of these; one that was cut off is left out."""
+        lines = self.path.read_bytes().splitlines() if self.path.is_file() else []
+        records = []
+        for line in lines:
+            with suppress(ValueError):
+                records.append(json.loads(line))
+        return [record for record in records if not events or record["event"] in events]
+
+    def last(self, event: str) -> Record:
+        """The last line of an event; empty where there is none."""
+        return next(reversed(self.records(event)), {})
+
+
+def round_name(number: int) -> str:
+    return f"round-{number:03d}"
+
+
+@contextmanager
+def alone(folder: Path, wait: bool = True) -> Iterator[None]:
+    """One process at a time; the lock ends with the process that holds it.
+
+    Raises `BlockingIOError` where another one holds it and nobody waits.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield

@@ -1,0 +1,232 @@
+"""The text that a run names: files and data sets as the parts of a corpus.
+
+A corpus has a fingerprint, so that tokens are made again when the text changes.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from atoll.data.sources import columns, hub
+from atoll.data.sources.parts import Part
+from atoll.errors import UserError
+from atoll.settings import Data
+
+SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
+# Tests, tables of character codes and packages that distributions leave out.
+LEFT_OUT = {
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib",
+    "encodings", "lib2to3", "turtledemo",
+}  # fmt: skip
+WHOLE = (0.0, 1.0)
+SAMPLES_PER_FILE = 16
+SAMPLE_BYTES = 16 << 10
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text to read: its parts in order, and a fingerprint that changes when the text does."""
+
+    parts: tuple[Part, ...]
+    fingerprint: str
+    max_documents: int | None = None
+
+
+def train_corpus(data: Data) -> Corpus:
+    """The text that `data.source` names.
+
+    Raises `UserError` where files are missing, unknown or empty, or the hub cannot be reached.
+    """
+    if data.source == "python_stdlib":
+        return _stdlib(data.files, data.max_documents)
+    if data.source == "hub":
+        return _hub(data, data.hub_split, "data.hub_split", data.max_documents)
+    if not data.files:
+        raise UserError(
+            "data.source is files, but data.files is empty",
+            "name files, folders or globs: data.files=[corpus/*.jsonl]",
+        )
+    share = (0.0, 1.0 - (data.validation.tail or 0.0))
+    return _files(data, data.files, "data.files", data.max_documents, share)
+
+
+def validation_corpus(data: Data) -> Corpus | None:
+    """The held-out text where it has files or a split of its own, else nothing."""
+    held_out = data.validation
+    if held_out.tail is not None:
+        share = (1.0 - held_out.tail, 1.0)
+        return _files(data, data.files, "data.files", held_out.max_documents, share)
+    if held_out.files:
+        return _files(data, held_out.files, "data.validation.files", held_out.max_documents)
+    if held_out.split is None:
+        return None
+    if data.source != "hub":
+        raise UserError(
+            f"data.validation.split = {held_out.split!r}, but data.source is {data.source}",
+            "only the hub has splits: use data.validation.fraction or data.validation.files",
+        )
+    return _hub(data, held_out.split, "data.validation.split", held_out.max_documents)
+
+
+def refuse_overlap(train: Corpus, validation: Corpus) -> None:
+    """Raise `UserError` where held-out text would also be trained on."""
+    trained_until = {(part.path.resolve(), part.split): part.share[1] for part in train.parts}
+    both = [
+        part
+        for part in validation.parts
+        if part.share[0] < trained_until.get((part.path.resolve(), part.split), 0.0)
+    ]
+    if both:
+        raise UserError(
+            f"{len(both)} of {len(validation.parts)} parts of the validation text are trained on "
+            f"too, the first is {both[0].path}",
+            "take them out of data.files, or use data.validation.fraction",
+        )
+
+
+def _stdlib(patterns: list[str], count: int | None) -> Corpus:
+    """All of it, or the modules that match a pattern: email/*, json*."""
+    root = Path(sysconfig.get_path("stdlib"))
+    modules = sorted(
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if not LEFT_OUT & set(path.relative_to(root).parts) and "config-" not in path.parts[-2]
+    )
+    parts = tuple(
+        Part(name, root / name, "source")
+        for name in modules
+        if not name.startswith("_sysconfigdata")
+        and any(fnmatch(name, pattern) for pattern in patterns or ["*"])
+    )
+    if not parts:
+        raise UserError(
+            f"no Python sources under {root} match {patterns or 'anything'}, of {len(modules)}",
+            "use text of your own: data=text_files data.files=[FILE]",
+        )
+    return Corpus(parts, _fingerprint(parts, f"python {platform.python_version()}"), count)
+
+
+def _files(
+    data: Data,
+    entries: list[str],
+    setting: str,
+    count: int | None,
+    share: tuple[float, float] = WHOLE,
+) -> Corpus:
+    by_path: dict[Path, Part] = {}
+    fields = _fields(data)
+    for entry in entries:
+        for name, path in _expand(entry, setting):
+            part = Part(name, path, _format(path, data, setting), fields, share=share)
+            by_path.setdefault(path.resolve(), part)
+    parts = tuple(by_path.values())
+    if not any(part.path.stat().st_size for part in parts):
+        raise UserError(
+            f"{setting} holds no text: {len(parts)} files, 0 bytes", "give files that are not empty"
+        )
+    about = [data.document, *fields, *(map(str, share) if share != WHOLE else ())]
+    return Corpus(parts, _fingerprint(parts, " ".join(about)), count)
+
+
+def _fields(data: Data) -> tuple[str, ...]:
+    """The column of the text; of rows with labels, perhaps a second text's, and the label's."""
+    if data.classes is None:
+        return (data.text_field,)
+    return (*data.classes.text_fields, data.classes.label_field)
+
+
+def _expand(entry: str, setting: str) -> list[tuple[str, Path]]:
+    """The files behind one entry, each with a name that does not depend on the machine."""
+    path = Path(entry).expanduser()
+    if path.is_dir():
+        inside = sorted(
+            file.relative_to(path).as_posix()
+            for file in path.rglob("*")
+            if file.suffix in SUFFIXES and file.is_file() and not file.name.startswith(".")
+        )
+        if not inside:
+            raise UserError(
+                f"{setting}: the folder {entry} holds no file that ends in {', '.join(SUFFIXES)}",
+                "give a folder that does, or name the files",
+            )
+        return [(name, path / name) for name in inside]
+    if path.is_file():
+        return [(path.name, path)]
+    root = Path(path.anchor)
+    pattern = str(path.relative_to(root))
+    matches = sorted(match for match in root.glob(pattern) if match.is_file())
+    if not matches:
+        kind = "no file matches" if set("*?[") & set(entry) else "no such file or folder:"
+        raise UserError(
+            f"{setting}: {kind} {entry} (from {Path.cwd()})",
+            "check the spelling; relative paths start where the command was typed",
+        )
+    return [(match.name, match) for match in matches]
+
+
+def _format(path: Path, data: Data, setting: str) -> str:
+    if data.classes is not None and path.suffix == ".txt":
+        raise UserError(
+            f"{setting}: {path} has no columns, and data.classes names some",
+            "give csv, tsv, jsonl, parquet or arrow files",
+        )
+    if data.validation.tail is not None and path.suffix != ".txt":
+        raise UserError(
+            f"{setting}: data.validation.tail cuts text files, and {path} is another kind",
+            "use data.validation.fraction",
+        )
+    if path.suffix == ".txt":
+        return f"txt-{data.document}"
+    if path.suffix in SUFFIXES:
+        return path.suffix[1:]
+    raise UserError(
+        f"{setting}: unknown kind of file: {path}",
+        f"give files that end in {', '.join(SUFFIXES)}",
+    )
+
+
+def _hub(data: Data, split: str, setting: str, count: int | None) -> Corpus:
+    if data.hub is None:
+        raise UserError(
+            "data.source is hub, but data.hub is empty",
+            "name a data set, or a folder saved with save_to_disk: data.hub=NAME",
+        )
+    rows = hub.load(data.hub, data.hub_config, split, setting)
+    fields = _fields(data)
+    columns.refuse_columns(data.hub, rows.features.arrow_schema, fields)
+    tables = rows.with_format("arrow")  # slices are tables
+    part = Part(data.hub, Path(data.hub), "hub", fields, split=split, rows=tables)
+    return Corpus((part,), hub.fingerprint(rows, fields[0]), count)
+
+
+def _fingerprint(parts: tuple[Part, ...], about: str) -> str:
+    """A digest of names, sizes and evenly spread samples of content.
+
+    No time stamp enters: copying or touching a file does not make it another one.
+    """
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        listing: list[Any] = list(pool.map(_sampled, parts))
+    return hashlib.sha256(json.dumps([about, listing]).encode()).hexdigest()
+
+
+def _sampled(part: Part) -> list[str | int]:
+    hasher = hashlib.sha256()
+    try:
+        with part.path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            step = max(SAMPLE_BYTES, (size - SAMPLE_BYTES) // (SAMPLES_PER_FILE - 1))
+            for offset in range(0, size, step):
+                file.seek(offset)
+                hasher.update(file.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise UserError(
+            f"cannot read {part.path}: {error.strerror}", "check the file and its permissions"
+        ) from None
+    return [part.name, size, hasher.hexdigest()]

@@ -1,0 +1,179 @@
+"""Documents of text files: their exact places in bytes, and how such a range is read.
+
+`..._ends` gives the byte at which each document of a file ends; `read_...` the columns of a span.
+"""
+
+import csv
+import io
+import json
+import mmap
+import os
+import re
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atoll.data.sources.parts import Columns, Ends, Part, Span, refuse_missing_columns
+from atoll.errors import UserError
+
+# Paragraphs stand between blank lines; the indentation of the next line is its own.
+BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
+BLANK_LINES_BYTES = re.compile(BLANK_LINES.pattern.encode())
+SCAN_BYTES = 16 << 20
+DELIMITERS = {"csv": ",", "tsv": "\t"}
+
+
+def file_ends(part: Part) -> Ends:
+    """A whole file is one document."""
+    return np.array([part.path.stat().st_size], dtype=np.int64)
+
+
+def line_ends(part: Part) -> Ends:
+    """A line is one document."""
+    ends, size, last = [np.zeros(0, dtype=np.int64)], 0, b"\n"
+    with part.path.open("rb") as file:
+        while piece := file.read(SCAN_BYTES):
+            ends.append(np.flatnonzero(np.frombuffer(piece, dtype=np.uint8) == 10) + size + 1)
+            size, last = size + len(piece), piece[-1:]
+    return np.concatenate([*ends, np.array([size] if last != b"\n" else [], dtype=np.int64)])
+
+
+def paragraph_ends(part: Part) -> Ends:
+    """A paragraph, up to and with the blank lines after it, is one document."""
+    with part.path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
+            return np.zeros(0, dtype=np.int64)
+        with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
+            ends = [match.end() for match in BLANK_LINES_BYTES.finditer(text)]
+    return np.unique(np.array([*ends, size], dtype=np.int64))
+
+
+def record_ends(part: Part) -> Ends:
+    """A record of a csv file is one document, the header a part of the first; lines may be quoted.
+
+    Every record is held against the header here, where the number of its line is known.
+    """
+    ends, size = [], 0
+
+    def lines() -> Iterator[str]:
+        nonlocal size
+        for line in file:
+            size += len(line)
+            yield line.decode("latin-1")  # only the places of ASCII characters matter here
+
+    columns = _csv_columns(part.path, part.format)
+    refuse_missing_columns(part.path, columns, part.fields)
+    with part.path.open("rb") as file:
+        records = _csv_reader(lines(), part.format)
+        try:
+            for record in records:
+                if record and len(record) != len(columns):
+                    raise csv.Error(f"{len(record)} fields where the header has {len(columns)}")
+                if record:
+                    ends.append(size)
+        except csv.Error as error:
+            raise UserError(
+                f"{part.path}:{records.line_num}: not {part.format}: {error}",
+                "fix the record: a field that holds a quote, a line end or the delimiter stands in "
+                'quotes, and a quote in it is written twice ("")',
+            ) from None
+    return np.array(ends[1:], dtype=np.int64)
+
+
+def read_file(part: Part, span: Span) -> Columns:
+    text = _text(part, span)
+    begin, end = (int(len(text) * share) for share in part.share)
+    return [[text[begin:end]]]
+
+
+def read_source(part: Part, span: Span) -> Columns:
+    """A source file; one in another encoding than UTF-8 is left out."""
+    try:
+        return [[_bytes(part, span).decode()]]
+    except UnicodeDecodeError:
+        return [[""]]
+
+
+def read_lines(part: Part, span: Span) -> Columns:
+    lines = _text(part, span).removesuffix("\n").split("\n")
+    return [[line.removesuffix("\r") for line in lines]]
+
+
+def read_paragraphs(part: Part, span: Span) -> Columns:
+    paragraphs = BLANK_LINES.split(_text(part, span))
+    if len(paragraphs) == span.documents + 1 and not paragraphs[-1]:
+        paragraphs.pop()
+    return [[paragraph.rstrip("\r\n") for paragraph in paragraphs]]
+
+
+def read_jsonl(part: Part, span: Span) -> Columns:
+    """The fields of each line; a blank line is an empty document."""
+    lines = _bytes(part, span).removesuffix(b"\n").split(b"\n")
+    rows = [_jsonl_row(part, number, line) for number, line in enumerate(lines, span.first + 1)]
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def read_csv(part: Part, span: Span) -> Columns:
+    """The fields of each record; blank lines between records are none."""
+    records = filter(None, _csv_reader(io.StringIO(_text(part, span), "\n"), part.format))
+    rows = list(records)[span.first == 0 :]
+    columns = _csv_columns(part.path, part.format)
+    return [[row[columns.index(field)] for row in rows] for field in part.fields]
+
+
+def _bytes(part: Part, span: Span) -> bytes:
+    with part.path.open("rb") as file:
+        file.seek(span.start)
+        return file.read(span.stop - span.start)
+
+
+def _text(part: Part, span: Span) -> str:
+    content = _bytes(part, span)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{part.path} is not UTF-8: byte 0x{content[error.start]:02x} "
+            f"at offset {span.start + error.start}",
+            f"convert it: iconv -f LATIN1 -t UTF-8 {part.path.name}",
+        ) from None
+
+
+def _jsonl_row(part: Part, number: int, line: bytes) -> tuple[Any, ...]:
+    where = f"{part.path}:{number}"
+    if not line.strip():
+        return ("", *(None for _ in part.fields[1:]))
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(
+            f"{where}: not JSON: {error}", "fix or delete the line: each is one JSON object"
+        ) from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: not a JSON object", 'each line is one object: {"text": "…"}')
+    for field in part.fields:
+        is_text = field == part.fields[0]
+        if field not in row or (is_text and not isinstance(row[field], str)):
+            raise UserError(
+                f"{where}: no {'text' if is_text else 'value'} in the field {field!r}; "
+                f"its fields are: {', '.join(row) or 'none'}",
+                "set data.text_field (or data.classes) to the fields that are there",
+            )
+    return tuple(row[field] for field in part.fields)
+
+
+def _csv_reader(lines: Iterator[str], format: str) -> Any:
+    csv.field_size_limit(sys.maxsize)  # documents are longer than the module expects of a field
+    return csv.reader(lines, delimiter=DELIMITERS[format], strict=True)
+
+
+@lru_cache(maxsize=64)
+def _csv_columns(path: Path, format: str) -> list[str]:
+    with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
+        columns: list[str] = next(_csv_reader(file, format), [])
+    return columns

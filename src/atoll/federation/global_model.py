@@ -1,0 +1,98 @@
+"""The global model of a round, as files.
+
+GLOBAL/
+  master/   fp32 weights, as many files as the export has
+  memory/   what the server's step remembers, and the residual of encoding the delta; fp32
+  delta/    the difference to the round before, encoded: all that travels to a facility
+  export/   the Hugging Face folder, in half precision
+  manifest.json   digests of the files, written last
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atoll import run_dir
+from atoll.errors import UserError
+from atoll.federation.tensors import (
+    TensorReader,
+    TensorWriter,
+    files_of,
+    layout_of,
+    stretches,
+    typed,
+)
+
+# what of an export is copied from the model before: never anything of an update
+BESIDE_WEIGHTS = (".json", ".model", ".txt", ".jinja")
+
+
+def first_global(model: Path, out: Path, about: dict[str, Any]) -> str:
+    """The global model before any round, from a Hugging Face folder; its digest."""
+    layout, partial = layout_of(model), begin(out)
+    with (
+        TensorReader(files_of(model)) as reader,
+        TensorWriter(partial / "master", typed(layout, torch.float32)) as writer,
+    ):
+        for stretch in stretches(layout):
+            writer.put(stretch, reader.values(stretch))
+    shutil.copytree(model, partial / "export", ignore=shutil.ignore_patterns("adapter", ".*"))
+    return publish(partial, out, about)
+
+
+def copy_beside_weights(export: Path, into: Path, dtype: str) -> None:
+    """Configuration, tokenizer and index of the model before; the dtype is the new one."""
+    for path in sorted(export.iterdir()):
+        if path.suffix in BESIDE_WEIGHTS and path.is_file():
+            content = path.read_bytes()
+            if path.name == "config.json":
+                values = json.loads(content)
+                content = json.dumps(values | {"dtype": dtype}, indent=1).encode()
+            run_dir.write_whole(into / path.name, content)
+
+
+def begin(out: Path) -> Path:
+    """An empty folder beside `out`, for what is not whole yet."""
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def publish(partial: Path, out: Path, about: dict[str, Any]) -> str:
+    """Write the manifest, then give the folder its name; the digest of the master."""
+    files = {path.name: run_dir.sha256_of(path) for path in files_of(partial / "master")}
+    digest = run_dir.digest(files, 64)
+    record = {"digest": digest, "master": files, **about}
+    for folder in {path.parent for path in partial.rglob("*")}:
+        run_dir.sync_folder(folder)
+    run_dir.write_whole(partial / "manifest.json", json.dumps(record, indent=1, sort_keys=True))
+    replace_folder(partial, out)
+    return digest
+
+
+def replace_folder(partial: Path, final: Path) -> None:
+    """Give a folder its name; one that was there goes only when the new one is complete."""
+    run_dir.sync_folder(partial)
+    old = final.with_name(f".{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    run_dir.sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read_global(folder: Path) -> dict[str, Any]:
+    """The manifest of a whole global model; `UserError` where there is none."""
+    try:
+        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{folder} is no whole global model ({type(error).__name__})",
+            "aggregate the round before it first",
+        ) from None
+    return manifest

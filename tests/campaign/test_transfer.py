@@ -1,0 +1,118 @@
+"""Files to and from a facility: an rsync of RHEL 8 is enough, and its failures are told apart."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from atoll.campaign.store import checked_campaign
+from atoll.campaign.transfer import Unreachable, fetch, send
+from atoll.errors import UserError
+from atoll.settings.federation import Campaign
+
+# ssh's options and its host dropped: what is asked for is done here
+SSH = """#!/bin/sh
+while [ "$1" != far ]; do shift; done
+shift
+exec sh -c "$*"
+"""
+# as 3.1.3 says of an option that came with 3.2.3
+OLD_RSYNC = """#!/bin/sh
+case "$*" in *--mkpath*) echo "rsync: --mkpath: unknown option" >&2; exit 1;; esac
+exec {rsync} "$@"
+"""
+BROKEN_RSYNC = """#!/bin/sh
+cat >&2 <<'END'
+{lines}
+END
+exit {code}
+"""
+FULL = """\
+rsync: [receiver] write failed on "/site/incoming/x": No space left on device (28)
+rsync error: error in file IO (code 11) at receiver.c(380) [receiver=3.2.7]"""
+DENIED = """\
+rsync: [generator] recv_generator: mkdir "/site/incoming" failed: Permission denied (13)
+rsync error: some files/attrs were not transferred (code 23) at main.c(1338) [sender=3.2.7]"""
+CLOSED = """\
+rsync: connection unexpectedly closed (0 bytes received so far) [sender]
+rsync error: error in rsync protocol data stream (code 12) at io.c(232) [sender=3.2.7]"""
+REFUSED = """\
+ssh: connect to host far port 22: Connection refused
+rsync: connection unexpectedly closed (0 bytes received so far) [sender]
+rsync error: unexplained error (code 255) at io.c(232) [sender=3.2.7]"""
+NO_ANSWER = """\
+[sender] io timeout after 300 seconds -- exiting
+rsync error: timeout in data send/receive (code 30) at io.c(201) [sender=3.2.7]"""
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder ahead of all others in PATH, with an ssh that goes nowhere."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    program(folder / "ssh", SSH)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def campaign(folder: Path, host: str | None) -> Campaign:
+    site = {"name": "north", "host": host, "folder": str(folder / "north")}
+    return checked_campaign({"name": "c", "sites": [site], "start": []})
+
+
+def made(folder: Path) -> Path:
+    (folder / "model").mkdir()
+    (folder / "model" / "weights").write_text("1 2 3")
+    return folder / "model"
+
+
+@pytest.mark.parametrize("host", [None, "far"])
+def test_an_rsync_without_mkpath_makes_the_folders_above(
+    programs: Path, tmp_path: Path, host: str | None
+) -> None:
+    which = next(p for p in ("/usr/bin/rsync", "/usr/local/bin/rsync") if Path(p).is_file())
+    program(programs / "rsync", OLD_RSYNC.format(rsync=which))
+    settings = campaign(tmp_path, host)
+    target = tmp_path / "north" / "a b" / "incoming"
+    send(settings, settings.sites[0], made(tmp_path), str(target))
+    assert (target / "weights").read_text() == "1 2 3"
+    fetch(settings, settings.sites[0], str(target), tmp_path / "back")
+    assert (tmp_path / "back" / "weights").read_text() == "1 2 3"
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "found"),
+    [
+        (FULL, 11, "No space left on device.*code 11"),
+        (FULL + "\n" + CLOSED, 12, "No space left on device.*code 12"),
+        (DENIED, 23, "Permission denied.*code 23"),
+        ("sh: 1: rsync: not found\n" + CLOSED, 12, "rsync: not found"),
+        ("bash: rsync: command not found\n" + CLOSED, 127, "command not found"),
+    ],
+)
+def test_what_a_facility_must_mend_is_no_failure_of_the_line(
+    programs: Path, tmp_path: Path, lines: str, code: int, found: str
+) -> None:
+    program(programs / "rsync", BROKEN_RSYNC.format(lines=lines, code=code))
+    settings = campaign(tmp_path, "far")
+    with pytest.raises(UserError, match=f"north: rsync stopped: .*{found}") as error:
+        send(settings, settings.sites[0], made(tmp_path), str(tmp_path / "there"))
+    assert not isinstance(error.value, Unreachable)
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [(CLOSED, 10), (CLOSED, 12), (NO_ANSWER, 30), (NO_ANSWER, 35), (REFUSED, 255)],
+)
+def test_a_line_that_is_down_is_tried_again(
+    programs: Path, tmp_path: Path, lines: str, code: int
+) -> None:
+    program(programs / "rsync", BROKEN_RSYNC.format(lines=lines, code=code))
+    settings = campaign(tmp_path, "far")
+    with pytest.raises(Unreachable, match="north: rsync stopped"):
+        send(settings, settings.sites[0], made(tmp_path), str(tmp_path / "there"))

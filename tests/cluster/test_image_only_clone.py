@@ -1,0 +1,135 @@
+"""sbatch/train.sbatch in a clone with an image and no environment: the image says what to run.
+
+A program stands in for Apptainer; it runs the command here, without the image.
+"""
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from test_batch_file import Clone, only_run
+
+from atoll import run_dir
+
+APPTAINER = """\
+#!/bin/bash
+while [[ $1 != python3 ]]; do shift; done
+[[ $4 != image ]] || exit 0  # it looks for what only an image has
+exec {python} "${{@:2}}"
+"""
+SIF = bytes(32) + b"SIF_MAGIC\0" + b"01\0" + b"02\0" + bytes(32)
+SLURM = ("facility=generic_slurm", "facility.account=mine", "image=cpu")
+
+
+@pytest.fixture
+def clone(tmp_path):
+    clone = Clone(tmp_path)
+    shutil.rmtree(clone.root / ".venv")
+    runtime = clone.programs / "apptainer"
+    runtime.write_text(APPTAINER.format(python=sys.executable))
+    runtime.chmod(0o755)
+    (clone.root / "images").mkdir()
+    (clone.root / "images" / "cpu.sif").write_bytes(SIF)
+    clone.add_program("sbatch", "4711;a_cluster")
+    return clone
+
+
+def verbs_called(clone: Clone) -> list[str]:
+    return [argv[0] for argv in clone.called()]
+
+
+def test_a_run_takes_place_here_and_its_exit_code_is_ours(clone):
+    done = clone.type("facility=laptop", "image=cpu")
+    assert done.returncode == 0, done.stderr
+    assert verbs_called(clone) == ["tokenize", "launch", "generate"]
+    assert str(only_run(clone) / "metrics.jsonl") in done.stdout
+    assert "@atoll" not in done.stdout
+    assert clone.type("facility=laptop", "image=cpu", LAUNCH_CODE="75").returncode == 75
+
+
+def test_several_runs_take_turns(clone):
+    done = clone.type("--multirun", "facility=laptop", "image=cpu", "seed=1,2,3")
+    assert done.returncode == 0, done.stderr
+    assert verbs_called(clone) == ["tokenize", "launch", "generate"] * 3
+    assert len({argv[-1] for argv in clone.called()}) == 3
+    failing = clone.type("-m", "facility=laptop", "image=cpu", "seed=4,5", TOKENIZE_CODE="3")
+    assert failing.returncode == 3
+    assert verbs_called(clone)[9:] == ["tokenize"]
+
+
+def test_a_job_is_queued_for_each_combination_and_noted_for_status(clone):
+    done = clone.type("--multirun", *SLURM, "nodes=1,2")
+    assert done.returncode == 0, done.stderr
+    folders = [Path(argv[-1]) for argv in clone.called()]
+    assert done.stdout.splitlines() == [f"job 4711: {folder}" for folder in folders]
+    assert [run_dir.jobs_file(folder).read_text() for folder in folders] == ["slurm 4711\n"] * 2
+
+
+def test_the_queued_words_are_those_of_a_dry_run(clone):
+    printed = clone.type("--dry-run", *SLURM)
+    assert printed.returncode == 0, printed.stderr
+    assert clone.type(*SLURM).returncode == 0
+    assert clone.called() == [shlex.split(printed.stdout.splitlines()[0])]
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--help", "-h", "--sbatch-env"])
+def test_what_is_only_to_be_printed_runs_nothing(option, clone):
+    for words in ((*SLURM, option), (option, "facility=laptop", "image=cpu")):
+        if option == "--sbatch-env" and words[0] == option:
+            continue  # there are no exports without Slurm
+        done = clone.type(*words)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout and "@atoll" not in done.stdout
+    assert clone.called() == []
+    assert not (clone.root / "runs").exists()
+
+
+def test_an_error_is_two_lines(clone):
+    done = clone.type("facility=laptop", "image=cpu", "sed=3")
+    assert done.returncode == 2
+    assert done.stderr.startswith("atoll: unknown setting: sed\n")
+    assert len(done.stderr.splitlines()) == 2
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["$(touch pwned)", "; touch pwned", "a\n@atoll:run\ntouch pwned", r"\x41\n\\ `touch pwned`"],
+)
+def test_values_of_the_command_line_are_words_and_never_run(value, clone):
+    quoted = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    done = clone.type(*SLURM, f"facility.submit.comment={quoted}", f"generation.prompt={quoted}")
+    assert done.returncode == 0, done.stderr
+    [argv] = clone.called()
+    settings = yaml.safe_load((Path(argv[-1]) / "run.yaml").read_text())
+    assert f"--comment={settings['facility']['submit']['comment']}" in argv
+    assert settings["generation"]["prompt"] == settings["facility"]["submit"]["comment"]
+    assert "touch pwned" in settings["generation"]["prompt"]
+    assert not list(clone.root.rglob("pwned"))
+
+
+REFUSED = "sbatch: error: Batch job submission failed: Invalid qos"
+
+
+def test_a_refused_run_leaves_nothing(clone):
+    clone.add_program("sbatch", "")
+    done = clone.type(*SLURM, SLURM_SAYS=REFUSED)
+    assert done.returncode == 2
+    found, hint = done.stderr.splitlines()
+    assert found == "atoll: sbatch: Batch job submission failed: Invalid qos"
+    assert "facility.submit.qos" in hint
+    assert list((clone.root / "runs").iterdir()) == []
+
+
+def test_a_refusal_deletes_nothing_that_was_there_before(clone):
+    allocation = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"}
+    assert clone.type("--here", *SLURM, **allocation).returncode == 0
+    folder = only_run(clone)
+    checkpoint = run_dir.checkpoint(folder, 500)
+    checkpoint.mkdir(parents=True)
+    assert clone.type(*SLURM, SLURM_SAYS=REFUSED).returncode == 2
+    assert checkpoint.is_dir()
+    assert run_dir.settings_file(folder).is_file() and run_dir.launch_script(folder).is_file()

@@ -1,0 +1,143 @@
+"""Weights and combining rules on numbers that a person can follow."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from atoll.errors import UserError
+from atoll.federation import combine
+from atoll.federation.update import Manifest
+from atoll.settings.federation import Rule
+
+
+def manifests(tokens: list[int], steps: list[int] | None = None) -> list[Manifest]:
+    pairs = zip(tokens, steps or tokens, strict=True)
+    return [Manifest.model_construct(tokens=t, steps=s) for t, s in pairs]
+
+
+def weights(tokens: list[int], late: list[int] | None = None, **rule: Any) -> list[float]:
+    return combine.weights_of(manifests(tokens), late or [0] * len(tokens), Rule(**rule))
+
+
+def test_weights_add_up_to_one() -> None:
+    assert weights([1, 3]) == [0.25, 0.75]
+    assert weights([1, 3], weigh="equal") == [0.5, 0.5]
+    steps = combine.weights_of(manifests([1, 1], [1, 4]), [0, 0], Rule(weigh="steps"))
+    assert steps == pytest.approx([0.2, 0.8])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cap", "expected"),
+    [
+        ([1, 1, 2], 0.6, [0.25, 0.25, 0.5]),
+        ([1, 1, 8], 0.5, [0.25, 0.25, 0.5]),
+        ([1, 3, 16], 0.5, [0.125, 0.375, 0.5]),
+        # the second is over the cap only after it has its part of what the first gave up
+        ([5, 35, 60], 0.45, [0.1, 0.45, 0.45]),
+        ([1, 2, 3, 4, 90], 0.3, [0.07, 0.14, 0.21, 0.28, 0.3]),
+        ([1, 9, 90], 0.4, [0.2, 0.4, 0.4]),
+        ([1, 1], 0.5, [0.5, 0.5]),
+        ([1, 9], 0.5, [0.5, 0.5]),
+        ([7], 1.0, [1.0]),
+    ],
+)
+def test_nobody_has_more_than_the_cap(tokens: list[int], cap: float, expected: list[float]) -> None:
+    assert weights(tokens, weigh="capped", cap=cap) == pytest.approx(expected)
+
+
+def test_a_cap_that_leaves_weight_to_nobody_is_refused() -> None:
+    with pytest.raises(UserError, match=r"rule.cap=0.3 of 3 updates") as refused:
+        weights([1, 1, 1], weigh="capped", cap=0.3)
+    assert refused.value.hint == "set rule.cap to 0.333 or more"
+
+
+def test_late_work_weighs_less_by_the_polynomial_rule() -> None:
+    late = weights([1, 1], [0, 3], staleness_exponent=1.0)
+    assert late == pytest.approx([0.8, 0.2])  # 1 and 1 / (1 + 3)
+    assert weights([1, 1], [0, 3], staleness_exponent=0.5) == pytest.approx([2 / 3, 1 / 3])
+    assert weights([1, 1], [0, 3], staleness_exponent=0.0) == [0.5, 0.5]
+
+
+def test_the_mean_is_summed_in_double_and_changes_no_update() -> None:
+    values = torch.tensor([[1.0, 2.0**20], [1.0, 1.0], [2.0, 1.0]])
+    kept = values.clone()
+    mean = combine.mean(values, torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64), Rule())
+    assert mean.dtype == torch.float32
+    assert mean.tolist() == [1.5, 2.0**18 + 0.75]
+    assert torch.equal(values, kept)
+    large = torch.tensor([[2.0**24], [1.0], [1.0]])
+    ones = torch.ones(3, dtype=torch.float64)
+    assert combine.mean(large, ones, Rule()).item() == 2.0**24 + 2  # in fp32 both ones are lost
+
+
+def test_the_median_of_each_coordinate() -> None:
+    any_weights = torch.ones(5)
+    odd = torch.tensor([[9.0, 1.0], [1.0, 5.0], [4.0, 2.0], [0.0, 8.0], [5.0, 9.0]])
+    assert combine.median(odd, any_weights, Rule()).tolist() == [4.0, 5.0]
+    assert combine.median(odd[:4], any_weights, Rule()).tolist() == [2.5, 3.5]
+    assert combine.median(odd[:2], any_weights, Rule()).tolist() == [5.0, 3.0]
+    assert combine.median(odd[:1], any_weights, Rule()).tolist() == [9.0, 1.0]
+
+
+def test_the_trimmed_mean_leaves_out_as_many_on_both_sides() -> None:
+    values = torch.tensor([[100.0], [1.0], [3.0], [2.0], [-900.0]])
+    any_weights = torch.ones(5)
+    assert combine.trimmed_mean(values, any_weights, Rule(trim=1)).tolist() == [2.0]
+    assert combine.trimmed_mean(values, any_weights, Rule(trim=2)).tolist() == [2.0]
+    assert combine.trimmed_mean(values[:4], any_weights, Rule(trim=0)).tolist() == [26.5]
+    assert combine.trimmed_mean(values[:4], any_weights, Rule(trim=1)).tolist() == [2.5]
+
+
+@pytest.mark.parametrize(
+    ("rule", "least"),
+    [
+        (Rule(combine="mean"), 1),
+        (Rule(combine="median"), 1),
+        (Rule(combine="trimmed_mean", trim=2), 5),
+        (Rule(combine="krum", krum_bad=2), 7),
+    ],
+)
+def test_a_rule_needs_so_many_updates(rule: Rule, least: int) -> None:
+    combine.refuse_too_few(least, rule)
+    with pytest.raises(UserError) as refused:
+        combine.refuse_too_few(least - 1, rule)
+    assert refused.value.found == (
+        f"combine={rule.combine} needs at least {least} updates, {least - 1} are there"
+    )
+
+
+def krum_choice(points: list[list[float]], bad: int) -> list[float]:
+    values_KN = torch.tensor(points, dtype=torch.float64)
+    return combine.krum_weights(values_KN @ values_KN.T, bad)
+
+
+def test_krum_looks_at_its_nearest_neighbours_alone() -> None:
+    # The update at 1 has the nearest two neighbours; with three, the far one would decide.
+    line = [[0.0], [1.0], [2.2], [10.0], [1000.0]]
+    assert krum_choice(line, bad=1) == [0.0, 1.0, 0.0, 0.0, 0.0]
+    # Two lie together, three lie close: one neighbour chooses a pair, two choose the three.
+    pair = [[0.0, 0.0], [5.0, 0.0], [5.0, 1.0], [5.0, -1.0], [0.0, 0.1], [900.0, 0.0]]
+    assert krum_choice(pair, bad=3) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert krum_choice(pair, bad=2) == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    # Not the shortest update, nor the one whose products with the others are largest.
+    far = [[100.0], [101.0], [102.0], [0.0], [300.0]]
+    assert krum_choice(far, bad=1) == [0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_long_updates_are_shortened_to_the_clip_norm() -> None:
+    assert combine.clip_factors([0.0, 0.5, 1.0, 4.0], 2.0) == [1.0, 1.0, 1.0, 0.5]
+    assert combine.clip_factors([0.5, 4.0], 0.25) == [0.5, 0.0625]
+    assert combine.clip_factors([3.0, 4.0], None) == [1.0, 1.0]
+
+
+def test_krum_and_clipping_measure_all_updates_first() -> None:
+    assert combine.needs_norms_first(Rule(combine="krum"))
+    assert combine.needs_norms_first(Rule(clip_norm=1.0))
+    assert not combine.needs_norms_first(Rule())
+    assert not combine.needs_norms_first(Rule(combine="median"))
+
+
+def test_every_rule_that_may_be_chosen_is_there() -> None:
+    assert set(combine.WEIGH) == {"tokens", "steps", "equal", "capped"}
+    assert set(combine.COMBINE) == {"mean", "median", "trimmed_mean", "krum"}

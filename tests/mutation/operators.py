@@ -1,0 +1,116 @@
+"""The mutants of one source file: cosmic-ray's operators, and statements left out."""
+
+import ast
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import parso
+from cosmic_ray.ast import ast_nodes
+from cosmic_ray.operators.provider import OperatorProvider
+from parso.python.tree import Keyword
+
+# The first two need arguments, and cosmic-ray leaves them out as well unless it is given some; the
+# others change nothing, for small numbers and names are the same object wherever they are equal.
+LEFT_OUT = {
+    "VariableReplacer",
+    "VariableInserter",
+    "ReplaceComparisonOperator_Eq_Is",
+    "ReplaceComparisonOperator_NotEq_IsNot",
+}
+# Of the ten operators that may stand for one, as many are tried at each place.
+PER_PLACE = 2
+
+
+@dataclass(frozen=True)
+class Mutant:
+    line: int
+    operator: str
+    before: str  # the changed line, and what it became
+    after: str
+    source: str
+
+
+class RemoveStatement:
+    """Leaves out one statement: an assignment, a call, a return, a raise or an assertion."""
+
+    KINDS = frozenset({"expr_stmt", "atom_expr", "return_stmt", "raise_stmt", "assert_stmt"})
+
+    def mutation_positions(self, node: Any) -> Iterator[Any]:
+        if node.type != "simple_stmt" or node.children[0].type not in self.KINDS:
+            return
+        in_class = node.parent.parent is not None and node.parent.parent.type == "classdef"
+        if not in_class:
+            yield node.children[0].start_pos, node.children[0].end_pos
+
+    def mutate(self, node: Any, index: int) -> Any:
+        statement = node.children[0]
+        prefix = statement.get_first_leaf().prefix
+        node.children[0] = Keyword("pass", statement.start_pos, prefix)
+        return node
+
+
+def mutants_of(source: str, seed: int) -> list[Mutant]:
+    """Every mutant that parses and means something else, at most PER_PLACE of a kind at a place."""
+    operators = {name: each() for name, each in _operators().items()}
+    places: dict[Any, list[tuple[str, int, int]]] = defaultdict(list)
+    for name, operator in operators.items():
+        for number, node in enumerate(ast_nodes(parso.parse(source))):
+            for index, position in enumerate(operator.mutation_positions(node)):
+                places[position, name.split("_")[0]].append((name, number, index))
+    generator = random.Random(seed)
+    mutants, seen = [], {_meaning(source)}
+    for _, choices in sorted(places.items()):
+        generator.shuffle(choices)
+        made = 0
+        for name, number, index in choices:
+            changed = _mutated(source, operators[name], number, index)
+            meaning = _meaning(changed)
+            if meaning is None or meaning in seen or made == PER_PLACE:
+                continue
+            seen.add(meaning)
+            made += 1
+            mutants.append(_described(source, changed, name))
+    return mutants
+
+
+def _operators() -> dict[str, Any]:
+    provider = OperatorProvider()
+    own: dict[str, Any] = {"RemoveStatement": RemoveStatement}
+    return own | {name: provider[name] for name in provider if name not in LEFT_OUT}
+
+
+def _mutated(source: str, operator: Any, number: int, index: int) -> str:
+    tree = parso.parse(source)
+    node = list(ast_nodes(tree))[number]
+    parent = node.parent
+    changed = operator.mutate(node, index)
+    if parent is not None and changed is not node:
+        place = next(at for at, child in enumerate(parent.children) if child is node)
+        parent.children[place : place + 1] = [] if changed is None else [changed]
+    code: str = tree.get_code()
+    return code
+
+
+def _meaning(source: str) -> str | None:
+    """What runs, without annotations; None where it is no Python."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        if isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Name("object", ast.Load())
+    return ast.dump(tree)
+
+
+def _described(source: str, changed: str, operator: str) -> Mutant:
+    pairs = enumerate(zip(source.splitlines(), changed.splitlines(), strict=False), 1)
+    line, (before, after) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
+    return Mutant(line, operator, before.strip(), after.strip(), changed)
