@@ -4,7 +4,7 @@
 
 Two gloo ranks. `bare` is what a careful person writes: forward, backward, clip_grad_norm_, fused
 AdamW, zero_grad, with no_sync between microbatches. Ours adds layouts' flags, norms by mesh, the
-agreement on stopping and the meter. Both spread the model by the same calls of torch.
+shared stop code and the meter. Both spread the model by the same calls of torch.
 """
 
 import argparse

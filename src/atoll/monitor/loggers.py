@@ -52,8 +52,8 @@ def ignore(record: Record) -> None:
 def check_installed(names: list[str]) -> None:
     """Raises `UserError` if the library of a logger is not there."""
     for name in names:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a mere folder of this name is no library
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a mere folder of this name is no library
             raise UserError(
                 f"loggers={name}: its library is not installed where the ranks run",
                 f"pip install 'atoll[loggers]' there, or leave {name} out of loggers=",
@@ -169,15 +169,15 @@ def mlflow(start: Start) -> Logger:
     client = MlflowClient(tracking_uri=store.as_uri())
     run_id = _new_run(client, start.run) if is_new else _only_run(client)
     client.update_run(run_id, status="RUNNING")
-    held = {
-        (name, one.step)
+    stored = {
+        (name, metric.step)
         for name in client.get_run(run_id).data.metrics
-        for one in client.get_metric_history(run_id, name)
+        for metric in client.get_metric_history(run_id, name)
     }
 
     def log(record: Record) -> None:
         now, step = int(time.time() * 1000), record["step"]
-        new = {name: x for name, x in figures(record).items() if (name, step) not in held}
+        new = {name: x for name, x in figures(record).items() if (name, step) not in stored}
         client.log_batch(run_id, [Metric(name, x, now, step) for name, x in new.items()])
 
     def close(failed: bool) -> None:
@@ -257,7 +257,7 @@ def _forget(run_folder: Path) -> None:
 
 
 def _variables(run_folder: Path) -> dict[str, str]:
-    """What the libraries can be told by variables alone, before they are imported."""
+    """What only variables can set in the libraries, before they are imported."""
     return {
         "WANDB_ERROR_REPORTING": "false",  # errors are sent to nobody
         "WANDB_CACHE_DIR": str(run_dir.wandb(run_folder) / "cache"),  # not in a home

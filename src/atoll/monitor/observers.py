@@ -1,4 +1,4 @@
-"""What watches a training loop: the hooks that it calls, and what it tells them.
+"""What watches a training loop: the hooks that it calls, and what it hands them.
 
 An observer changes nothing of what is learned, and each can be switched off (`monitor.NAME=false`).
 All ranks have the same ones (the progress bar apart), so that a hook may use collectives.

@@ -91,7 +91,7 @@ def _stager(device: torch.device) -> DefaultStager:
 
 
 def await_copy(pending: Pending | None) -> float:
-    """Wait until the state may change; returns the seconds waited. `finish` tells of errors."""
+    """Wait until the state may change; returns the seconds waited. `finish` raises what failed."""
     if pending is None or pending.copied.done():
         return 0.0
     return _waited(pending, lambda: wait([pending.copied]))

@@ -105,8 +105,8 @@ def take_step(
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
     """The norm of all of them together, of which ranks may hold parts."""
     norms = [torch.nn.utils.get_total_norm(same) for same in by_mesh(gradients)]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    return torch.linalg.vector_norm(torch.stack(whole)) if len(whole) > 1 else whole[0]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
 
 
 def by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
