@@ -33,7 +33,7 @@ from atoll.train import checkpoint
 
 CACHES = Path("/proc/sys/vm/drop_caches")
 BLOCKED_LIMIT = 0.01
-WORLD = World(0, 1, torch.device("cpu"), None)
+WORLD = World(0, 1, torch.device("cpu"))
 
 
 def main() -> int:

@@ -70,7 +70,7 @@ def measured(world: Any, run: Any, rounds: int) -> dict[str, list[tuple[float, f
     """Seconds, and MiB that the peak rises by, of each turn."""
     from atoll import run_dir
     from atoll.train.assemble import assemble
-    from atoll.train.train import export_model
+    from atoll.train.export_model import export_model
 
     train_state = assemble(run, run_dir.folder(run), world)
     final = run_dir.export(train_state.run_folder)

@@ -107,6 +107,7 @@ def settings(case: Case, folder: Path, on_gpu: bool, compiled: bool) -> dict[str
         # a whole microbatch: after a smaller one compiled blocks would take their size as variable
         "evaluation": {"max_samples": case.microbatch},
         "export": {},
+        "monitor": {"communication": True, "energy": True, "progress": True},
         "generation": {},
     }
 

@@ -45,7 +45,7 @@ def main() -> int:
 
 def card() -> dict[str, Any]:
     """What multiplies here: its data sheet's peak, and what a large matrix product reaches."""
-    from atoll.monitor.metrics import peak_tflops
+    from atoll.monitor.mfu import peak_tflops
     from atoll.settings import Node
 
     on_gpu = torch.cuda.is_available()

@@ -187,7 +187,7 @@ def rows_of(
 
 
 def flops_per_token(case: Case) -> float:
-    from atoll.monitor.metrics import flops_per_token as of
+    from atoll.monitor.mfu import flops_per_token as of
     from atoll.plan.shapes import shape_of
 
     return of(shape_of(case.config), case.tokens)

@@ -4,7 +4,7 @@
 
 Two gloo ranks. `bare` is what a careful person writes: forward, backward, clip_grad_norm_, fused
 AdamW, zero_grad, with no_sync between microbatches. Ours adds layouts' flags, norms by mesh, the
-agreement on stopping and the meter. Both spread the model by the same calls of torch.
+shared stop code and the meter. Both spread the model by the same calls of torch.
 """
 
 import argparse
@@ -51,8 +51,8 @@ def measured(rank: int, strategy: str, rounds: int) -> dict[str, list[float]]:
     from atoll.sharding.process_group import World
     from atoll.sharding.step_plan import StepPlan
     from atoll.train.assemble import build_sharded
-    from atoll.train.optimizer import make_stepper, take_step
-    from atoll.train.stop_signals import agreement
+    from atoll.train.optimizer import make_optimizer, take_step
+    from atoll.train.stop_signals import shared_stop_code
 
     config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 688}
     config |= {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -65,7 +65,9 @@ def measured(rank: int, strategy: str, rounds: int) -> dict[str, list[float]]:
         data__sequence_tokens=TOKENS,
         training__global_batch_samples=RANKS * MICROBATCHES,
     )
-    world = World(rank, RANKS, torch.device("cpu"), dist.new_group(backend="gloo"))
+    world = World(
+        rank, RANKS, torch.device("cpu"), *[dist.new_group(backend="gloo") for _ in range(2)]
+    )
     hf_config = build_config(run.model, 4096, TOKENS, {})
     plan = StepPlan(torch.float32, False, False, False)
     batches = [batch_of(seed) for seed in range(MICROBATCHES)]
@@ -73,8 +75,8 @@ def measured(rank: int, strategy: str, rounds: int) -> dict[str, list[float]]:
 
     def ours() -> None:
         ENGINES["plain"](wrapped, batches, scale, plan)
-        take_step(stepper, 1e-4, 1.0)
-        agreed()
+        take_step(optimizer, 1e-4, 1.0)
+        code_of_all()
 
     def bare() -> None:
         for number, batch in enumerate(batches):
@@ -86,14 +88,14 @@ def measured(rank: int, strategy: str, rounds: int) -> dict[str, list[float]]:
                 wrapped.require_backward_grad_sync = last
                 (wrapped(batch, torch.float32) * scale).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        stepper.optimizer.step()
-        stepper.optimizer.zero_grad()
+        optimizer.inner.step()
+        optimizer.inner.zero_grad()
 
     empty = build_model(hf_config, run.training)
     model, wrapped = build_sharded(run, hf_config, empty, world, torch.float32)
-    stepper = make_stepper(run.optimizer, model)
+    optimizer = make_optimizer(run.optimizer, model)
     times: dict[str, list[float]] = {"ours": [], "bare": []}
-    with agreement(world, lambda: 0) as agreed:
+    with shared_stop_code(world, lambda: 0) as code_of_all:
         for number in range(rounds + 1):
             for step in (ours, bare, bare, ours):
                 dist.barrier()

@@ -43,6 +43,7 @@ def run_on(
             "checkpoint": {},
             "evaluation": {},
             "export": {},
+            "monitor": {"communication": True, "energy": True, "progress": True},
             "generation": {},
         }
     )

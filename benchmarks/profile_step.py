@@ -50,7 +50,7 @@ def profiled(folder: Path, words: list[str]) -> profile:
     places = [f"folders.runs={folder}/runs", f"folders.prepared={folder}/prepared", "name=profile"]
     run = compose([*SHAPE, *words, *places]).run
     prepare(run, lambda line: None)
-    train_state = assemble(run, folder, World(0, 1, torch.device("cpu"), None))
+    train_state = assemble(run, folder, World(0, 1, torch.device("cpu")))
 
     def step() -> None:
         share = next(batches)

@@ -110,7 +110,7 @@ def _in_group(function: Any, args: Any, rank: int, size: int, port: int) -> Any:
 
     device = torch.device("cpu")
     if size == 1:
-        return function(World(0, 1, device, None), *args)
+        return function(World(0, 1, device), *args)
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
@@ -119,7 +119,8 @@ def _in_group(function: Any, args: Any, rank: int, size: int, port: int) -> Any:
         timeout=timedelta(seconds=60),
     )
     try:
-        return function(World(rank, size, device, dist.new_group(backend="gloo")), *args)
+        groups = [dist.new_group(backend="gloo") for _ in range(2)]
+        return function(World(rank, size, device, *groups), *args)
     finally:
         dist.destroy_process_group()
         _forget_groups()

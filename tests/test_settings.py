@@ -35,6 +35,7 @@ def values() -> dict:
         "checkpoint": {},
         "evaluation": {},
         "export": {},
+        "monitor": {"communication": True, "energy": True, "progress": True},
         "generation": {},
     }
 
@@ -53,6 +54,14 @@ def test_the_least_run_is_a_run():
     run = checked(values())
     assert run.world_size == 2
     assert run.data.packing == "best_fit"
+
+
+def test_a_run_made_before_observers_had_switches_is_read(tmp_path):
+    older = values()
+    del older["monitor"]
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(older))
+    assert load_run(file) == checked(values())
 
 
 def test_what_is_written_is_read_back(tmp_path):

@@ -36,6 +36,7 @@ def make_run(
         "checkpoint": {},
         "evaluation": {},
         "export": {},
+        "monitor": {"communication": True, "energy": True, "progress": True},
         "generation": {},
     }
     return checked(values | others)

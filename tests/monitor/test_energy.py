@@ -233,19 +233,19 @@ def test_packages_of_a_run_are_read_by_the_first_rank(
 
 def train_beside(world: World, run: Run, rapl: Path) -> None:
     """Train where the processors use 3 J in the loop."""
-    from atoll.train import train as train_module
+    from atoll.train import loop as loop_module
 
-    loop, counted = train_module.loop, energy.counted
+    update, counted = loop_module.update, energy.counted
 
     def using(*args: Any) -> Any:
         if world.rank == 0:
             (rapl / "intel-rapl:0" / "energy_uj").write_text("3000100")
-        return loop(*args)
+        return update(*args)
 
     def here(node: Node, device: torch.device, first_of_node: bool) -> Any:
         return counted(node, device, first_of_node, rapl)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "loop", using)
+        patch.setattr(loop_module, "update", using)
         patch.setattr(energy, "counted", here)
         small_run.train_here(world, run)

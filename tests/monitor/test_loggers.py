@@ -21,6 +21,7 @@ from atoll.monitor import loggers
 from atoll.settings import Run
 from atoll.sharding.process_group import World
 from atoll.train import checkpoint
+from atoll.train import loop as loop_module
 from atoll.train import train as train_module
 
 ALL = ["tensorboard", "wandb", "mlflow"]
@@ -185,17 +186,18 @@ def launch(run_folder: Path, *verb: str) -> subprocess.CompletedProcess[str]:
 
 def killed_after_step_five(run_folder: Path, placement: Any) -> int:
     """A verb: train, and die with SIGKILL after the figures of step 5, two behind a checkpoint."""
-    from atoll.train import record, train
+    from atoll.monitor.metrics import Metrics
+    from atoll.train import train
 
-    write_down = record.write_down
+    after_step = Metrics.after_step
 
-    def and_die(train_state: Any, line: dict[str, Any]) -> None:
-        write_down(train_state, line)
-        if line["event"] == "train" and line["step"] == 5:
+    def and_die(metrics: Metrics, update: Any) -> None:
+        after_step(metrics, update)
+        if update.step == 5:
             assert checkpoint.latest(run_folder) == run_dir.checkpoint(run_folder, 3)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    record.write_down = and_die
+    Metrics.after_step = and_die  # type: ignore[method-assign]
     return train.main(run_folder, placement)
 
 
@@ -242,7 +244,7 @@ def test_a_run_stopped_by_an_error_has_closed_its_sinks(ranks: RankPool, folder:
 
 
 def failing_at_step_four(world: World, run: Run) -> None:
-    update = train_module.update
+    update = loop_module.update
     rates: list[float] = []
 
     def fail(train_state: Any, rate: float) -> Any:
@@ -252,8 +254,8 @@ def failing_at_step_four(world: World, run: Run) -> None:
         return update(train_state, rate)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="stopped"):
-        patch.setattr(train_module, "update", fail)
-        patch.setattr(train_module, "is_due", lambda step, every: False)  # no checkpoint
+        patch.setattr(loop_module, "update", fail)
+        patch.setattr(loop_module, "is_due", lambda step, every: False)  # no checkpoint
         small_run.train_here(world, run)
 
 
@@ -307,10 +309,10 @@ def test_a_sink_that_fails_is_left_and_the_others_go_on(
     run = settings(folder, loggers=["wandb", "tensorboard"])
     run_folder = run_dir.folder(run)
     monkeypatch.setitem(loggers.LOGGERS, "wandb", lambda start: broken(close_fails=True))
-    with loggers.opened(loggers.Start(run, run_folder, 0)) as tell:
+    with loggers.opened(loggers.Start(run, run_folder, 0)) as log:
         for step in (1, 2):
-            tell({"event": "train", "step": step, "loss": float(step), "memory_gib": math.nan})
-        tell({"event": "communication", "step": 2, "seconds": 1.0})
+            log({"event": "train", "step": step, "loss": float(step), "memory_gib": math.nan})
+        log({"event": "communication", "step": 2, "seconds": 1.0})
     assert in_tensorboard(run_folder) == {("train/loss", 1): [1.0], ("train/loss", 2): [2.0]}
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2

@@ -10,8 +10,9 @@ import torch
 
 from atoll import run_dir
 from atoll.models.build import build_config, build_model
-from atoll.monitor import metrics
+from atoll.monitor import metrics_file, mfu
 from atoll.monitor.comm_profile import _covered
+from atoll.monitor.progress import Progress
 from atoll.plan.shapes import shape_of
 from atoll.settings import Model, Node, Training
 
@@ -31,14 +32,22 @@ def test_flops_count_the_head_once_and_no_embedding(tied: bool) -> None:
     d, v, layers, kv, f = 32, 128, 2, 16, 64
     matmul = layers * (2 * d * d + 2 * d * kv + 3 * d * f) + d * v
     expected = 6 * matmul + 12 * layers * d * 10.0
-    assert metrics.flops_per_token(shape_of(config.to_dict()), 10.0) == pytest.approx(expected)
+    assert mfu.flops_per_token(shape_of(config.to_dict()), 10.0) == pytest.approx(expected)
 
 
 def test_a_stated_peak_is_used_and_a_processor_is_measured() -> None:
     stated = Node(devices=1, device="cuda", peak_tflops=312.0)
-    assert metrics.peak_tflops(stated, CPU, torch.float32) == (312.0, "facility.node.peak_tflops")
-    measured, source = metrics.peak_tflops(Node(devices=1, device="cpu"), CPU, torch.float32)
+    assert mfu.peak_tflops(stated, CPU, torch.float32) == (312.0, "facility.node.peak_tflops")
+    measured, source = mfu.peak_tflops(Node(devices=1, device="cpu"), CPU, torch.float32)
     assert measured > 0 and "measured" in source
+
+
+def test_an_accelerator_of_unknown_peak_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
+    node, device = Node(devices=1, device="cuda"), torch.device("cuda", 0)
+    peak, source = mfu.peak_tflops(node, device, torch.bfloat16)
+    assert peak is None
+    assert "NVIDIA B200" in source and "facility.node.peak_tflops" in source
 
 
 def test_overlapping_collectives_are_counted_once() -> None:
@@ -47,21 +56,23 @@ def test_overlapping_collectives_are_counted_once() -> None:
 
 def test_a_resume_forgets_what_came_after_its_checkpoint(tmp_path: Path) -> None:
     for step in (0, 5, 10, 15):
-        metrics.append(tmp_path, {"event": "train", "step": step, "loss": float("nan")})
+        metrics_file.append(tmp_path, {"event": "train", "step": step, "loss": float("nan")})
     with run_dir.metrics_file(tmp_path).open("a") as file:
         file.write('{"event": "tra')
-    metrics.truncate_after(tmp_path, 10)
+    metrics_file.begin(tmp_path, 10)
     lines = [json.loads(line) for line in run_dir.metrics_file(tmp_path).read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 5, 10]
     assert lines[0]["loss"] is None, "JSON has no NaN"
 
 
 def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with metrics.display(20, 0, shown=True) as show:
-        show({"step": 10, "loss": 1.5, "tokens_per_second": 1234.5})
+    progress = Progress(total_steps=20, first_step=0)
+    progress.before_step(1)
+    progress.show({"event": "train", "step": 10, "loss": 1.5, "tokens_per_second": 1234.5})
     assert capsys.readouterr().out.split() == [
         "step", "10/20", "loss", "1.5000", "1,234", "tokens/s", "0:00", "left",
     ]  # fmt: skip
-    with metrics.display(20, 0, shown=False) as show:
-        show({"step": 10, "loss": 1.5, "tokens_per_second": 1.0})
+    progress.show({"event": "energy", "step": 10, "seconds": 1.0})
     assert capsys.readouterr().out == ""
+    progress.on_evaluation(10, {"loss": 1.5, "targets": 7, "perplexity": 4.4817}, seconds=1.0)
+    assert capsys.readouterr().out == "step 10: held-out perplexity 4.482 (loss 1.5000)\n"

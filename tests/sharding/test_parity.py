@@ -23,7 +23,7 @@ from atoll.sharding.exchange import EXCHANGES
 from atoll.sharding.process_group import World, gathered, summed
 from atoll.sharding.step_plan import StepPlan
 from atoll.train.assemble import build_sharded
-from atoll.train.optimizer import make_stepper, take_step
+from atoll.train.optimizer import make_optimizer, take_step
 
 STEPS = 5
 SAMPLES = 8
@@ -124,7 +124,7 @@ def train(
     config = build_config(run.model, tiny.VOCABULARY, tiny.SEQUENCE, {})
     empty = build_model(config, run.training)
     model, wrapped = build_sharded(run, config, empty, world, torch.float32)
-    stepper = make_stepper(run.optimizer, model)
+    optimizer = make_optimizer(run.optimizer, model)
     plan = StepPlan(
         torch.float32,
         False,
@@ -137,7 +137,7 @@ def train(
     if is_deepspeed:
         values = run.optimizer.model_copy(update={"clip_norm": clip_norm})
         changed = run.model_copy(update={"optimizer": values})
-        wrapped = deepspeed.initialize(changed, model, stepper.optimizer, torch.float32)
+        wrapped = deepspeed.initialize(changed, model, optimizer.inner, torch.float32)
     pipeline = None if model.stages is None else model.stages.group
     losses, norms = [], []
     axes, width = run.axes, run.training.microbatch_samples
@@ -153,7 +153,7 @@ def train(
         if is_deepspeed:
             norms.append(float(deepspeed.take_step(wrapped, 1e-2)))
         else:
-            norms.append(float(take_step(stepper, 1e-2, clip_norm, pipeline)))
+            norms.append(float(take_step(optimizer, 1e-2, clip_norm, pipeline)))
     named = deepspeed.whole_parameters(wrapped) if is_deepspeed else dict(model.named_parameters())
     own = {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in named.items()}
     weights = {n: p for part in gathered(world, own) for n, p in part.items()}
@@ -173,7 +173,7 @@ def joined(seeds: list[int]) -> Any:
 
 @cache
 def one_process(family: str, clip_norm: float | None, untied: bool = False) -> Any:
-    alone = World(0, 1, torch.device("cpu"), None)
+    alone = World(0, 1, torch.device("cpu"))
     config = config_of(family, Strategy("single", {}, untied))
     run = settings(config, small_run.sharding("single"), 1, training__microbatch_samples=SAMPLES)
     return train(alone, run, clip_norm)

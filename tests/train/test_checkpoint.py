@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from rank_pool import RankPool
 from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,10 +22,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from atoll import run_dir
 from atoll.errors import UserError
-from atoll.sharding.process_group import World
+from atoll.sharding.process_group import World, gathered
 from atoll.train import checkpoint
 
-ALONE = World(0, 1, torch.device("cpu"), None)
+ALONE = World(0, 1, torch.device("cpu"))
 
 
 def progress(step: int, ranks: int = 1) -> checkpoint.Progress:
@@ -130,6 +132,48 @@ def test_damage_is_named(ranks: RankPool, tmp_path: Path, damage: str) -> None:
     answers = ranks.run(explained_load, tmp_path, world=2)
     assert answers[0] == answers[1]
     assert victim.name in answers[0] and "corrupted" in answers[0] and "rm -r" in answers[0]
+
+
+def barriers_beside_a_save(world: World, folder: Path) -> float:
+    """Rank 0 talks to the others first and saves later, the rest the other way round."""
+    staged = DefaultStager._stage
+
+    def slowly(stager: DefaultStager, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        time.sleep(0.5 if world.rank == 0 else 0.0)
+        return staged(stager, tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DefaultStager, "_stage", slowly)
+        pending = checkpoint.start_save(folder, state(world, 5.0), progress(5, 2), 2, world)
+        time.sleep(0.0 if world.rank == 0 else 0.2)
+        ranks = gathered(world, world.rank)
+        dist.barrier(group=world.host_group)
+        checkpoint.finish(pending)
+    return sum(ranks)
+
+
+def test_ranks_may_talk_while_a_checkpoint_is_saved(ranks: RankPool, tmp_path: Path) -> None:
+    """As the profile of a step's communication does, behind the step that saved."""
+    assert ranks.run(barriers_beside_a_save, tmp_path, world=2) == [1, 1]
+    assert ranks.run(load_on_ranks, tmp_path, world=2)[0] == (5, [5.0] * 3)
+
+
+def test_a_save_that_fails_says_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: object) -> None:
+        raise RuntimeError("no memory is left to pin")
+
+    save(tmp_path, ALONE, 3)
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write)
+    with pytest.raises(UserError) as error:
+        save(tmp_path, ALONE, 7)
+    assert "step 7 cannot be written" in error.value.found
+    assert "rank 0: RuntimeError: no memory is left to pin" in error.value.found
+    assert "name=" not in error.value.hint and "free some space" not in error.value.hint
+    assert "goes on from its last checkpoint" in error.value.hint
+    monkeypatch.undo()
+    assert load(tmp_path, ALONE) == (3, [3.0] * 3)
 
 
 def explained_load(world: World, folder: Path) -> str:

@@ -118,8 +118,8 @@ def test_the_export_gives_the_same_labels(runs: dict[str, Path], folder: Path) -
         [row["a"] for row in rows], [row["b"] for row in rows], padding=True, return_tensors="pt"
     )
     with torch.no_grad():
-        told = model(**inputs).logits.argmax(1)
-    right = sum(int(label) == row["same"] for label, row in zip(told, rows, strict=True))
+        predictions = model(**inputs).logits.argmax(1)
+    right = sum(int(label) == row["same"] for label, row in zip(predictions, rows, strict=True))
     last = small_run.records(runs["ddp"], "evaluation")[-1]
     assert right / len(rows) == pytest.approx(last["accuracy"])
     assert model.config.id2label == {0: "same", 1: "other"}

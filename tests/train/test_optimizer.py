@@ -14,9 +14,9 @@ from atoll.settings import Optimizer
 from atoll.sharding.process_group import World
 from atoll.train.optimizer import (
     learning_rate,
-    make_stepper,
-    optimizer_state,
-    set_step_counts,
+    load_step_counts,
+    make_optimizer,
+    optimizer_state_dict,
     step_counts,
     take_step,
 )
@@ -46,10 +46,10 @@ def model() -> nn.Module:
 def test_only_matrices_are_decayed() -> None:
     net = model()
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    stepper = make_stepper(Optimizer(name="adamw", learning_rate=0.1, weight_decay=0.5), net)
+    optimizer = make_optimizer(Optimizer(name="adamw", learning_rate=0.1, weight_decay=0.5), net)
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    take_step(stepper, 0.1, None)
+    take_step(optimizer, 0.1, None)
     for name, parameter in net.named_parameters():
         factor = 0.95 if parameter.ndim == 2 else 1.0
         torch.testing.assert_close(parameter.detach(), before[name] * factor)
@@ -57,10 +57,10 @@ def test_only_matrices_are_decayed() -> None:
 
 def test_clipping_bounds_the_update_and_reports_the_norm_before() -> None:
     net = nn.Linear(2, 1, bias=False)
-    stepper = make_stepper(Optimizer(name="adamw", learning_rate=0.1), net)
+    optimizer = make_optimizer(Optimizer(name="adamw", learning_rate=0.1), net)
     net.weight.grad = torch.tensor([[3.0, 4.0]])
-    assert float(take_step(stepper, 0.1, 1.0)) == pytest.approx(5.0)
-    moment = optimizer_state(stepper)["weight/exp_avg"]
+    assert float(take_step(optimizer, 0.1, 1.0)) == pytest.approx(5.0)
+    moment = optimizer_state_dict(optimizer)["weight/exp_avg"]
     assert moment.tolist() == [pytest.approx([0.06, 0.08])]
     assert net.weight.grad is None
 
@@ -68,7 +68,7 @@ def test_clipping_bounds_the_update_and_reports_the_norm_before() -> None:
 def test_making_the_state_changes_no_weight() -> None:
     net = model()
     before = [p.detach().clone() for p in net.parameters()]
-    state = optimizer_state(make_stepper(Optimizer(name="adamw", learning_rate=0.1), net))
+    state = optimizer_state_dict(make_optimizer(Optimizer(name="adamw", learning_rate=0.1), net))
     assert state and all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
 
 
@@ -76,19 +76,19 @@ def eight_bit(world: World, sharded: bool) -> tuple[list[float], int]:
     net = model()
     if sharded:
         fully_shard(net, mesh=init_device_mesh("cpu", (world.size,)))
-    stepper = make_stepper(Optimizer(name="adamw_8bit", learning_rate=1e-2), net)
+    optimizer = make_optimizer(Optimizer(name="adamw_8bit", learning_rate=1e-2), net)
     inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
     losses = []
     for _ in range(8):
         loss = (net(inputs) - inputs).square().mean()
         loss.backward()
         losses.append(float(loss.detach()))
-        take_step(stepper, 1e-2, 1.0)
-    counts = step_counts(stepper)
+        take_step(optimizer, 1e-2, 1.0)
+    counts = step_counts(optimizer)
     assert set(counts.values()) == {8}
-    set_step_counts(stepper, dict.fromkeys(counts, 9))
-    assert set(step_counts(stepper).values()) == {9}
-    held = sum(t.numel() * t.element_size() for t in optimizer_state(stepper).values())
+    load_step_counts(optimizer, dict.fromkeys(counts, 9))
+    assert set(step_counts(optimizer).values()) == {9}
+    held = sum(t.numel() * t.element_size() for t in optimizer_state_dict(optimizer).values())
     assert all(isinstance(p, DTensor) == sharded for p in net.parameters())
     return losses, held
 
@@ -108,8 +108,8 @@ def test_eight_bit_state_is_smaller_than_fp32() -> None:
     net = nn.Linear(256, 256, bias=False)
     sizes = {}
     for name in ("adamw", "adamw_8bit"):
-        stepper = make_stepper(Optimizer(name=name, learning_rate=0.1), net)
-        state = optimizer_state(stepper).values()
+        optimizer = make_optimizer(Optimizer(name=name, learning_rate=0.1), net)
+        state = optimizer_state_dict(optimizer).values()
         sizes[name] = sum(t.numel() * t.element_size() for t in state)
     assert sizes["adamw_8bit"] < 0.3 * sizes["adamw"]
 
@@ -122,10 +122,10 @@ def test_asking_for_the_state_changes_no_step(name: str) -> None:
     for asks in (False, True):
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 64)
-        stepper = make_stepper(settings, model)
+        optimizer = make_optimizer(settings, model)
         if asks:
-            optimizer_state(stepper)
+            optimizer_state_dict(optimizer)
         model(torch.ones(1, 64)).sum().backward()
-        take_step(stepper, 0.1, None)
+        take_step(optimizer, 0.1, None)
         weights.append(model.weight.detach().clone())
     torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=0)

@@ -12,7 +12,7 @@ from rank_pool import RankPool
 from atoll import run_dir
 from atoll.errors import UserError
 from atoll.sharding.process_group import World
-from atoll.train import stop_signals as interrupt
+from atoll.train import stop_signals
 from atoll.train.train import train
 
 
@@ -22,14 +22,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def asked_at(world: World, run, rank: int, step: int) -> int:
-    """Train; one rank is asked to stop at one step."""
+def stopped_at(world: World, run, rank: int, step: int) -> int:
+    """Train; a signal reaches one rank at one step."""
     calls = iter(range(100))
 
-    def asked() -> int:
-        return interrupt.TIME_IS_OVER if world.rank == rank and next(calls) >= step else 0
+    def stop_code() -> int:
+        return stop_signals.TIME_IS_OVER if world.rank == rank and next(calls) >= step else 0
 
-    return train(run, run_dir.folder(run), world, asked)
+    return train(run, run_dir.folder(run), world, stop_code)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -39,7 +39,7 @@ def test_a_stopped_run_goes_on_with_the_same_losses(ranks: RankPool, folder: Pat
     ranks.run(small_run.train_here, whole, world=2)
     run = small_run.settings(folder, 2, name="stopped", checkpoint__every_steps=0)
     run_folder = small_run.ready(run)
-    codes = ranks.run(asked_at, run, rank, 1, world=2)
+    codes = ranks.run(stopped_at, run, rank, 1, world=2)
     assert codes == [run_dir.RESTART_CODE] * 2
     assert run_dir.restart_file(run_folder).exists()
     [entry] = map(json.loads, run_dir.restarts_file(run_folder).read_text().splitlines())
@@ -54,27 +54,33 @@ def test_a_run_is_not_restarted_for_ever(folder: Path) -> None:
     run_folder = run_dir.folder(run)
     run_folder.mkdir(parents=True)
     for step in range(run.restart.max_restarts):
-        interrupt.note_restart(run, run_folder, step + 1, 1)
+        stop_signals.note_restart(run, run_folder, step + 1)
     run_dir.restart_file(run_folder).unlink()
     with pytest.raises(UserError, match=f"after {run.restart.max_restarts} restarts"):
-        interrupt.note_restart(run, run_folder, 99, 1)
+        stop_signals.note_restart(run, run_folder, 99)
     assert not run_dir.restart_file(run_folder).exists()
 
 
-def test_a_job_too_short_for_a_step_is_not_queued_again(folder: Path) -> None:
-    run = small_run.settings(folder, 2)
-    with pytest.raises(UserError, match=r"before one step was done \(step 4\)"):
-        interrupt.note_restart(run, run_dir.folder(run), 4, 0)
+def test_a_job_stopped_at_once_takes_a_step_before_it_is_queued_again(
+    ranks: RankPool, folder: Path
+) -> None:
+    """So that restarts end, however short the jobs are."""
+    run = small_run.settings(folder, 1, sharding=small_run.sharding("single"))
+    run_folder = small_run.ready(run)
+    for step in (1, 2):
+        assert ranks.run(stopped_at, run, 0, 0, world=1) == [run_dir.RESTART_CODE]
+        entries = run_dir.restarts_file(run_folder).read_text().splitlines()
+        assert [json.loads(entry)["step"] for entry in entries] == list(range(1, step + 1))
 
 
-def test_signals_and_the_file_are_heeded_then_left_as_they_were(tmp_path: Path) -> None:
+def test_signals_and_the_file_are_caught_then_left_as_they_were(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with interrupt.stop_signals(tmp_path, rank=0) as asked:
-        assert asked() == 0
+    with stop_signals.stop_signals(tmp_path, rank=0) as stop_code:
+        assert stop_code() == 0
         run_dir.stop_file(tmp_path).touch()
-        assert asked() == interrupt.TIME_IS_OVER
-    with interrupt.stop_signals(tmp_path, rank=1) as asked:
-        assert asked() == 0  # the first rank alone looks for the file
+        assert stop_code() == stop_signals.TIME_IS_OVER
+    with stop_signals.stop_signals(tmp_path, rank=1) as stop_code:
+        assert stop_code() == 0  # the first rank alone looks for the file
         os.kill(os.getpid(), signal.SIGTERM)
-        assert asked() == interrupt.TERMINATED
+        assert stop_code() == stop_signals.TERMINATED
     assert signal.getsignal(signal.SIGTERM) is before

@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from atoll.errors import UserError
 from atoll.settings import Run
 from atoll.sharding.process_group import World
 from atoll.train import checkpoint, generate
+from atoll.train.train import train
 
 TESTS = Path(__file__).parents[1]
 
@@ -298,6 +300,72 @@ def test_metrics_have_their_fields(whole: Path) -> None:
     assert [record["step"] for record in saved] == [3, 6]
     assert all(record["blocked_seconds"] > 0 for record in saved)
     assert all(0 < record["save_seconds"] < 60 for record in saved)
+
+
+@pytest.mark.parametrize("stop_at", [None, 4])
+def test_every_step_is_in_one_line(ranks: RankPool, folder: Path, stop_at: int | None) -> None:
+    """Lines every 5 steps beside evaluations and checkpoints every 3; stopped, then gone on."""
+    cadence = {"training__log_every_steps": 5, "evaluation__every_steps": 3}
+    changes = {"name": "lines", "training__steps": 8, "checkpoint__every_steps": 3, **cadence}
+    run = small_run.settings(folder, 2, **changes)
+    run_folder = small_run.ready(run)
+    if stop_at is not None:
+        ranks.run(stopped_in_time, run, stop_at, world=2)
+    ranks.run(small_run.train_here, run, world=2)
+    lines = small_run.records(run_folder, "train")
+    tokens = [record["tokens"] for record in lines]
+    ends = [record["step"] for record in lines]
+    assert ends[-1] == 8
+    spans = [end - before for before, end in zip([0, *ends], ends, strict=False)]
+    per_step = [record["tokens_per_second"] * record["step_seconds"] for record in lines]
+    counted = [count * span for count, span in zip(per_step, spans, strict=True)]
+    between = [after - before for before, after in zip([0, *tokens], tokens, strict=False)]
+    assert counted == pytest.approx(between), "no step is counted twice, and none is left out"
+
+
+def stopped_in_time(world: World, run: Run, step: int) -> None:
+    calls = iter(range(100))
+
+    def stop_code() -> int:
+        return run_dir.RESTART_CODE if next(calls) >= step - 2 else 0
+
+    assert train(run, run_dir.folder(run), world, stop_code) == run_dir.RESTART_CODE
+
+
+def test_an_evaluation_is_in_no_step_s_time(ranks: RankPool, folder: Path) -> None:
+    changes = {"training__log_every_steps": 3, "evaluation__every_steps": 2}
+    run = small_run.settings(folder, 1, sharding=small_run.sharding("single"), **changes)
+    run_folder = small_run.ready(run)
+    ranks.run(train_with_slow_evaluations, run, world=1)
+    assert [r["step"] for r in small_run.records(run_folder, "train")] == [3, 6]
+    for record in small_run.records(run_folder, "train"):
+        assert record["step_seconds"] < 0.5
+        assert record["tokens_per_second"] > 0
+
+
+def train_with_slow_evaluations(world: World, run: Run) -> None:
+    from atoll.train import evaluate
+
+    shares = evaluate._shares
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(2.0)
+        return shares(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "_shares", slowly)
+        small_run.train_here(world, run)
+
+
+@pytest.mark.parametrize(("tensor", "factor"), [(1, 2), (2, 1)])
+def test_the_rate_scales_with_data_parallel_ranks_alone(
+    ranks: RankPool, folder: Path, tensor: int, factor: int
+) -> None:
+    sharding = small_run.sharding("full_shard") | {"tensor": tensor}
+    settings = {"optimizer__scale_with_ranks": "linear", "training__steps": 2}
+    run = small_run.settings(folder, 2, name=f"of{tensor}", sharding=sharding, **settings)
+    last = small_run.records(trained(ranks, run), "train")[-1]
+    assert last["learning_rate"] == pytest.approx(factor * run.optimizer.learning_rate)
 
 
 def launch(run_folder: Path, ranks: int, *verb: str) -> subprocess.CompletedProcess[str]:

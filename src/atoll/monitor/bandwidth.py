@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from atoll.sharding.process_group import World
 
@@ -18,6 +19,14 @@ LONGEST_SECONDS = 4.0  # of one size: the next one would take long
 # torch 2.13 calls them by new names and warns of the old ones
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# a call of (the whole message, a rank's part of it)
+COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "all_reduce": lambda whole, part: dist.all_reduce(whole),
+    "all_gather": lambda whole, part: GATHER(whole, part),
+    "reduce_scatter": lambda whole, part: SCATTER(part, whole),
+}
 
 
 @dataclass(frozen=True)
@@ -44,13 +53,15 @@ def measure(world: World) -> list[Speed]:
 
 def timed(world: World, name: str, size_bytes: int) -> Speed:
     """The median of several repeats, of the slowest rank each time."""
-    call = COLLECTIVES[name](world, max(world.size, size_bytes // 4 // world.size * world.size))
-    call()
+    part = torch.ones(max(1, size_bytes // 4 // world.size), device=world.device)
+    whole = torch.ones(len(part) * world.size, device=world.device)
+    call = COLLECTIVES[name]
+    call(whole, part)
     seconds = []
     for _ in range(REPEATS):
         dist.barrier()
         started = time.perf_counter()
-        call()
+        call(whole, part)
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         spent = torch.tensor([time.perf_counter() - started], device=world.device)
@@ -64,28 +75,3 @@ def timed(world: World, name: str, size_bytes: int) -> Speed:
 def bus_factor(name: str, ranks: int) -> float:
     """What a link carries for each byte of the message (nccl-tests, doc/PERFORMANCE.md)."""
     return (2 if name == "all_reduce" else 1) * (ranks - 1) / ranks
-
-
-def _all_reduce(world: World, numel: int) -> Callable[[], Any]:
-    whole = torch.ones(numel, device=world.device)
-    return lambda: dist.all_reduce(whole)
-
-
-def _all_gather(world: World, numel: int) -> Callable[[], Any]:
-    whole = torch.empty(numel, device=world.device)
-    part = torch.ones(numel // world.size, device=world.device)
-    return lambda: GATHER(whole, part)
-
-
-def _reduce_scatter(world: World, numel: int) -> Callable[[], Any]:
-    whole = torch.ones(numel, device=world.device)
-    part = torch.empty(numel // world.size, device=world.device)
-    return lambda: SCATTER(part, whole)
-
-
-# numel counts the elements of the whole message, which the ranks divide among them
-COLLECTIVES: dict[str, Callable[[World, int], Callable[[], Any]]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-}

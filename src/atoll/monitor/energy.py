@@ -8,14 +8,16 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from atoll.monitor.observers import Observer, WatchedRun, Write
 from atoll.settings import Node
+from atoll.sharding.process_group import gathered
 
 RAPL = Path("/sys/class/powercap")
 # well below the time in which a package's counter wraps around (minutes, under load)
@@ -38,11 +40,37 @@ class Spent:
     package: Figure | None  # of the whole node; its first rank alone knows
 
 
+class EnergyCounter(Observer):
+    """Records what all ranks used from the first step of a start to its last, where it is known."""
+
+    def __init__(self, watched: WatchedRun, write: Write, stack: ExitStack) -> None:
+        self.watched, self.write, self.stack = watched, write, stack
+        self.spent: Callable[[], Spent] | None = None
+        self.first_step = self.last_step = 0
+
+    def before_step(self, step: int) -> None:
+        self.last_step = step
+        if self.spent is None:
+            run, world = self.watched.run, self.watched.world
+            first_of_node = world.rank % run.ranks_per_node == 0
+            counting = counted(run.facility.node, world.device, first_of_node)
+            self.spent, self.first_step = self.stack.enter_context(counting), step
+
+    def on_end(self) -> None:
+        if self.spent is None:
+            return
+        every = gathered(self.watched.world, self.spent())
+        used = totals(every, self.watched.run.ranks_per_node)
+        if used:
+            place = {"event": "energy", "step": self.last_step, "first_step": self.first_step}
+            self.write(place | used)
+
+
 @contextmanager
 def counted(
     node: Node, device: torch.device, first_of_node: bool, rapl: Path = RAPL
 ) -> Iterator[Callable[[], Spent]]:
-    """A function that tells what was used since the `with` began."""
+    """A function that returns what was used since the `with` began."""
     uuid, counter = nvml_counter(device)
     watts = device_watts(node, device)
     with sampled(packages(rapl) if first_of_node else []) as package_joules:
@@ -66,13 +94,13 @@ def totals(spent: Sequence[Spent], ranks_per_node: int) -> dict[str, Any]:
 
     A device that several ranks share counts once. A sum that misses one of them is no sum.
     """
-    devices = {one.uuid or str(rank): one.device for rank, one in enumerate(spent)}
+    devices = {rank.uuid or str(number): rank.device for number, rank in enumerate(spent)}
     device = _sum(list(devices.values()))
-    package = _sum([one.package for one in spent[::ranks_per_node]])
+    package = _sum([rank.package for rank in spent[::ranks_per_node]])
     if device is None and package is None:
         return {}
     return {
-        "seconds": max(one.seconds for one in spent),
+        "seconds": max(rank.seconds for rank in spent),
         "device_joules": device and device[0],
         "device_source": device and device[1],
         "package_joules": package and package[0],
@@ -96,7 +124,7 @@ def device_watts(node: Node, device: torch.device) -> float | None:
 
 
 def nvml_counter(device: torch.device) -> tuple[str | None, Counter]:
-    """The device's UUID and its counter of energy, which tells None where NVML has none.
+    """The device's UUID and its counter of energy, which gives None where NVML has none.
 
     By UUID, because NVML does not know of CUDA_VISIBLE_DEVICES and counts every device.
     """
@@ -128,16 +156,14 @@ def _unless(error: type[Exception], read: Callable[[], float]) -> float | None:
 
 def packages(rapl: Path) -> list[Path]:
     """The domains of whole packages; none where they may not be read (root alone, often)."""
-    found = [
-        path for path in rapl.glob("intel-rapl:*") if re.fullmatch(r"intel-rapl:\d+", path.name)
-    ]
+    domains = [p for p in rapl.glob("intel-rapl:*") if re.fullmatch(r"intel-rapl:\d+", p.name)]
     try:
-        whole = [path for path in found if (path / "name").read_text().startswith("package")]
-        for path in whole:
-            _microjoules(path)
+        domains = [p for p in domains if (p / "name").read_text().startswith("package")]
+        for domain in domains:
+            _microjoules(domain)
     except OSError:
         return []
-    return sorted(whole)
+    return sorted(domains)
 
 
 @contextmanager

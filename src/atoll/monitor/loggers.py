@@ -20,10 +20,8 @@ from typing import Any
 from atoll import run_dir
 from atoll.errors import UserError
 from atoll.launch.preload import environment
+from atoll.monitor.observers import Record, Write
 from atoll.settings import Run, dumped
-
-Record = dict[str, Any]
-Tell = Callable[[Record], None]
 
 # event -> what its figures are filed under
 FILED_UNDER = {"train": "train", "evaluation": "held_out", "energy": "energy"}
@@ -32,9 +30,9 @@ PLACES = ("step", "first_step", "time")  # numbers of a record that are no figur
 
 @dataclass(frozen=True)
 class Logger:
-    """An open logger: how it is told a record, and closed (True: the run has failed)."""
+    """An open logger: how a record is logged, and how it is closed (True: the run has failed)."""
 
-    tell: Tell
+    log: Write
     close: Callable[[bool], None]
 
 
@@ -48,14 +46,14 @@ class Start:
 
 
 def ignore(record: Record) -> None:
-    """What a rank tells that has no loggers."""
+    """What a rank does with a record that has no loggers."""
 
 
 def check_installed(names: list[str]) -> None:
     """Raises `UserError` if the library of a logger is not there."""
     for name in names:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a mere folder of this name is no library
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a mere folder of this name is no library
             raise UserError(
                 f"loggers={name}: its library is not installed where the ranks run",
                 f"pip install 'atoll[loggers]' there, or leave {name} out of loggers=",
@@ -63,7 +61,7 @@ def check_installed(names: list[str]) -> None:
 
 
 @contextmanager
-def opened(start: Start) -> Iterator[Tell]:
+def opened(start: Start) -> Iterator[Write]:
     """All loggers of a run as one function; closed however the `with` ends.
 
     A run that begins, begins them anew. Raises `UserError` for a logger that cannot be opened; one
@@ -78,7 +76,7 @@ def opened(start: Start) -> Iterator[Tell]:
             for wanted in start.run.loggers:
                 if wanted not in loggers:
                     loggers[wanted] = _open(wanted, start)
-            yield _teller(loggers)
+            yield _log_to_all(loggers)
             failed = False
         finally:
             for name, logger in loggers.items():
@@ -103,12 +101,12 @@ def tensorboard(start: Start) -> Logger:
     if start.step == 0:
         writer.add_text("settings", f"```json\n{json.dumps(dumped(start.run), indent=1)}\n```")
 
-    def tell(record: Record) -> None:
+    def log(record: Record) -> None:
         for name, value in figures(record).items():
             writer.add_scalar(name, value, record["step"])
         writer.flush()
 
-    return Logger(tell, lambda failed: writer.close())
+    return Logger(log, lambda failed: writer.close())
 
 
 # Of a run its figures and settings alone: no code, packages, host, console or git.
@@ -130,7 +128,7 @@ WANDB_SETTINGS: dict[str, Any] = {
 
 
 def wandb(start: Start) -> Logger:
-    """An offline run. A resume tells a new one all again under the same id, and drops the old.
+    """An offline run. A resume logs all again to a new one under the same id, and drops the old.
 
     A kill loses what W&B has not yet written, and a file once written cannot be cut.
     """
@@ -142,7 +140,7 @@ def wandb(start: Start) -> Logger:
     settings = library.Settings(**WANDB_SETTINGS, **names)
     session = library.init(settings=settings, config=dumped(start.run))
 
-    def tell(record: Record) -> None:
+    def log(record: Record) -> None:
         when = {"_timestamp": record.get("time", time.time())}
         session.log(figures(record) | when, step=record["step"])
 
@@ -152,16 +150,16 @@ def wandb(start: Start) -> Logger:
 
     for record in run_dir.metrics(start.folder) if start.step else []:
         if record["event"] in FILED_UNDER:
-            tell(record)
+            log(record)
     for folder in earlier:
         shutil.rmtree(folder)
-    return Logger(tell, close)
+    return Logger(log, close)
 
 
 def mlflow(start: Start) -> Logger:
     """One run in a store of files: the kind that needs no library of a database.
 
-    It forgets nothing, so what a killed start told stays, and is not told again.
+    It forgets nothing, so what a killed start logged stays, and is not logged again.
     """
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
@@ -171,21 +169,21 @@ def mlflow(start: Start) -> Logger:
     client = MlflowClient(tracking_uri=store.as_uri())
     run_id = _new_run(client, start.run) if is_new else _only_run(client)
     client.update_run(run_id, status="RUNNING")
-    held = {
-        (name, one.step)
+    stored = {
+        (name, metric.step)
         for name in client.get_run(run_id).data.metrics
-        for one in client.get_metric_history(run_id, name)
+        for metric in client.get_metric_history(run_id, name)
     }
 
-    def tell(record: Record) -> None:
+    def log(record: Record) -> None:
         now, step = int(time.time() * 1000), record["step"]
-        new = {name: x for name, x in figures(record).items() if (name, step) not in held}
+        new = {name: x for name, x in figures(record).items() if (name, step) not in stored}
         client.log_batch(run_id, [Metric(name, x, now, step) for name, x in new.items()])
 
     def close(failed: bool) -> None:
         client.set_terminated(run_id, "FAILED" if failed else "FINISHED")
 
-    return Logger(tell, close)
+    return Logger(log, close)
 
 
 LOGGERS: dict[str, Callable[[Start], Logger]] = {
@@ -220,19 +218,19 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield prefix + name, value if isinstance(value, str) else json.dumps(value)
 
 
-def _teller(loggers: dict[str, Logger]) -> Tell:
-    """Tells all; one that fails is told no more, for the training matters more."""
-    tells = {name: logger.tell for name, logger in loggers.items()}
+def _log_to_all(loggers: dict[str, Logger]) -> Write:
+    """Logs to all; one that fails is left out from then on, for the training matters more."""
+    working = dict(loggers)
 
-    def tell(record: Record) -> None:
-        for name in list(tells) if record["event"] in FILED_UNDER else []:
+    def log(record: Record) -> None:
+        for name in list(working) if record["event"] in FILED_UNDER else []:
             try:
-                tells[name](record)
+                working[name].log(record)
             except Exception as error:
-                del tells[name]
+                del working[name]
                 print(f"logger {name} is left: {error!r}; metrics.jsonl goes on", flush=True)
 
-    return tell
+    return log
 
 
 def _open(name: str, start: Start) -> Logger:
@@ -259,7 +257,7 @@ def _forget(run_folder: Path) -> None:
 
 
 def _variables(run_folder: Path) -> dict[str, str]:
-    """What the libraries can be told by variables alone, before they are imported."""
+    """What only variables can set in the libraries, before they are imported."""
     return {
         "WANDB_ERROR_REPORTING": "false",  # errors are sent to nobody
         "WANDB_CACHE_DIR": str(run_dir.wandb(run_folder) / "cache"),  # not in a home

@@ -1,60 +1,105 @@
-"""What a run tells while it goes on: metrics.jsonl, a progress bar or plain lines, and MFU."""
+"""The lines of metrics.jsonl: the start, training steps, evaluations and checkpoints."""
 
-import json
 import math
 import resource
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
-from atoll import run_dir
-from atoll.errors import UserError
-from atoll.plan.shapes import Shape
-from atoll.settings import Node
-
-MFU_FORMULA = (
-    "tokens/s/device * (6*N + 12*L*d*C) / peak, N parameters without embeddings, L layers, "
-    "d hidden size, C mean context (half of it is masked, counted in full)"
-)
-
-# dense bf16 TFLOP/s from the vendors' data sheets; MI250X per GCD. V100: fp16, it has no bf16.
-PEAK_TFLOPS = {
-    "A100": 312.0,
-    "H100": 989.0,
-    "H200": 989.0,
-    "GH200": 989.0,
-    "MI250X": 191.5,
-    "V100": 125.0,
-}
+from atoll.monitor.comm_profile import CommunicationProfile
+from atoll.monitor.mfu import MFU_FORMULA, flops_per_token, mean_context_tokens, peak_tflops
+from atoll.monitor.observers import Observer, Record, StepRecord, WatchedRun, Write
+from atoll.monitor.provenance import made_of
+from atoll.sharding.process_group import say, summed
 
 
-def peak_tflops(node: Node, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """The peak of one device, and where the number comes from.
+class Metrics(Observer):
+    """Every step is in one line, which ends at a step to log or to save; none waits for the device.
 
-    Raises `UserError` for an unknown accelerator: a guessed peak makes every MFU wrong.
+    A line's seconds are those of the clock since the line before, without evaluations.
     """
-    if node.peak_tflops is not None:
-        return node.peak_tflops, "facility.node.peak_tflops"
-    if device.type == "cpu":
-        return _measured_tflops(dtype), f"matrix product measured on this rank, {dtype}"
-    name = torch.cuda.get_device_name(device)
-    for known, value in sorted(PEAK_TFLOPS.items(), key=lambda item: -len(item[0])):
-        if known in name:
-            return value, f"data sheet of {known}"
-    raise UserError(
-        f"the peak of device {name!r} is not known", "set facility.node.peak_tflops (dense bf16)"
-    )
 
+    def __init__(
+        self, watched: WatchedRun, write: Write, communication: CommunicationProfile | None
+    ) -> None:
+        node, world = watched.run.facility.node, watched.world
+        self.watched, self.write, self.communication = watched, write, communication
+        self.peak, self.peak_source = peak_tflops(node, world.device, watched.compute_dtype)
+        self.flops = flops_per_token(watched.shape, mean_context_tokens(watched.packing))
+        self.updates: list[StepRecord] = []
+        self.started: float | None = None
+        if self.peak is None:
+            say(world, f"no MFU: {self.peak_source}")
+        if watched.resumed_step == 0:
+            write(self.start_record())
 
-def flops_per_token(shape: Shape, mean_context_tokens: float) -> float:
-    """Forward and backward (Chowdhery et al. 2022, appendix B): 6 N + 12 L d C."""
-    attention = 12 * shape.layers * shape.hidden * mean_context_tokens
-    return 6.0 * shape.multiplied_parameters + attention
+    def start_record(self) -> Record:
+        """What the later numbers are measured against."""
+        watched = self.watched
+        return {
+            "event": "start",
+            "step": 0,
+            "ranks": watched.world.size,
+            "parameters": watched.shape.parameters,
+            "steps": watched.total_steps,
+            "training_samples": watched.packing.samples,
+            "padding_fraction": watched.packing.padding_fraction,
+            "flops_per_token": self.flops,
+            "peak_tflops_per_device": self.peak,
+            "peak_source": self.peak_source,
+            "mfu_formula": MFU_FORMULA,
+            "made_of": made_of(watched.run) if watched.world.rank == 0 else {},
+        }
+
+    def before_step(self, step: int) -> None:
+        if self.started is None:
+            self.started = time.monotonic()
+
+    def after_step(self, update: StepRecord) -> None:
+        self.updates.append(update)
+        if update.is_saved or update.step % self.watched.run.training.log_every_steps == 0:
+            self.write(self.train_record())
+            self.updates, self.started = [], time.monotonic()
+
+    def on_checkpoint(self, step: int, save_seconds: float, blocked_seconds: float) -> None:
+        times = {"save_seconds": save_seconds, "blocked_seconds": blocked_seconds}
+        self.write({"event": "checkpoint", "step": step} | times)
+
+    def on_evaluation(self, step: int, figures: dict[str, float], seconds: float) -> None:
+        self.write({"event": "evaluation", "step": step, **figures})
+        if self.started is not None:
+            self.started += seconds
+
+    def train_record(self) -> Record:
+        """The steps since the last line; every rank calls this."""
+        world, updates, last = self.watched.world, self.updates, self.updates[-1]
+        assert self.started is not None
+        loss_sum = sum((update.loss_sum for update in updates[1:]), updates[0].loss_sum)
+        loss = float(summed(world, loss_sum.double())) / sum(u.targets for u in updates)
+        seconds = time.monotonic() - self.started
+        rate = sum(update.tokens for update in updates) / seconds
+        per_device = rate / world.size
+        utilisation = {}
+        if self.peak is not None:
+            utilisation["mfu"] = per_device * self.flops / (self.peak * 1e12)
+        return {
+            "event": "train",
+            "step": last.step,
+            "tokens": last.total_tokens,
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)),
+            "learning_rate": last.learning_rate,
+            "gradient_norm": float(last.gradient_norm),
+            "tokens_per_second": rate,
+            "tokens_per_second_per_device": per_device,
+            **utilisation,
+            "memory_gib": memory_gib(world.device),
+            "step_seconds": seconds / len(updates),
+            "communication_bytes": round(sum(self.watched.communication_bytes.values())),
+            "communication_seconds": self.communication and self.communication.seconds,
+            "data_wait_seconds": sum(update.data_wait_seconds for update in updates),
+            "checkpoint_seconds": sum(update.checkpoint_seconds for update in updates),
+        }
 
 
 def memory_gib(device: torch.device) -> float:
@@ -62,94 +107,3 @@ def memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def append(run_folder: Path, record: dict[str, Any]) -> None:
-    """Add one line to metrics.jsonl; a line is written in one piece."""
-    with open(run_dir.metrics_file(run_folder), "a") as file:
-        file.write(json.dumps(_finite(record | {"time": round(time.time(), 3)})) + "\n")
-
-
-def truncate_after(run_folder: Path, step: int) -> None:
-    """Forget what was recorded after the checkpoint that a run resumes from."""
-    path = run_dir.metrics_file(run_folder)
-    if not path.is_file():
-        return
-    lines = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-    run_dir.write_whole(path, "".join(line + "\n" for line in lines))
-
-
-class Display(Protocol):
-    """Where progress is shown."""
-
-    def __call__(self, record: dict[str, Any]) -> None: ...
-
-
-@contextmanager
-def display(total_steps: int, first_step: int, shown: bool) -> Iterator[Display]:
-    """A progress bar with loss, tokens/s and time left on a terminal; plain lines elsewhere."""
-    if not shown:
-        yield lambda record: None
-    elif sys.stdout.isatty():
-        with _bar(total_steps, first_step) as update:
-            yield update
-    else:
-        started = time.monotonic()
-
-        def line(record: dict[str, Any]) -> None:
-            done = record["step"] - first_step
-            left = (time.monotonic() - started) / max(1, done) * (total_steps - record["step"])
-            print(
-                f"step {record['step']:>6}/{total_steps}  loss {record['loss']:.4f}  "
-                f"{record['tokens_per_second']:,.0f} tokens/s  {_clock(left)} left",
-                flush=True,
-            )
-
-        yield line
-
-
-@contextmanager
-def _bar(total_steps: int, first_step: int) -> Iterator[Display]:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("step {task.completed}/{task.total}"),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns) as progress:
-        task = progress.add_task("", total=total_steps, completed=first_step, loss=0.0, rate=0.0)
-        yield lambda r: progress.update(
-            task, completed=r["step"], loss=r["loss"], rate=r["tokens_per_second"]
-        )
-
-
-def _measured_tflops(dtype: torch.dtype, size: int = 1024) -> float:
-    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
-    best = math.inf
-    for _ in range(5):
-        started = time.perf_counter()
-        torch.mm(a, b)
-        best = min(best, time.perf_counter() - started)
-    return 2 * size**3 / best / 1e12
-
-
-def _finite(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no NaN: such a number becomes null."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
-
-
-def _step_of(line: str) -> int:
-    try:
-        return int(json.loads(line).get("step", 0))
-    except ValueError:
-        return sys.maxsize  # a line cut short by a kill
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds_left = divmod(int(seconds), 60)
-    return f"{minutes}:{seconds_left:02d}"

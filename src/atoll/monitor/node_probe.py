@@ -48,13 +48,13 @@ def main(run_folder: Path, placement: Placement) -> int:
         )
         wrong = faults(reports, transports, run.facility)
         if world.rank == 0:
-            found = {
-                "reports": [asdict(one) for one in reports],
+            content = {
+                "reports": [asdict(report) for report in reports],
                 "transports": transports,
-                "speeds": [asdict(one) for one in speeds],
+                "speeds": [asdict(speed) for speed in speeds],
                 "wrong": [{"found": found, "hint": hint} for found, hint in wrong],
             }
-            run_dir.write_whole(run_dir.doctor_file(run_folder), json.dumps(found, indent=1))
+            run_dir.write_whole(run_dir.doctor_file(run_folder), json.dumps(content, indent=1))
         say(world, as_text(reports, transports, speeds, wrong))
     return 1 if wrong else 0
 
@@ -113,21 +113,17 @@ def faults(
 ) -> list[tuple[str, str]]:
     """What is not as it should be, each with its hint."""
     wrong = []
-    if facility.node.device != "cpu" and any(one.device_id == "" for one in reports):
-        hosts = sorted({one.host for one in reports if one.device_id == ""})
-        wrong.append(
-            (
-                f"no device is visible on {', '.join(hosts)}",
-                "see image.run_flags and facility.submit",
-            )
-        )
-    taken: dict[tuple[str, str], int] = {}
-    for one in reports:
-        other = taken.setdefault((one.host, one.device_id), one.rank)
-        if one.device_id and other != one.rank:
-            found = f"ranks {other} and {one.rank} share a device of {one.host}"
+    hosts = sorted({report.host for report in reports if not report.device_id})
+    if facility.node.device != "cpu" and hosts:
+        found = f"no device is visible on {', '.join(hosts)}"
+        wrong.append((found, "see image.run_flags and facility.submit"))
+    first_ranks: dict[tuple[str, str], int] = {}
+    for report in reports:
+        other = first_ranks.setdefault((report.host, report.device_id), report.rank)
+        if report.device_id and other != report.rank:
+            found = f"ranks {other} and {report.rank} share a device of {report.host}"
             wrong.append((found, "see facility.task_binding, and how the scheduler masks devices"))
-    missing = sorted({name for one in reports for name in one.missing_interfaces})
+    missing = sorted({name for report in reports for name in report.missing_interfaces})
     if missing:
         found = f"no interface {', '.join(missing)} on the nodes"
         wrong.append((found, "fix NCCL_SOCKET_IFNAME in facility.environment"))
@@ -143,14 +139,15 @@ def as_text(
 ) -> str:
     """The report as lines for a person."""
     ranks = [
-        f"rank {one.rank}: {one.host}, {one.device}, {one.visible_devices} devices visible, "
-        f"cores {_ranges(one.cores)}, torch {one.torch}, {one.runtime}"
-        for one in reports
+        f"rank {report.rank}: {report.host}, {report.device}, "
+        f"{report.visible_devices} devices visible, cores {_ranges(report.cores)}, "
+        f"torch {report.torch}, {report.runtime}"
+        for report in reports
     ]
     table = [
-        f"{one.collective:15} {one.size_bytes:>12,} B {one.seconds * 1e3:10.3f} ms "
-        f"{one.algorithm_gb_s:8.3f} GB/s, bus {one.bus_gb_s:8.3f} GB/s"
-        for one in speeds
+        f"{speed.collective:15} {speed.size_bytes:>12,} B {speed.seconds * 1e3:10.3f} ms "
+        f"{speed.algorithm_gb_s:8.3f} GB/s, bus {speed.bus_gb_s:8.3f} GB/s"
+        for speed in speeds
     ]
     carried = [f"carried by {', '.join(transports)}"] if transports else []
     ends = [f"wrong: {found}\n       {hint}" for found, hint in wrong] or ["nothing is wrong"]

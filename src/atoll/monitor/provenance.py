@@ -2,25 +2,24 @@
 
 import json
 import platform
-import shutil
-import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
+from atoll.commands import run_command
 from atoll.settings import Run
 
 # Apptainer puts an image's labels there (its manual, "Metadata").
 LABELS = Path("/.singularity.d/labels.json")
 LIBRARIES = ("atoll", "torch", "transformers", "tokenizers", "datasets", "deepspeed", "peft")
-SHORT = 16  # digits of a digest that are told
+SHORT = 16  # digits of a digest that are recorded
 
 
 def made_of(run: Run) -> dict[str, str]:
     """Names and digests by which each part is found again; what is not known is left out."""
     prepared = run_dir.prepared(run)
-    found = {
+    parts = {
         "image": str(run.image.file.name if run.image.file else run.image.name),
         **_of_image(LABELS),
         "commit": _commit(Path(__file__).parents[3]),
@@ -28,34 +27,34 @@ def made_of(run: Run) -> dict[str, str]:
         "data": f"{run.data.name} {_digest(prepared / 'manifest.json')}",
         "tokenizer": f"{run.tokenizer.path or 'made for it'} {_of_tokenizer(prepared)}",
     }
-    return {name: value.strip() for name, value in found.items() if value.strip()}
+    return {name: value.strip() for name, value in parts.items() if value.strip()}
 
 
 def _of_image(labels: Path) -> dict[str, str]:
     if not labels.is_file():
         return {}
-    said: dict[str, Any] = json.loads(labels.read_text())
+    values: dict[str, Any] = json.loads(labels.read_text())
     names = {"lock": "atoll.lock", "source": "atoll.source"}
-    return {name: str(said[label]) for name, label in names.items() if label in said}
+    return {name: str(values[label]) for name, label in names.items() if label in values}
 
 
 def _commit(clone: Path) -> str:
     """Of the clone whose code runs, with a + where files differ from it."""
-    if not (clone / ".git").exists() or shutil.which("git") is None:
+    if not (clone / ".git").exists():
         return ""
     argv = ["git", "-C", str(clone), "describe", "--always", "--dirty=+", "--exclude=*"]
-    done = subprocess.run(argv, capture_output=True, text=True)
+    done = run_command(argv)
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _versions() -> list[str]:
-    found = [f"python {platform.python_version()}"]
+    versions = [f"python {platform.python_version()}"]
     for library in LIBRARIES:
         try:
-            found.append(f"{library} {metadata.version(library)}")
+            versions.append(f"{library} {metadata.version(library)}")
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _of_tokenizer(prepared: Path) -> str:

@@ -19,6 +19,9 @@ RENAMED_SETTINGS = {
     "training.samples_before": "training.consumed_samples",
 }
 
+# groups that the run.yaml of an older run has not
+ADDED_GROUPS = {"monitor": {"communication": True, "energy": True, "progress": True}}
+
 
 def checked(values: Mapping[str, Any]) -> Run:
     """Turn plain values into a `Run`.
@@ -45,7 +48,7 @@ def load_run(path: Path) -> Run:
             f"no run at {path.parent}: run.yaml is missing",
             "give the folder of a run; sbatch/train.sbatch makes one",
         ) from None
-    return checked(values)
+    return checked(ADDED_GROUPS | values)
 
 
 def setting_names(model: type[BaseModel] = Run, prefix: str = "") -> Iterator[str]:

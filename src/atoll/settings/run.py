@@ -72,6 +72,14 @@ class Sharding(Settings):
         return self
 
 
+class Monitor(Settings):
+    """What watches a run beside metrics.jsonl and its loggers; nothing of it changes a loss."""
+
+    communication: bool  # profile one step: bytes and seconds of its collectives
+    energy: bool  # joules of devices and processors
+    progress: bool  # a progress bar, or plain lines
+
+
 class Run(Settings):
     """Everything one run needs to know."""
 
@@ -97,6 +105,7 @@ class Run(Settings):
     evaluation: Evaluation
     export: Export
     generation: Generation
+    monitor: Monitor
     loggers: LoggerNames = []  # where figures go beside metrics.jsonl, in the run's folder
 
     @property

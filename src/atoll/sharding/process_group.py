@@ -23,12 +23,16 @@ class SharedError(UserError):
 
 @dataclass(frozen=True)
 class World:
-    """A rank's view: numbers, device, and the gloo group for objects and checkpoints."""
+    """A rank's view: numbers, device, and a gloo group for each thread that talks.
+
+    Ranks match the calls of a group by their order, which two threads would not keep.
+    """
 
     rank: int
     size: int
     device: torch.device
-    host_group: Any  # None in a single process
+    host_group: Any = None  # for objects, between the main threads; None in a single process
+    checkpoint_group: Any = None  # between the threads that save
 
 
 @contextmanager
@@ -49,7 +53,7 @@ def joined(run: Run, placement: Placement) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if placement.world_size == 1:
         with _alone(run, backend):
-            yield World(0, 1, device, None)
+            yield World(0, 1, device)
         return
     timeout = timedelta(minutes=run.training.timeout_minutes)
     dist.init_process_group(
@@ -61,8 +65,8 @@ def joined(run: Run, placement: Placement) -> Iterator[World]:
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        group = dist.new_group(backend="gloo", timeout=timeout)
-        yield World(placement.rank, placement.world_size, device, group)
+        groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
+        yield World(placement.rank, placement.world_size, device, *groups)
     finally:
         dist.destroy_process_group()
 

@@ -19,8 +19,6 @@ from atoll.models.adapter import adapt, adapted_reader, check_device, fill_quant
 from atoll.models.build import weights_for
 from atoll.models.parts import blocks_of
 from atoll.models.weights import fill, fill_buffers, materialize
-from atoll.monitor import metrics
-from atoll.monitor.loggers import Tell, ignore
 from atoll.plan.shapes import Shape, check_architecture, shape_of
 from atoll.plan.traffic import bytes_sent
 from atoll.settings import Run
@@ -32,7 +30,7 @@ from atoll.sharding.pipeline import split_layers
 from atoll.sharding.process_group import World, run_on_all_ranks, say
 from atoll.sharding.step_plan import StepPlan
 from atoll.sharding.tensor import split_matrices
-from atoll.train.optimizer import Stepper, make_stepper
+from atoll.train.optimizer import NamedOptimizer, make_optimizer
 from atoll.train.precision import compute_dtype
 from atoll.train.tasks import TASKS
 
@@ -48,14 +46,12 @@ class TrainState:
     model: Any  # the task's, as sharded; its parameters carry the names
     wrapped: nn.Module  # as called; the same, or inside DDP
     plan: StepPlan
-    stepper: Stepper
+    optimizer: NamedOptimizer
     training: Samples
     validation: Samples
     total_steps: int
-    peak_tflops: tuple[float, str]  # of one device, and where the number comes from
     communication_bytes: dict[str, float]  # expected, sent by one rank in a step
     shape: Shape
-    tell: Tell = ignore  # the run's loggers, on the first rank
 
     @property
     def pipeline_group(self) -> Any:
@@ -81,9 +77,9 @@ def assemble(run: Run, run_folder: Path, world: World) -> TrainState:
     say(world, f"arithmetic in {reason}")
     empty = task.model(config, run, manifest)
     model, wrapped = build_sharded(run, config, empty, world, dtype)
-    stepper = run_on_all_ranks(world, lambda: make_stepper(run.optimizer, model))
+    optimizer = run_on_all_ranks(world, lambda: make_optimizer(run.optimizer, model))
     if run.sharding.step_engine == "deepspeed":
-        wrapped = run_on_all_ranks(world, lambda: initialize(run, model, stepper.optimizer, dtype))
+        wrapped = run_on_all_ranks(world, lambda: initialize(run, model, optimizer.inner, dtype))
     plan = StepPlan(
         compute_dtype=dtype,
         autocast=dtype != torch.float32 and not isinstance(model, FSDPModule),
@@ -94,9 +90,6 @@ def assemble(run: Run, run_folder: Path, world: World) -> TrainState:
     )
     labels = 0 if run.data.classes is None else config.num_labels
     shape = dataclasses.replace(shape_of(config.to_dict()), labels=labels)
-    peak = run_on_all_ranks(
-        world, lambda: metrics.peak_tflops(run.facility.node, world.device, dtype)
-    )
     return TrainState(
         run=run,
         run_folder=run_folder,
@@ -105,11 +98,10 @@ def assemble(run: Run, run_folder: Path, world: World) -> TrainState:
         model=model,
         wrapped=wrapped,
         plan=plan,
-        stepper=stepper,
+        optimizer=optimizer,
         training=training,
         validation=validation,
         total_steps=total_steps(run, len(training)),
-        peak_tflops=peak,
         communication_bytes=bytes_sent(as_computed(run, dtype), shape),
         shape=shape,
     )

@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -28,6 +27,8 @@ from atoll.errors import UserError
 from atoll.sharding.process_group import SharedError, World, disk_error, gathered, run_on_all_ranks
 
 MANIFEST = "manifest.json"
+ANOTHER_RUN = "start a new run with another name="
+RESUME = "fix that, then submit the same line again: it goes on from its last checkpoint"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def start_save(
     partial = run_dir.checkpoints(run_folder) / f".step-{progress.step:08d}.partial"
     run_on_all_ranks(world, lambda: _prepare(partial, world))
     pending = Pending(progress.step, started, Future(), Future())
-    about = (pending, _stager(world.device), state, partial, progress, keep, world)
+    in_background = replace(world, host_group=world.checkpoint_group)
+    about = (pending, _stager(world.device), state, partial, progress, keep, in_background)
     threading.Thread(target=_save, args=about, daemon=True).start()
     pending.blocked_seconds = time.monotonic() - started
     return pending
@@ -89,7 +91,7 @@ def _stager(device: torch.device) -> DefaultStager:
 
 
 def await_copy(pending: Pending | None) -> float:
-    """Wait until the state may change; returns the seconds waited. `finish` tells of errors."""
+    """Wait until the state may change; returns the seconds waited. `finish` raises what failed."""
     if pending is None or pending.copied.done():
         return 0.0
     return _waited(pending, lambda: wait([pending.copied]))
@@ -136,7 +138,7 @@ def load(path: Path, state: dict[str, Tensor], world: World) -> None:
     Raises `SharedError` naming the first file that is not as it was written.
     """
     run_on_all_ranks(world, lambda: _verify(path, world))
-    with _as_user_error(f"checkpoint {path} does not fit this run"):
+    with _as_user_error(f"checkpoint {path} does not fit this run", ANOTHER_RUN):
         dcp.load(
             state,
             storage_reader=dcp.FileSystemReader(path),
@@ -182,7 +184,7 @@ def _save(
     try:
         copy = stager.stage(state).result()
         pending.copied.set_result(None)
-        with _as_user_error(f"checkpoint of step {progress.step} cannot be written"):
+        with _as_user_error(f"checkpoint of step {progress.step} cannot be written", RESUME):
             dcp.save(
                 copy,
                 storage_writer=dcp.FileSystemWriter(partial, sync_files=True),
@@ -257,22 +259,21 @@ def _broken(path: Path, what: str) -> UserError:
 
 
 @contextmanager
-def _as_user_error(what: str) -> Iterator[None]:
-    """Turn what DCP gathered from all ranks (a BaseException) into two lines."""
+def _as_user_error(what: str, hint: str) -> Iterator[None]:
+    """Turn what DCP gathered from all ranks (a BaseException) into two lines.
+
+    The hint is for what is no fault of the disk.
+    """
     try:
         yield
     except CheckpointException as error:
-        first = next(iter(error.failures.values()))[0]
+        rank, (first, _) = next(iter(error.failures.items()))
         if isinstance(first, OSError):
             full = disk_error(first)
             raise SharedError(f"{what}: {full.found}", full.hint) from error
-        reason = (str(first).strip().splitlines() or [type(first).__name__])[0]
-        raise SharedError(f"{what}: {reason}", "start a new run with another name=") from error
+        reason = (str(first).strip().splitlines() or [""])[0]
+        kind = type(first).__name__
+        raise SharedError(f"{what}: rank {rank}: {kind}: {reason}", hint) from error
     except OSError as error:
         full = disk_error(error)
         raise SharedError(f"{what}: {full.found}", full.hint) from error
-
-
-def barrier(world: World) -> None:
-    if world.size > 1:
-        dist.barrier(group=world.host_group)

@@ -1,24 +1,21 @@
 """Loss and figures on the held-out part."""
 
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from atoll.data.batch import Batch
-from atoll.data.loader import Samples
-from atoll.settings import Run
-from atoll.sharding.process_group import World, summed
-from atoll.sharding.step_plan import StepPlan
-from atoll.train.tasks import TASKS, Judged
+from atoll.monitor.observers import Observers
+from atoll.sharding.engines import FORWARDS
+from atoll.sharding.process_group import World, gathered, summed
+from atoll.train.assemble import TrainState
+from atoll.train.tasks import TASKS, BatchResult
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class Evaluation:
     """Mean loss per target (nats), how many targets, and (on the first rank) the figures."""
 
     loss: float
@@ -30,57 +27,59 @@ class Evaluated:
 
 
 @torch.no_grad()
-def evaluate(
-    run: Run,
-    model: Any,
-    forward: Callable[[Batch, StepPlan], Tensor],
-    samples: Samples,
-    world: World,
-    plan: StepPlan,
-) -> Evaluated:
-    """The mean loss over the samples, each counted once, the same at any world size."""
-    task, axes = TASKS[run.task.name], run.axes
+def evaluate(train_state: TrainState, step: int, observers: Observers) -> Evaluation:
+    """The mean loss over the held-out samples, each counted once, the same at any world size."""
+    started = time.monotonic()
+    run, world = train_state.run, train_state.world
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
-    kept: list[Judged] = []
-    model.eval()
-    is_last = axes.stage(world.rank) == axes.pipeline - 1  # the one that knows the loss
-    count = _count(samples, run.evaluation.max_samples)
-    microbatch = run.training.microbatch_samples
+    results = _batch_results(train_state)
+    for result in results:
+        targets = result.targets.to(result.loss_sum.device)
+        total += torch.stack([result.loss_sum.double(), targets.double()])
+    loss_sum, target_count = summed(world, total).tolist()
+    mean = loss_sum / target_count
+    outputs, classes = _all_outputs(world, results)
+    figures = {}
+    if world.rank == 0:
+        figures = TASKS[run.task.name].figures(run, mean, outputs, classes)
+    evaluation = Evaluation(mean, int(target_count), figures)
+    for observer in observers:
+        observer.on_evaluation(step, evaluation.record(), time.monotonic() - started)
+    return evaluation
+
+
+def _batch_results(train_state: TrainState) -> list[BatchResult]:
+    """Of the microbatches that are this rank's, where it is the one that knows their loss."""
+    run, world, axes = train_state.run, train_state.world, train_state.run.axes
+    forward, result_of = FORWARDS[run.sharding.step_engine], TASKS[run.task.name].result
+    knows_loss = axes.stage(world.rank) == axes.pipeline - 1
+    samples, microbatch = train_state.validation, run.training.microbatch_samples
+    count = min(len(samples), run.evaluation.max_samples or len(samples))
+    results: list[BatchResult] = []
+    train_state.model.eval()
     for ids in _shares(count, axes.data_rank(world.rank), axes.data, microbatch):
         counted = ids[ids >= 0]
         # a rank without samples still runs the pass: sharded layers gather on all ranks
         batch = samples.batch(counted if len(counted) else np.zeros(1, np.int64)).to(world.device)
-        output = forward(batch, plan)
-        if len(counted) and is_last:
-            judged = task.judge(model, batch, output)
-            targets = judged.targets.to(judged.loss_sum.device)
-            total += torch.stack([judged.loss_sum.double(), targets.double()])
-            kept += [judged] if judged.outputs_BL is not None else []
-    model.train()
-    loss_sum, target_count = summed(world, total).tolist()
-    mean = loss_sum / target_count
-    outputs, classes = _all_outputs(world, kept)
-    figures = task.figures(run, mean, outputs, classes) if world.rank == 0 else {}
-    return Evaluated(mean, int(target_count), figures)
+        output = forward(train_state.wrapped, batch, train_state.plan)
+        if len(counted) and knows_loss:
+            results.append(result_of(train_state.model, batch, output))
+    train_state.model.train()
+    return results
 
 
-def _all_outputs(world: World, kept: list[Judged]) -> tuple[Tensor | None, Tensor | None]:
+def _all_outputs(world: World, results: list[BatchResult]) -> tuple[Tensor | None, Tensor | None]:
     """Every rank's outputs and classes together, where the task keeps them."""
-    own = [(j.outputs_BL.cpu(), j.classes_B.cpu()) for j in kept if j.outputs_BL is not None]
-    pairs: list[Any] = [own]
-    if world.size > 1:
-        # not on the host group: a checkpoint may be using it at this moment, in another thread
-        pairs = [None] * world.size
-        dist.all_gather_object(pairs, own)
-    every = [pair for one in pairs for pair in one]
+    own = [
+        (result.outputs_BL.cpu(), result.classes_B.cpu())
+        for result in results
+        if result.outputs_BL is not None and result.classes_B is not None
+    ]
+    every = [pair for pairs in gathered(world, own) for pair in pairs]
     if not every:
         return None, None
     outputs, classes = zip(*every, strict=True)
     return torch.cat(outputs), torch.cat(classes)
-
-
-def _count(samples: Samples, max_samples: int | None) -> int:
-    return len(samples) if max_samples is None else min(max_samples, len(samples))
 
 
 def _shares(count: int, rank: int, ranks: int, microbatch: int) -> list[np.ndarray]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from atoll import run_dir
+from atoll.commands import VerbParser
 from atoll.data.tokenize import open_prepared
 from atoll.errors import UserError
 from atoll.models.adapter import adapt, adapted_reader
@@ -22,7 +23,7 @@ from atoll.train.tasks import TASKS
 
 def main(argv: list[str]) -> int:
     """Print a sampled text as it comes; of a whole run, keep it in the run folder."""
-    parser = argparse.ArgumentParser(prog="atoll generate", description=__doc__)
+    parser = VerbParser("generate", __doc__)
     parser.add_argument("where", type=Path, metavar="WHERE", help="folder of one of these")
     parser.add_argument("--prompt", help="default: generation.prompt of the run")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line")
@@ -30,12 +31,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--max-new-tokens", type=int)
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--seed", type=int)
-    arguments = parser.parse_args(argv)
+    arguments = parser.read(argv)
     run = run_of(arguments.where)
     settings = _settings(run, arguments)
     prompts = _prompts(arguments, settings)
     seed = arguments.seed if arguments.seed is not None else (run.seed if run else 0)
-    texts = speak(speaker_of(arguments.where, run), prompts, settings, seed, arguments.out is None)
+    generator, printed = text_generator_of(arguments.where, run), arguments.out is None
+    texts = continue_prompts(generator, prompts, settings, seed, printed)
     if arguments.out is not None:
         pairs = zip(prompts, texts, strict=True)
         lines = [json.dumps({"prompt": p, "text": t}, ensure_ascii=False) for p, t in pairs]
@@ -53,7 +55,7 @@ def run_of(where: Path) -> Run | None:
     return None
 
 
-def speaker_of(where: Path, run: Run | None) -> TextGenerator:
+def text_generator_of(where: Path, run: Run | None) -> TextGenerator:
     """The model of a folder; a run's own is its export."""
     if (where / "manifest.json").is_file() and where.parent.name == "checkpoints":
         if run is None:
@@ -71,7 +73,7 @@ def from_checkpoint(path: Path, run: Run) -> TextGenerator:
     from transformers import AutoTokenizer
 
     cpu = torch.device("cpu")
-    alone = World(0, 1, cpu, None)
+    alone = World(0, 1, cpu)
     manifest = open_prepared(run)
     task = TASKS[run.task.name]
     config = task.config(run, manifest)
@@ -90,17 +92,17 @@ def from_checkpoint(path: Path, run: Run) -> TextGenerator:
     return TextGenerator(model.hf.eval(), tokenizer)
 
 
-def speak(
-    speaker: TextGenerator, prompts: list[str], settings: Generation, seed: int, aloud: bool
+def continue_prompts(
+    generator: TextGenerator, prompts: list[str], settings: Generation, seed: int, printed: bool
 ) -> list[str]:
-    """Continue each prompt, the same for the same seed; aloud: on the terminal, as it comes."""
+    """Continue each prompt, the same for the same seed; printed: on the terminal, as it comes."""
     from transformers import TextStreamer
 
     texts = []
     for prompt in prompts:
         torch.manual_seed(seed)
-        streamer: Any = TextStreamer(speaker.tokenizer, skip_special_tokens=True) if aloud else None
-        texts.append(continue_text(speaker, prompt, settings, streamer))
+        streamer: Any = TextStreamer(generator.tokenizer, skip_special_tokens=True)
+        texts.append(continue_text(generator, prompt, settings, streamer if printed else None))
     return texts
 
 

@@ -1,8 +1,9 @@
-"""The optimizer, its learning rate at every step, and the step itself."""
+"""The optimizer, its learning-rate schedule, and the update itself."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,21 +22,21 @@ RANK_SCALES: dict[str, Callable[[int], float]] = {
 
 
 @dataclass(frozen=True)
-class Stepper:
+class NamedOptimizer:
     """An optimizer and, per parameter's name, the model's parameter and the one it updates.
 
     The two differ only where the optimizer cannot take a DTensor: then the second one is the
     rank's own shard, in the same memory.
     """
 
-    optimizer: Any
+    inner: Any
     parameters: dict[str, tuple[Tensor, Tensor]]
     # the weights a proximal term pulls to, and how strongly (FedProx, Li et al. 2020)
     anchors: dict[str, Tensor] = field(default_factory=dict)
     proximal: float = 0.0
 
 
-def make_stepper(settings: Optimizer, model: nn.Module) -> Stepper:
+def make_optimizer(settings: Optimizer, model: nn.Module) -> NamedOptimizer:
     """AdamW over the model's parameters; vectors (norms, biases) are not decayed."""
     local = settings.name == "adamw_8bit"
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -47,60 +48,65 @@ def make_stepper(settings: Optimizer, model: nn.Module) -> Stepper:
         others = [own for own in same if own.ndim < 2]
         groups.append({"params": decayed, "weight_decay": settings.weight_decay})
         groups.append({"params": others, "weight_decay": 0.0})
-    optimizer = MAKERS[settings.name](settings, [g for g in groups if g["params"]])
+    rate, betas, epsilon = settings.learning_rate, settings.betas, settings.epsilon
+    filled = [group for group in groups if group["params"]]
+    optimizer = KINDS[settings.name]()(filled, lr=rate, betas=betas, eps=epsilon)
     anchors = {}
     if settings.proximal:
         anchors = {name: p.detach().clone() for name, p in learning.items()}
-    return Stepper(optimizer, pairs, anchors, settings.proximal)
+    return NamedOptimizer(optimizer, pairs, anchors, settings.proximal)
 
 
 def learning_rate(settings: Optimizer, step: int, total_steps: int, ranks: int) -> float:
-    """The rate of step `step` (1 is the first): linear warm-up, then cosine or constant."""
+    """The learning-rate schedule: linear warm-up, then cosine or constant; step 1 is the first.
+
+    ranks: data-parallel ones, whose number the peak may be scaled with.
+    """
     peak = settings.learning_rate * RANK_SCALES[settings.scale_with_ranks](ranks)
     if step <= settings.warmup_steps:
         return peak * step / settings.warmup_steps
     if settings.decay == "constant":
         return peak
-    left = max(1, total_steps - settings.warmup_steps)
-    progress = min(1.0, (step - settings.warmup_steps) / left)
+    decay_steps = max(1, total_steps - settings.warmup_steps)
+    progress = min(1.0, (step - settings.warmup_steps) / decay_steps)
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
     return peak * (settings.final_fraction + (1.0 - settings.final_fraction) * cosine)
 
 
 def take_step(
-    stepper: Stepper, rate: float, clip_norm: float | None, pipeline: Any = None
+    optimizer: NamedOptimizer, rate: float, clip_norm: float | None, pipeline: Any = None
 ) -> Tensor:
     """Clip, update, clear the gradients; returns the gradient's norm before clipping.
 
     pipeline: the group of ranks that hold other layers of the same model.
     """
-    for name, anchor in stepper.anchors.items():
-        parameter, _ = stepper.parameters[name]
+    for name, anchor in optimizer.anchors.items():
+        parameter, _ = optimizer.parameters[name]
         if parameter.grad is not None:
-            parameter.grad.add_(parameter.detach() - anchor, alpha=stepper.proximal)
-    norm = gradient_norm([p.grad for p, _ in stepper.parameters.values() if p.grad is not None])
+            parameter.grad.add_(parameter.detach() - anchor, alpha=optimizer.proximal)
+    norm = gradient_norm([p.grad for p, _ in optimizer.parameters.values() if p.grad is not None])
     if pipeline is not None:
         squared = norm.square()
         dist.all_reduce(squared, group=pipeline)
         norm = squared.sqrt()
     if clip_norm is not None:
-        for same in by_mesh([p for p, _ in stepper.parameters.values()]):
+        for same in by_mesh([p for p, _ in optimizer.parameters.values()]):
             torch.nn.utils.clip_grads_with_norm_(same, clip_norm, norm.to(same[0].device))
-    for parameter, own in stepper.parameters.values():
+    for parameter, own in optimizer.parameters.values():
         if own is not parameter and parameter.grad is not None:
             own.grad = _local(parameter.grad)
-    for group in stepper.optimizer.param_groups:
+    for group in optimizer.inner.param_groups:
         group["lr"] = rate
-    stepper.optimizer.step()
-    clear_gradients(stepper)
+    optimizer.inner.step()
+    clear_gradients(optimizer)
     return norm
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
     """The norm of all of them together, of which ranks may hold parts."""
     norms = [torch.nn.utils.get_total_norm(same) for same in by_mesh(gradients)]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    return torch.linalg.vector_norm(torch.stack(whole)) if len(whole) > 1 else whole[0]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
 
 
 def by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
@@ -112,59 +118,53 @@ def by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def clear_gradients(stepper: Stepper) -> None:
-    for parameter, own in stepper.parameters.values():
+def clear_gradients(optimizer: NamedOptimizer) -> None:
+    for parameter, own in optimizer.parameters.values():
         parameter.grad = None
         own.grad = None
 
 
-def optimizer_state(stepper: Stepper) -> dict[str, Tensor]:
+def optimizer_state_dict(optimizer: NamedOptimizer) -> dict[str, Tensor]:
     """Every state tensor under "parameter/key"; made first if no step was taken yet."""
-    if not stepper.optimizer.state:
-        _make_state(stepper)
+    if not optimizer.inner.state:
+        _make_state(optimizer)
     return {
         f"{name}/{key}": value
-        for name, (_, own) in stepper.parameters.items()
-        for key, value in stepper.optimizer.state[own].items()
+        for name, (_, own) in optimizer.parameters.items()
+        for key, value in optimizer.inner.state[own].items()
         if isinstance(value, Tensor)
     }
 
 
-def step_counts(stepper: Stepper) -> dict[str, int]:
+def step_counts(optimizer: NamedOptimizer) -> dict[str, int]:
     """The counters that an optimizer keeps as plain integers (8-bit AdamW)."""
     return {
         name: value
-        for name, (_, own) in stepper.parameters.items()
-        for key, value in stepper.optimizer.state[own].items()
+        for name, (_, own) in optimizer.parameters.items()
+        for key, value in optimizer.inner.state[own].items()
         if key == "step" and isinstance(value, int)
     }
 
 
-def set_step_counts(stepper: Stepper, counts: dict[str, int]) -> None:
+def load_step_counts(optimizer: NamedOptimizer, counts: dict[str, int]) -> None:
     for name, count in counts.items():
-        stepper.optimizer.state[stepper.parameters[name][1]]["step"] = count
+        optimizer.inner.state[optimizer.parameters[name][1]]["step"] = count
 
 
-def _make_state(stepper: Stepper) -> None:
+def _make_state(optimizer: NamedOptimizer) -> None:
     """One step of zero gradients at rate zero creates the state and changes no weight."""
-    for _, own in stepper.parameters.values():
+    for _, own in optimizer.parameters.values():
         own.grad = torch.zeros_like(own)
-    for group in stepper.optimizer.param_groups:
+    for group in optimizer.inner.param_groups:
         group["lr"] = 0.0
-    stepper.optimizer.step()
-    clear_gradients(stepper)
+    optimizer.inner.step()
+    clear_gradients(optimizer)
     # nor does it count: the corrections of the moments' bias start with the first real step
-    for state in stepper.optimizer.state.values():
+    for state in optimizer.inner.state.values():
         state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0
 
 
-def _adamw(settings: Optimizer, groups: list[dict[str, Any]]) -> Any:
-    return torch.optim.AdamW(
-        groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True
-    )
-
-
-def _adamw_8bit(settings: Optimizer, groups: list[dict[str, Any]]) -> Any:
+def _adamw_8bit() -> Any:
     try:
         import bitsandbytes
     except ImportError as error:
@@ -172,13 +172,11 @@ def _adamw_8bit(settings: Optimizer, groups: list[dict[str, Any]]) -> Any:
             f"optimizer=adamw_8bit needs bitsandbytes, which does not import here: {error}",
             "install it (pip install 'atoll[train]'), or choose optimizer=adamw",
         ) from error
-    return bitsandbytes.optim.AdamW8bit(
-        groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon
-    )
+    return bitsandbytes.optim.AdamW8bit
 
 
-MAKERS: dict[str, Callable[[Optimizer, list[dict[str, Any]]], Any]] = {
-    "adamw": _adamw,
+KINDS: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: partial(torch.optim.AdamW, fused=True),
     "adamw_8bit": _adamw_8bit,
 }
 

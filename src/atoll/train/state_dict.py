@@ -1,17 +1,17 @@
-"""What a checkpoint holds of a train_state, whichever engine keeps it."""
+"""The state_dict that a checkpoint holds of a train state, whichever engine keeps it."""
 
 from torch import Tensor
 
 from atoll.sharding import deepspeed
 from atoll.train.assemble import TrainState
-from atoll.train.optimizer import optimizer_state, take_step
+from atoll.train.optimizer import optimizer_state_dict, take_step
 
 
 def is_deepspeed(train_state: TrainState) -> bool:
     return train_state.run.sharding.step_engine == "deepspeed"
 
 
-def state_of(train_state: TrainState) -> dict[str, Tensor]:
+def state_dict(train_state: TrainState) -> dict[str, Tensor]:
     """Every tensor a checkpoint holds, by name; plain shards get the rank's number."""
     if is_deepspeed(train_state):
         return deepspeed.state_of(train_state.wrapped)
@@ -25,12 +25,12 @@ def state_of(train_state: TrainState) -> dict[str, Tensor]:
     }
     moments = {
         f"optimizer/{name}{suffix}": value
-        for name, value in optimizer_state(train_state.stepper).items()
+        for name, value in optimizer_state_dict(train_state.optimizer).items()
     }
     return parameters | moments
 
 
-def set_state(train_state: TrainState, state: dict[str, Tensor]) -> None:
+def load_state_dict(train_state: TrainState, state: dict[str, Tensor]) -> None:
     """Take over what was loaded into `state`; the tensors of most engines are its own already."""
     if is_deepspeed(train_state):
         deepspeed.set_state(train_state.wrapped, state)
@@ -50,4 +50,4 @@ def update(train_state: TrainState, rate: float) -> Tensor:
     if is_deepspeed(train_state):
         return deepspeed.take_step(train_state.wrapped, rate)
     clip = train_state.run.optimizer.clip_norm
-    return take_step(train_state.stepper, rate, clip, train_state.pipeline_group)
+    return take_step(train_state.optimizer, rate, clip, train_state.pipeline_group)

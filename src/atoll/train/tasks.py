@@ -1,4 +1,4 @@
-"""What is learned: a task supplies the model that ends in its loss, and what is said of it.
+"""What is learned: a task supplies the model that ends in its loss, and its figures.
 
 A new one is a function for each field, and a line in TASKS.
 """
@@ -20,8 +20,8 @@ from atoll.settings import Run
 
 
 @dataclass(frozen=True)
-class Judged:
-    """One microbatch held out: its summed loss, its targets, and where needed its outputs."""
+class BatchResult:
+    """Of a held-out microbatch: its summed loss, its targets, and where needed its outputs."""
 
     loss_sum: Tensor
     targets: Tensor
@@ -30,12 +30,14 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskDefinition:
     """The parts of a run that depend on what is learned."""
 
     config: Callable[[Run, TokenManifest], Any]
     model: Callable[[Any, Run, TokenManifest], Any]
-    judge: Callable[[Any, Batch, Tensor], Judged]  # (model, batch, what its forward pass gave)
+    result: Callable[
+        [Any, Batch, Tensor], BatchResult
+    ]  # (model, batch, what its forward pass gave)
     # (run, mean loss, all outputs [N, L], all classes [N]) -> figures to show and record
     figures: Callable[[Run, float, Tensor | None, Tensor | None], dict[str, float]]
 
@@ -50,8 +52,8 @@ def _causal_model(config: Any, run: Run, manifest: TokenManifest) -> Any:
     return build_model(config, run.training)
 
 
-def _judge_tokens(model: Any, batch: Batch, loss_sum: Tensor) -> Judged:
-    return Judged(loss_sum, (model.own_labels(batch) != IGNORED).sum())
+def _token_result(model: Any, batch: Batch, loss_sum: Tensor) -> BatchResult:
+    return BatchResult(loss_sum, (model.own_labels(batch) != IGNORED).sum())
 
 
 def _perplexity(
@@ -70,10 +72,10 @@ def _classifier_model(config: Any, run: Run, manifest: TokenManifest) -> Any:
     return build_model(config, run.training, separator_id=manifest.end_id)
 
 
-def _judge_rows(model: Any, batch: Batch, logits_BL: Tensor) -> Judged:
+def _row_result(model: Any, batch: Batch, logits_BL: Tensor) -> BatchResult:
     assert batch.classes_B is not None
     loss = summed_loss(logits_BL, batch.classes_B)
-    return Judged(loss, torch.tensor(len(logits_BL)), logits_BL, batch.classes_B)
+    return BatchResult(loss, torch.tensor(len(logits_BL)), logits_BL, batch.classes_B)
 
 
 def _metrics(
@@ -84,8 +86,8 @@ def _metrics(
     from sklearn import metrics
 
     assert run.data.classes is not None and outputs is not None and classes is not None
-    told = classes.numpy()
-    found = outputs[:, 0].numpy() if outputs.shape[1] == 1 else outputs.argmax(1).numpy()
+    labels = classes.numpy()
+    predictions = outputs[:, 0].numpy() if outputs.shape[1] == 1 else outputs.argmax(1).numpy()
     known: dict[str, Callable[[Any, Any], Any]] = {
         "accuracy": metrics.accuracy_score,
         "f1": metrics.f1_score,
@@ -93,10 +95,10 @@ def _metrics(
         "pearson": lambda a, b: stats.pearsonr(a, b).statistic,
         "spearman": lambda a, b: stats.spearmanr(a, b).statistic,
     }
-    return {name: float(known[name](told, found)) for name in run.data.classes.metrics}
+    return {name: float(known[name](labels, predictions)) for name in run.data.classes.metrics}
 
 
 TASKS = {
-    "causal_lm": Task(_causal_config, _causal_model, _judge_tokens, _perplexity),
-    "classification": Task(_classifier_config, _classifier_model, _judge_rows, _metrics),
+    "causal_lm": TaskDefinition(_causal_config, _causal_model, _token_result, _perplexity),
+    "classification": TaskDefinition(_classifier_config, _classifier_model, _row_result, _metrics),
 }

@@ -1,0 +1,41 @@
+"""metrics.jsonl: one record a line, in the order in which they come."""
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from atoll import run_dir
+
+
+def begin(run_folder: Path, step: int) -> None:
+    """Forget what was recorded after the checkpoint that a run resumes from; all, without one."""
+    path = run_dir.metrics_file(run_folder)
+    if step == 0:
+        path.unlink(missing_ok=True)
+    elif path.is_file():
+        lines = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+        run_dir.write_whole(path, "".join(line + "\n" for line in lines))
+
+
+def append(run_folder: Path, record: dict[str, Any]) -> None:
+    """Add one line, written in one piece."""
+    with open(run_dir.metrics_file(run_folder), "a") as file:
+        file.write(json.dumps(_finite(record | {"time": round(time.time(), 3)})) + "\n")
+
+
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows no NaN: such a number becomes null."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line).get("step", 0))
+    except ValueError:
+        return sys.maxsize  # a line cut short by a kill

@@ -1,0 +1,63 @@
+"""Model FLOP utilisation: what a token costs, and what a device could do at its peak."""
+
+import math
+import time
+
+import torch
+
+from atoll.data.pack import PackingPlan
+from atoll.plan.shapes import Shape
+from atoll.settings import Node
+
+MFU_FORMULA = (
+    "tokens/s/device * (6*N + 12*L*d*C) / peak, N parameters without embeddings, L layers, "
+    "d hidden size, C mean context (half of it is masked, counted in full)"
+)
+
+# dense bf16 TFLOP/s from the vendors' data sheets; MI250X per GCD. V100: fp16, it has no bf16.
+PEAK_TFLOPS = {
+    "A100": 312.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "GH200": 989.0,
+    "MI250X": 191.5,
+    "V100": 125.0,
+}
+
+
+def peak_tflops(node: Node, device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
+    """The peak of one device, and where the number comes from.
+
+    None for an unknown accelerator: a guessed peak makes every MFU wrong.
+    """
+    if node.peak_tflops is not None:
+        return node.peak_tflops, "facility.node.peak_tflops"
+    if device.type == "cpu":
+        return _measured_tflops(dtype), f"matrix product measured on this rank, {dtype}"
+    name = torch.cuda.get_device_name(device)
+    for known, value in sorted(PEAK_TFLOPS.items(), key=lambda item: -len(item[0])):
+        if known in name:
+            return value, f"data sheet of {known}"
+    return None, f"the peak of {name} is not known: set facility.node.peak_tflops (dense bf16)"
+
+
+def flops_per_token(shape: Shape, mean_context_tokens: float) -> float:
+    """Forward and backward (Chowdhery et al. 2022, appendix B): 6 N + 12 L d C."""
+    attention = 12 * shape.layers * shape.hidden * mean_context_tokens
+    return 6.0 * shape.multiplied_parameters + attention
+
+
+def mean_context_tokens(packing: PackingPlan) -> float:
+    """The length of the document piece that a token lies in, on average over tokens."""
+    lengths = packing.piece_length.astype(float)
+    return float((lengths**2).sum() / lengths.sum())
+
+
+def _measured_tflops(dtype: torch.dtype, size: int = 1024) -> float:
+    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
+    best = math.inf
+    for _ in range(5):
+        started = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best / 1e12

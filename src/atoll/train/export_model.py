@@ -1,0 +1,50 @@
+"""The trained model as a Hugging Face folder, written by all ranks."""
+
+import torch
+
+from atoll import run_dir
+from atoll.models import export
+from atoll.models.adapter import gathered_adapter, merged, write_adapter
+from atoll.sharding.process_group import gathered, run_on_all_ranks, say
+from atoll.train.assemble import TrainState
+from atoll.train.state_dict import parameters_of
+
+
+def export_model(train_state: TrainState) -> None:
+    """Write the Hugging Face folder: weights by all ranks, the rest by one, then one rename."""
+    world, final = train_state.world, run_dir.export(train_state.run_folder)
+    dtype = getattr(torch, train_state.run.export.dtype)
+    plain, lora = parameters_of(train_state), train_state.run.model.lora
+    adapter = {} if lora is None else gathered_adapter(plain)
+    parameters = plain if lora is None else merged(train_state.model.hf, lora, plain)
+    sizes = {name: p.numel() * dtype.itemsize for name, p in parameters.items()}
+    limit = int(train_state.run.export.max_file_gib * 2**30)
+    axes = train_state.run.axes
+    # the ranks of a pipeline's stage write the files of its layers
+    ranks, stage = axes.world // axes.pipeline, axes.stage(world.rank)
+    sizes_of_stages = gathered(world, sizes)[::ranks]
+    plans = [export.plan_files(of_stage, limit, ranks) for of_stage in sizes_of_stages]
+    files = [names for plan in plans for names in plan]
+    numbered = export.Numbered(sum(map(len, plans[:stage])), len(files))
+    first = world.rank == 0
+    partial = export.partial_folder(final)
+    run_on_all_ranks(world, lambda: export.start(final) if first else None)
+    run_on_all_ranks(
+        world,
+        lambda: export.write_weights(
+            partial, parameters, dtype, plans[stage], numbered, world.rank % ranks, ranks
+        ),
+    )
+
+    def rest() -> None:
+        if adapter:
+            write_adapter(partial / "adapter", train_state.run.model, adapter)
+        total = sum(sum(of_stage.values()) for of_stage in sizes_of_stages)
+        architecture = type(train_state.model.hf).__name__
+        export.write_rest(
+            partial, train_state.config, architecture, dtype, files, total, train_state.tokenizer
+        )
+        export.publish(partial, final)
+
+    run_on_all_ranks(world, lambda: rest() if first else None)
+    say(world, f"exported to {final}")

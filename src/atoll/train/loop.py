@@ -1,0 +1,131 @@
+"""The training loop: batch, forward and backward, update, and what is due behind a step."""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from atoll import run_dir
+from atoll.data.batch import Batch
+from atoll.data.loader import Share, batches_ahead
+from atoll.monitor.observers import Observers, StepRecord
+from atoll.settings import Run
+from atoll.sharding.engines import ENGINES
+from atoll.sharding.process_group import World
+from atoll.train.assemble import TrainState
+from atoll.train.checkpoint import Progress
+from atoll.train.checkpoint_saver import CheckpointSaver
+from atoll.train.evaluate import evaluate
+from atoll.train.optimizer import clear_gradients, learning_rate
+from atoll.train.state_dict import update
+from atoll.train.stop_signals import StopCode, shared_stop_code
+
+
+@dataclass(frozen=True)
+class LoopEnd:
+    """The last step, and the exit code that a stop signal asked for (0: none did)."""
+
+    step: int
+    stop_code: int
+
+
+def loop(
+    train_state: TrainState, start: Progress, stop_code: StopCode, observers: Observers
+) -> LoopEnd:
+    """Take the steps behind `start`; the state of the last one is saved when this returns."""
+    run, world, total_steps = train_state.run, train_state.world, train_state.total_steps
+    saver = CheckpointSaver(train_state, observers)
+    tokens = start.tokens
+    clear_gradients(train_state.optimizer)
+    with (
+        remaining_batches(train_state, start) as batches,
+        shared_stop_code(world, stop_code) as code_of_all,
+    ):
+        for step in range(start.step + 1, total_steps + 1):
+            for observer in observers:
+                observer.before_step(step)
+            started = time.monotonic()
+            share = next(batches)
+            data_wait_seconds = time.monotonic() - started
+            loss_sum = accumulate_gradients(train_state, share, step)
+            saver.await_copy()
+            rate = learning_rate(run.optimizer, step, total_steps, run.axes.data)
+            norm = update(train_state, rate)
+            tokens += share.global_useful
+            last = step == total_steps
+            code = 0 if last else code_of_all()
+            is_saved = last or code != 0 or is_due(step, run.checkpoint.every_steps)
+            record = StepRecord(
+                step=step,
+                loss_sum=loss_sum,
+                targets=share.global_targets,
+                tokens=share.global_useful,
+                total_tokens=tokens,
+                learning_rate=rate,
+                gradient_norm=norm,
+                data_wait_seconds=data_wait_seconds,
+                checkpoint_seconds=saver.take_blocked_seconds(),
+                is_saved=is_saved,
+            )
+            for observer in observers:
+                observer.after_step(record)
+            if is_saved:
+                saver.save(step, tokens)
+            if is_evaluation_due(train_state, step) and not last:
+                evaluate(train_state, step, observers)
+            if code:
+                break
+        saver.finish()
+    for observer in observers:
+        observer.on_end()
+    return LoopEnd(step, code)
+
+
+def accumulate_gradients(train_state: TrainState, share: Share, step: int) -> Tensor:
+    """Gradient accumulation: forward and backward over this rank's microbatches of a step.
+
+    The gradients add up to those of the mean over all targets of the global batch. Returns this
+    rank's summed loss.
+    """
+    run, plan = train_state.run, train_state.plan
+    microbatches = on_device(share.microbatches, run, step, train_state.world)
+    scale = run.axes.averaged / share.global_targets
+    return ENGINES[run.sharding.step_engine](train_state.wrapped, microbatches, scale, plan)
+
+
+def remaining_batches(
+    train_state: TrainState, start: Progress
+) -> AbstractContextManager[Iterator[Share]]:
+    """This rank's part of each global batch behind `start`; ranks of one sample have the same."""
+    run, steps = train_state.run, train_state.total_steps - start.step
+    position = run.training.consumed_samples + start.samples
+    data_rank = run.axes.data_rank(train_state.world.rank)
+    return batches_ahead(train_state.training, run, position, steps, data_rank)
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def is_evaluation_due(train_state: TrainState, step: int) -> bool:
+    """After so many steps, or with the step that ends so many epochs."""
+    every, size = train_state.run.evaluation, train_state.run.training.global_batch_samples
+    before, now = ((s * size) // len(train_state.training) for s in (step - 1, step))
+    ends_epochs = now > before and is_due(now, every.every_epochs)
+    return ends_epochs or is_due(step, every.every_steps)
+
+
+def on_device(batches: list[Batch], run: Run, step: int, world: World) -> list[Batch]:
+    """Microbatches with the seeds of their dropout, which depend on nothing before this step.
+
+    Nor on how many ranks there are: a microbatch is the n-th of the global batch, whoever has it.
+    Ranks that work on one sample draw each for its own part.
+    """
+    axes = run.axes
+    part = world.rank if axes.data < axes.world else 0
+    numbers = [n * axes.data + axes.data_rank(world.rank) for n in range(len(batches))]
+    digests = [run_dir.digest([run.seed, step, number, part], 15) for number in numbers]
+    seeded = [replace(b, seed=int(word, 16)) for b, word in zip(batches, digests, strict=True)]
+    return [batch.to(world.device) for batch in seeded]
