@@ -12,7 +12,8 @@ from atoll.settings import Run, Sharding, checked, dumped
 
 # of a device's memory; the allocator, libraries and fragmentation take the rest
 USABLE = 0.92
-# Each is tried without activation checkpointing, then with it; of two that send the same, the first is taken.
+# Each is tried without activation checkpointing, then with it; of two that send the same, the
+# first is taken.
 ORDER: tuple[tuple[str, dict[str, Any]], ...] = (
     ("ddp", {}),
     ("shard_grad_op", {}),
@@ -78,7 +79,7 @@ def fits(run: Run, memory: Memory) -> bool | None:
 
 
 def choose(candidates: list[Option]) -> Option:
-    """Of those that fit: without offload and activation checkpointing if it can be, then what sends least.
+    """Of those that fit, what sends least; offload and activation checkpointing only if need be.
 
     Raises `UserError` if none does, with what is nearest to fitting.
     """
