@@ -93,11 +93,12 @@ def test_each_axis_takes_its_part(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "factor"), [(1, 0.0), (2, 1.0), (4, 1.5)])
-@pytest.mark.parametrize("name", ["ddp", "all_reduce", "gather_scatter"])
+@pytest.mark.parametrize("name", ["ddp", "all_reduce", "gather_scatter", "one_by_one"])
 def test_copies_send_two_ring_passes_of_fp32(
     name: str, ranks: int, factor: float, shape: Shape
 ) -> None:
-    run = small_run.settings(Path("/nowhere"), ranks, sharding=TREE[name])
+    sharding = TREE["all_reduce"] | {"exchange": name} if name == "one_by_one" else TREE[name]
+    run = small_run.settings(Path("/nowhere"), ranks, sharding=sharding)
     assert sum(bytes_sent(run, shape).values()) == factor * 4 * shape.parameters
 
 

@@ -6,6 +6,7 @@ Legend: B batch, H heads, T tokens of a sample, N = B*T tokens, D head width, S 
 import importlib
 import inspect
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,12 +42,21 @@ def has_varlen_kernel(device: torch.device, dtype: torch.dtype, dropout: float) 
 
 
 def kept_operators() -> list[Any]:
-    """What selective activation checkpointing keeps the results of, as far as torch has it."""
+    """Whose results selective activation checkpointing keeps, as far as this torch has them."""
     with suppress(ImportError):
         importlib.import_module("torch.nn.attention.varlen")  # registers its operator
     pairs = (name.split(".") for name in OPERATORS)
     packets = [getattr(getattr(torch.ops, library), name, None) for library, name in pairs]
     return [packet.default for packet in packets if packet is not None]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What every call of one attention module has in common."""
+
+    scaling: float | None
+    dropout: float
+    causal: bool
 
 
 def packed_attention(
@@ -70,6 +80,7 @@ def packed_attention(
     [B, T, H, D].
     """
     assert attention_mask is None, "documents are kept apart by segments, not by masks"
+    kernel = Kernel(scaling, dropout, bool(getattr(module, "is_causal", True)))
     device = query_BHTD.device.type
     # not what autocast would give the kernel, where positions made queries and keys fp32 again
     autocast = torch.is_autocast_enabled(device)
@@ -80,7 +91,12 @@ def packed_attention(
     kernel_dtype = _kernel_dtype(device, dtype, q.shape[2], segment_lengths is not None)
     with torch.autocast(device, enabled=False):
         q, k, v = (x.to(kernel_dtype) for x in (q, k, v))
-        out_BTHD = _attended(module, q, k, v, scaling, dropout, segment_ends, segment_lengths)
+        if segment_lengths is not None:
+            out_BTHD = _by_segment(q, k, v, segment_lengths, kernel)
+        elif segment_ends is not None:
+            out_BTHD = _varlen(q, k, v, segment_ends, kernel)
+        else:
+            out_BTHD = _sdpa(q, k, v, kernel).transpose(1, 2)
     out_BTHD = out_BTHD.to(dtype)
     return (out_BTHD if heads_for_tokens is None else heads_for_tokens.back(out_BTHD)), None
 
@@ -96,81 +112,50 @@ def _kernel_dtype(device: str, dtype: torch.dtype, tokens: int, any_length: bool
     return dtype
 
 
-def _attended(
-    module: nn.Module,
-    query_BHTD: Tensor,
-    key_BHTD: Tensor,
-    value_BHTD: Tensor,
-    scaling: float | None,
-    dropout: float,
-    segment_ends: Tensor | None,
-    segment_lengths: tuple[int, ...] | None,
-) -> Tensor:
-    causal = bool(getattr(module, "is_causal", True))
-    batch, heads, tokens, width = query_BHTD.shape
-    if segment_ends is None and segment_lengths is None:
-        output = _sdpa(query_BHTD, key_BHTD, value_BHTD, scaling, dropout, causal)
-        return output.transpose(1, 2)
-    q, k, v = (_flat(x) for x in (query_BHTD, key_BHTD, value_BHTD))
-    if segment_lengths is None:
-        assert segment_ends is not None
-        out_NHD = _varlen(q, k, v, segment_ends, tokens, scaling, causal)
-    else:
-        out_NHD = _by_segment(q, k, v, segment_lengths, scaling, dropout, causal)
-    return out_NHD.view(batch, tokens, heads, width)
-
-
 def _flat(x_BHTD: Tensor) -> Tensor:
-    batch, heads, tokens, width = x_BHTD.shape
-    return x_BHTD.transpose(1, 2).reshape(batch * tokens, heads, width)
+    """[B, H, T, D] -> [N, H, D]"""
+    return x_BHTD.transpose(1, 2).flatten(0, 1)
 
 
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, bound: int, scaling: float | None, causal: bool
-) -> Tensor:
+def _varlen(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, ends: Tensor, kernel: Kernel) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    width = q.shape[-1]
-    if scaling is not None and scaling != width**-0.5:
-        q = q * (scaling * width**0.5)  # the kernel of torch 2.10 takes no scale
-    if k.shape[1] != q.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    batch, heads, tokens, width = q_BHTD.shape
+    q, k, v = (_flat(x) for x in (q_BHTD, k_BHTD, v_BHTD))
+    if kernel.scaling is not None and kernel.scaling != width**-0.5:
+        q = q * (kernel.scaling * width**0.5)  # the kernel of torch 2.10 takes no scale
+    if k.shape[1] != heads:
+        k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    causal: dict[str, Any] = {"is_causal": kernel.causal}
     if "window_size" in inspect.signature(varlen_attn).parameters:
-        window = (-1, 0) if causal else (-1, -1)
-        return varlen_attn(q, k, v, ends, ends, bound, bound, window_size=window)
-    return varlen_attn(q, k, v, ends, ends, bound, bound, is_causal=causal)  # type: ignore[call-arg]
+        causal = {"window_size": (-1, 0) if kernel.causal else (-1, -1)}
+    out_NHD: Any = varlen_attn(q, k, v, ends, ends, tokens, tokens, **causal)
+    return torch.as_tensor(out_NHD).view(batch, tokens, heads, width)
 
 
 @torch.compiler.disable
 def _by_segment(
-    q_NHD: Tensor,
-    k_NHD: Tensor,
-    v_NHD: Tensor,
-    lengths: tuple[int, ...],
-    scaling: float | None,
-    dropout: float,
-    causal: bool,
+    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, lengths: tuple[int, ...], kernel: Kernel
 ) -> Tensor:
+    batch, heads, tokens, width = q_BHTD.shape
     # split, not slices: its backward is one concatenation instead of S zero-filled buffers.
     q_parts, k_parts, v_parts = (
-        x.transpose(0, 1).split(lengths, dim=1) for x in (q_NHD, k_NHD, v_NHD)
+        _flat(x).transpose(0, 1).split(lengths, dim=1) for x in (q_BHTD, k_BHTD, v_BHTD)
     )
     outputs = [
-        _sdpa(q[None], k[None], v[None], scaling, dropout, causal)[0].transpose(0, 1)
+        _sdpa(q[None], k[None], v[None], kernel)[0].transpose(0, 1)
         for q, k, v in zip(q_parts, k_parts, v_parts, strict=True)
     ]
-    return torch.cat(outputs)
+    return torch.cat(outputs).view(batch, tokens, heads, width)
 
 
-def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, causal: bool
-) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
     return F.scaled_dot_product_attention(
         q,
         k,
         v,
-        dropout_p=dropout,
-        is_causal=causal,
-        scale=scaling,
+        dropout_p=kernel.dropout,
+        is_causal=kernel.causal,
+        scale=kernel.scaling,
         enable_gqa=k.shape[1] != q.shape[1],
     )

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from atoll.errors import UserError
 from atoll.models import attention
@@ -23,9 +25,7 @@ def build_config(
 
     Raises `UserError` if the tokenizer or the sequence do not fit it.
     """
-    config = load_config(model, special_ids)
-    parts_of(config.model_type)
-    _check_sizes(config, vocabulary_tokens, sequence_tokens)
+    config = _checked_config(model, special_ids, vocabulary_tokens, sequence_tokens)
     if config.model_type == "bert" and not config.is_decoder:
         raise UserError(
             "BERT learns to continue text only as a decoder, and its configuration says it is none",
@@ -38,9 +38,8 @@ def classifier_config(
     model: Model, classes: Classes, vocabulary_tokens: int, sequence_tokens: int, pad_id: int
 ) -> Any:
     """The checked configuration of a classifier, with the names of its labels."""
-    config = load_config(model, {"pad_token_id": pad_id})
-    parts_of(config.model_type)
-    _check_sizes(config, vocabulary_tokens, sequence_tokens)
+    special_ids = {"pad_token_id": pad_id}
+    config = _checked_config(model, special_ids, vocabulary_tokens, sequence_tokens)
     config.num_labels = len(classes.labels) or 1
     if classes.labels:
         config.id2label = dict(enumerate(classes.labels))
@@ -50,7 +49,11 @@ def classifier_config(
     return config
 
 
-def _check_sizes(config: Any, vocabulary_tokens: int, sequence_tokens: int) -> None:
+def _checked_config(
+    model: Model, special_ids: dict[str, int], vocabulary_tokens: int, sequence_tokens: int
+) -> Any:
+    config = load_config(model, special_ids)
+    parts_of(config.model_type)
     if vocabulary_tokens > config.vocab_size:
         raise UserError(
             f"the tokenizer has {vocabulary_tokens} tokens, the model's vocabulary only "
@@ -63,6 +66,7 @@ def _check_sizes(config: Any, vocabulary_tokens: int, sequence_tokens: int) -> N
             f"max_position_embeddings ({config.max_position_embeddings})",
             f"set data.sequence_tokens={config.max_position_embeddings} or less",
         )
+    return config
 
 
 def build_model(config: Any, training: Training, separator_id: int | None = None) -> Any:
@@ -85,13 +89,13 @@ def build_model(config: Any, training: Training, separator_id: int | None = None
 def weights_for(model: Model, config: Any, seed: int) -> Iterator[ReadTensor]:
     """The reader of the model's weights: of its source, or of random ones."""
     skeleton = _skeleton(config)
-    made = random_reader(skeleton, parts_of(config.model_type), seed)
+    random = random_reader(skeleton, parts_of(config.model_type), seed)
     if model.source is None:
-        yield made
+        yield random
         return
     # a model of text alone has no classifier yet
     new = head_name(config.model_type) if _classifies(config) else None
-    with stored_reader(local_folder(model.source, model.revision), skeleton, new, made) as read:
+    with stored_reader(local_folder(model.source, model.revision), skeleton, new, random) as read:
         yield read
 
 
@@ -111,14 +115,8 @@ def _skeleton(config: Any) -> Any:
 
 
 def _checkpointing_arguments(activation_checkpointing: str) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"use_reentrant": False}
-    if activation_checkpointing == "selective":
-        arguments["context_fn"] = _keep_attention
-    return arguments
-
-
-def _keep_attention() -> Any:
-    """Keep what attention computed and recompute the rest of the block (torchtitan's choice)."""
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-    return create_selective_checkpoint_contexts(attention.kept_operators())
+    """Selective: keep what attention computed, recompute the rest of a block (as torchtitan)."""
+    if activation_checkpointing == "full":
+        return {"use_reentrant": False}
+    keep_attention = partial(create_selective_checkpoint_contexts, attention.kept_operators())
+    return {"use_reentrant": False, "context_fn": keep_attention}

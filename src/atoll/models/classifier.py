@@ -50,9 +50,11 @@ class Classifier(nn.Module):
         output = backbone_output(backbone, self, batch, dtype, more)
         head = self.hf.get_submodule(head_name(family))
         if family in POOLED:
-            return _tensor(head(self.hf.dropout(output.pooler_output)))
-        hidden_BTD, last_B = output.last_hidden_state, _last_tokens(batch.positions_BT)
-        return _tensor(head(hidden_BTD[torch.arange(len(last_B)), last_B]))
+            features_BD = self.hf.dropout(output.pooler_output)
+        else:
+            last_B = _last_tokens(batch.positions_BT)
+            features_BD = output.last_hidden_state[torch.arange(len(last_B)), last_B]
+        return torch.as_tensor(head(features_BD))
 
 
 def head_name(family: str) -> str:
@@ -76,10 +78,5 @@ def _text_numbers(tokens_BT: Tensor, separator_id: int | None) -> Tensor:
 def _last_tokens(positions_BT: Tensor) -> Tensor:
     """The place of each sample's last token: before the padding, whose positions start anew."""
     starts = positions_BT[:, 1:] == 0
-    whole = torch.full_like(positions_BT[:, 0], positions_BT.shape[1] - 1)
-    return torch.where(starts.any(1), starts.int().argmax(1), whole)
-
-
-def _tensor(x: Any) -> Tensor:
-    assert isinstance(x, Tensor)
-    return x
+    end_B = torch.full_like(positions_BT[:, 0], positions_BT.shape[1] - 1)
+    return torch.where(starts.any(1), starts.int().argmax(1), end_B)

@@ -3,7 +3,6 @@
 import json
 import pickle
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def convert_pickles(folder: Path) -> None:
         return
     indices = list(folder.glob("pytorch_model*.index.json"))
     expected = {name for path in indices for name in json.loads(path.read_text())["weight_map"]}
-    files: list[Iterable[str]] = []
+    files: list[list[str]] = []
     written: set[str] = set()
     for number, pickled in enumerate(pickles):
         tensors, tied = _untied(read_pickle(pickled))
@@ -133,7 +132,7 @@ def convert_llama(folder: Path, into: Path) -> None:
     _check_llama_names(folder, shards[0], layers)
     config = _llama_config(params, shards)
     into.mkdir(parents=True, exist_ok=True)
-    files: list[Iterable[str]] = []
+    files: list[list[str]] = []
     for number in range(layers + 1):
         tensors = _llama_tensors(shards, config, None if number == layers else number)
         write_tensors(into / file_name(number, layers + 1), tensors)

@@ -56,8 +56,9 @@ class _Chunked(torch.autograd.Function):
             loss -= (logp_CV.gather(1, targets_C1) * counted_C1).sum()
             if grad_hidden is None or grad_weight is None:
                 continue
-            grad_CV = _minus_one_at(logp_CV.exp_(), targets_C1).to(weight_VD.dtype)
-            # ignored rows are zeroed in the narrow factors, which spares a pass over C x V
+            minus_C1 = logp_CV.new_full(targets_C1.shape, -1.0)
+            grad_CV = logp_CV.exp_().scatter_add_(1, targets_C1, minus_C1).to(weight_VD.dtype)
+            # ignored rows are zeroed in the thin factors, which spares a pass over C x V
             torch.mm(grad_CV, weight_VD, out=grad_hidden[rows])
             grad_hidden[rows] *= counted_C1
             _add_product(grad_weight, grad_CV.T, hidden_ND[rows] * counted_C1)
@@ -76,11 +77,6 @@ class _Chunked(torch.autograd.Function):
         ]
         ctx.grads = ()
         return (*grads, None, None)
-
-
-def _minus_one_at(probabilities_CV: Tensor, targets_C1: Tensor) -> Tensor:
-    ones_C1 = probabilities_CV.new_full(targets_C1.shape, -1.0)
-    return probabilities_CV.scatter_add_(1, targets_C1, ones_C1)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

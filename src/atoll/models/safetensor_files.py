@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -78,7 +77,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     run_dir.sync_folder(path.parent)
 
 
-def write_index(folder: Path, files: list[Iterable[str]], total_bytes: int | None = None) -> None:
+def write_index(folder: Path, files: list[list[str]], total_bytes: int | None = None) -> None:
     """Which of the files holds which tensor; nothing where there is one file."""
     if len(files) == 1:
         return

@@ -30,7 +30,7 @@ def from_folder(folder: Path) -> TextGenerator:
     if adapter.is_file():
         from peft import PeftModel
 
-        home = _home_of(adapter)
+        home = _base_model_folder(adapter)
         model: Any = AutoModelForCausalLM.from_pretrained(home, dtype="auto")
         model = PeftModel.from_pretrained(model, str(folder))
         # in an export of ours the tokenizer stands beside the merged model, one folder up
@@ -43,12 +43,14 @@ def from_folder(folder: Path) -> TextGenerator:
     return TextGenerator(model.eval().to(device), AutoTokenizer.from_pretrained(home))
 
 
-def continue_text(speaker: TextGenerator, prompt: str, settings: Generation, streamer: Any) -> str:
+def continue_text(
+    generator: TextGenerator, prompt: str, settings: Generation, streamer: Any
+) -> str:
     """The prompt and its continuation; to the streamer as it comes, where there is one.
 
     Raises `UserError` for a prompt that the tokenizer cannot spell or that leaves no room.
     """
-    model, tokenizer = speaker
+    model, tokenizer = generator
     try:
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     except Exception as error:  # the library raises bare Exceptions
@@ -75,7 +77,7 @@ def continue_text(speaker: TextGenerator, prompt: str, settings: Generation, str
     return str(tokenizer.decode(tokens_BT[0], skip_special_tokens=True))
 
 
-def _home_of(adapter: Path) -> Path:
+def _base_model_folder(adapter: Path) -> Path:
     """The folder of the model that an adapter belongs to."""
     name = json.loads(adapter.read_text()).get("base_model_name_or_path") or ""
     beside = (adapter.parent / name).resolve() if name else adapter.parent

@@ -8,6 +8,7 @@ import copy
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,12 @@ ReadTensor = Callable[[str, Slices], Tensor]
 
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Give every meta parameter and buffer memory on `device`, keeping tied weights tied."""
-    made: dict[int, Tensor] = {}
+    placed: dict[int, Tensor] = {}
 
     def real(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
-            return tensor  # it was read and narrowed on the way
-        return made.setdefault(id(tensor), torch.empty_like(tensor, device=device))
+            return tensor  # it was read and quantised already
+        return placed.setdefault(id(tensor), torch.empty_like(tensor, device=device))
 
     tied = _tied_names(model)
     model._apply(real)
@@ -54,7 +55,7 @@ def fill(model: nn.Module, read: ReadTensor) -> None:
 
 @torch.no_grad()
 def fill_buffers(hf: Any) -> None:
-    """Recompute what no file stores: rotary frequencies, position indices."""
+    """Compute what no file stores: rotary frequencies, position indices."""
     for module in hf.modules():
         owns_buffers = any(True for _ in module.buffers(recurse=False))
         if owns_buffers and not any(True for _ in module.parameters(recurse=False)):
@@ -66,25 +67,21 @@ def random_reader(skeleton: Any, parts: Parts, seed: int) -> ReadTensor:
 
     Each block (or each module outside the blocks) is drawn from a seed of its own name.
     """
-    kept: dict[str, dict[str, Tensor]] = {}
 
-    def read(name: str, slices: Slices) -> Tensor:
-        unit = _unit_of(name, parts.blocks)
-        if unit not in kept:
-            kept.clear()
-            kept[unit] = _drawn(skeleton, unit, seed)
-        return kept[unit][name][slices]
+    @lru_cache(maxsize=1)
+    def drawn(unit: str) -> dict[str, Tensor]:
+        return _drawn(skeleton, unit, seed)
 
-    return read
+    return lambda name, slices: drawn(_unit_of(name, parts.blocks))[name][slices]
 
 
 @contextmanager
 def stored_reader(
-    folder: Path, hf: Any, new: str | None = None, made: ReadTensor | None = None
+    folder: Path, hf: Any, new: str | None = None, random: ReadTensor | None = None
 ) -> Iterator[ReadTensor]:
     """Slices read straight from safetensors files; names of older files are understood.
 
-    The weights of module `new` are `made` where the files have none.
+    The weights of module `new` are `random` ones where the files have none.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -94,8 +91,8 @@ def stored_reader(
 
         def read(name: str, slices: Slices) -> Tensor:
             is_new = new is not None and name.startswith(new + ".")
-            if is_new and made is not None and not files.keys() & set(_candidates(name, hf)):
-                return made(name, slices)
+            if is_new and random is not None and not files.keys() & set(_candidates(name, hf)):
+                return random(name, slices)
             stored = _stored_name(name, files, hf, folder)
             path = files[stored]
             try:
@@ -142,8 +139,8 @@ def _drawn(skeleton: Any, unit: str, seed: int) -> dict[str, Tensor]:
         torch.manual_seed(zlib.crc32(f"{seed}:{unit}".encode()))
         module.apply(skeleton._init_weights)
     drawn = {f"{unit}.{name}": parameter.data for name, parameter in module.named_parameters()}
-    left = [name for name, tensor in drawn.items() if not tensor.isfinite().all()]
-    assert not left, f"transformers initialises no value for {left}"
+    missing = [name for name, tensor in drawn.items() if not tensor.isfinite().all()]
+    assert not missing, f"transformers initialises no value for {missing}"
     return drawn
 
 
@@ -163,10 +160,10 @@ def _candidates(name: str, hf: Any) -> Iterator[str]:
     tied: dict[str, str] = getattr(hf, "all_tied_weights_keys", None) or {}
     partners = [b for pair in tied.items() for a, b in (pair, pair[::-1]) if a == name]
     prefix = hf.base_model_prefix + "."
-    for one in (name, *partners):
-        for spelt in (one, one.removeprefix(prefix), prefix + one):
-            yield spelt
-            yield spelt.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+    for own in (name, *partners):
+        for candidate in (own, own.removeprefix(prefix), prefix + own):
+            yield candidate
+            yield candidate.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
                 "LayerNorm.bias", "LayerNorm.beta"
             )
 

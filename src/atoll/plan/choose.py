@@ -8,11 +8,12 @@ from atoll.errors import UserError
 from atoll.plan.memory import Memory, memory_of
 from atoll.plan.shapes import Shape, check_architecture
 from atoll.plan.traffic import bytes_sent
-from atoll.settings import Run, Sharding, checked, dumped
+from atoll.settings import Run, checked, dumped
 
 # of a device's memory; the allocator, libraries and fragmentation take the rest
 USABLE = 0.92
-# Each is tried without activation checkpointing, then with it; of two that send the same, the first is taken.
+# Each is tried without activation checkpointing, then with it; of two that send the same, the
+# first is taken.
 ORDER: tuple[tuple[str, dict[str, Any]], ...] = (
     ("ddp", {}),
     ("shard_grad_op", {}),
@@ -49,9 +50,10 @@ def options(run: Run, shape: Shape, tree: Mapping[str, Mapping[str, Any]]) -> It
             sized = {axis: run.ranks_per_node if v == "node" else v for axis, v in changes.items()}
             if any(size is not True and size == 1 for size in sized.values()):
                 continue
-            values = dict(tree[name]) | sized
-            candidate = _with(run, values, checkpointing)
-            if candidate is None or not _divides(shape, candidate.sharding):
+            try:
+                candidate = _with(run, dict(tree[name]) | sized, checkpointing)
+                check_architecture(shape, candidate.sharding)
+            except UserError:  # the ranks or the model cannot be divided so
                 continue
             memory = memory_of(candidate, shape)
             overrides = [f"sharding={name}"]
@@ -78,7 +80,7 @@ def fits(run: Run, memory: Memory) -> bool | None:
 
 
 def choose(candidates: list[Option]) -> Option:
-    """Of those that fit: without offload and activation checkpointing if it can be, then what sends least.
+    """Of those that fit, what sends least; offload and activation checkpointing only if need be.
 
     Raises `UserError` if none does, with what is nearest to fitting.
     """
@@ -108,20 +110,9 @@ def _cost(option: Option) -> tuple[bool, int, float]:
     return option.memory.host > 0, checkpointing, sum(option.sent.values())
 
 
-def _with(run: Run, sharding: dict[str, Any], activation_checkpointing: str) -> Run | None:
-    """The same run so spread; None where sizes do not multiply."""
+def _with(run: Run, sharding: dict[str, Any], activation_checkpointing: str) -> Run:
+    """The same run so spread; `UserError` where sizes do not multiply."""
     values = dumped(run)
     values["sharding"] = sharding
     values["training"]["activation_checkpointing"] = activation_checkpointing
-    try:
-        return checked(values)
-    except UserError:
-        return None
-
-
-def _divides(shape: Shape, sharding: Sharding) -> bool:
-    try:
-        check_architecture(shape, sharding)
-    except UserError:
-        return False
-    return True
+    return checked(values)

@@ -16,26 +16,18 @@ def bytes_sent(run: Run, shape: Shape) -> dict[str, float]:
     if run.world_size == 1:
         return {}
     sent = {}
-    if sharding.exchange is not None:
-        sent["gradients"] = BY_HAND[sharding.exchange](run.world_size) * FP32 * shape.parameters
-    elif "fsdp" in sharding.layouts:
+    if "fsdp" in sharding.layouts:
         sent |= _sharded(run, shape)
     else:
-        exchanges = run.microbatches if sharding.sync_every_microbatch else 1
+        # by hand once in a step; all to the first rank and the mean back is as much, on average
+        often = sharding.sync_every_microbatch and sharding.exchange is None
+        exchanges = run.microbatches if often else 1
         sent["gradients"] = 2 * ring(run.world_size) * FP32 * shape.parameters * exchanges
     return sent | _within_samples(run, shape)
 
 
 def ring(ranks: int) -> float:
     return (ranks - 1) / ranks
-
-
-# Of a rank, on average, for each byte of the gradients: all but the first send theirs to it, and
-# it sends the mean to all of them.
-BY_HAND = {
-    "all_reduce": lambda ranks: 2 * ring(ranks),
-    "gather_scatter": lambda ranks: 2 * ring(ranks),
-}
 
 
 def _sharded(run: Run, shape: Shape) -> dict[str, float]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn.functional import all_to_all_single
 
 from atoll.sharding.mesh import Meshes
 
@@ -40,7 +40,7 @@ class HeadsForTokens:
         """[B, H, T/c, D] -> [B, H/c, T, D]"""
         batch, heads, tokens, width = x_BHTD.shape
         x = x_BHTD.view(batch, self.size, heads // self.size, tokens, width)
-        x = _AllToAll.apply(x.transpose(0, 1).contiguous(), self.group)
+        x = self._all_to_all(x.transpose(0, 1).contiguous())
         # the first axis now tells whose tokens they are
         return x.permute(1, 2, 0, 3, 4).reshape(batch, heads // self.size, -1, width)
 
@@ -48,24 +48,14 @@ class HeadsForTokens:
         """[B, T, H/c, D] -> [B, T/c, H, D]"""
         batch, tokens, heads, width = x_BTHD.shape
         x = x_BTHD.reshape(batch, self.size, tokens // self.size, heads, width)
-        x = _AllToAll.apply(x.transpose(0, 1).contiguous(), self.group)
+        x = self._all_to_all(x.transpose(0, 1).contiguous())
         # the first axis now tells whose heads they are
         return x.permute(1, 2, 0, 3, 4).reshape(batch, tokens // self.size, -1, width)
 
-
-class _AllToAll(torch.autograd.Function):
-    """Send part i of the first axis to rank i; the gradients go the same way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(x)
-        dist.all_to_all_single(received, x, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _AllToAll.apply(grads[0].contiguous(), ctx.group), None
+    def _all_to_all(self, x: Tensor) -> Tensor:
+        """Send part i of the first axis to rank i; the gradients go the same way back."""
+        received: Any = all_to_all_single(torch.empty_like(x), x, group=self.group)
+        return torch.as_tensor(received)
 
 
 def split_tokens(model: Any, meshes: Meshes) -> None:

@@ -7,7 +7,7 @@ are those of every other strategy and a run may go on with another one.
 import importlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ def set_state(engine: Any, state: dict[str, Tensor]) -> None:
         for moment in MOMENTS:
             safe_set_full_optimizer_state(parameter, state[f"optimizer/{name}/{moment}"], moment)
     count = state[f"optimizer/{name}/step"]
-    for inner in _inner_states(engine):
+    for inner in engine.optimizer.optimizer.state.values():  # of the torch optimizer inside
         inner["step"] = count.clone()
     engine.global_steps = int(count)
 
@@ -130,11 +130,6 @@ def whole_parameters(engine: Any) -> dict[str, Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param
 
     return {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
-
-
-def _inner_states(engine: Any) -> Iterator[dict[str, Any]]:
-    """The states of the torch optimizer inside."""
-    yield from engine.optimizer.optimizer.state.values()
 
 
 def _make_state(outer: Any) -> None:

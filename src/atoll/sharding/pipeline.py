@@ -78,11 +78,11 @@ class Stages:
                 _put(model.hf, name, module)
 
 
-def split_layers(model: Any, meshes: Meshes, stages_per_rank: int) -> Any:
+def split_layers(model: Any, meshes: Meshes, stages_per_rank: int) -> None:
     """Leave this rank its stages: near equal numbers of blocks, the entrance, the exit."""
     axes = meshes.axes
     if axes.pipeline == 1:
-        return model
+        return
     rank, size = axes.stage(meshes.rank), model.hf.config.hidden_size
     stages = Stages(rank, axes.pipeline, stages_per_rank, meshes.pipeline, size)
     blocks = len(blocks_of(model.hf, model.parts))
@@ -94,7 +94,6 @@ def split_layers(model: Any, meshes: Meshes, stages_per_rank: int) -> Any:
         others = [n for n, owner in owners.items() if owner in stages.own and owner != stage]
         stages.placeholders[stage] = {name: _placeholder(model, name) for name in others}
     model.stages = stages
-    return model
 
 
 def schedule_1f1b(stages: Stages, microbatches: int) -> list[Action]:

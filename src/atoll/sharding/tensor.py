@@ -4,7 +4,6 @@ Between attention and MLP each rank holds its part of the tokens; inside, all to
 the heads or of the intermediate width.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -39,73 +38,48 @@ class AllTokens(ParallelStyle):
         return module
 
 
-def columns() -> ParallelStyle:
-    return ColwiseParallel()
-
-
-def columns_of_all(dim: int) -> ParallelStyle:
-    """Columns, of tokens that the ranks gather first."""
-    return ColwiseParallel(input_layouts=Shard(dim))
-
-
-def rows(dim: int = 1) -> ParallelStyle:
-    """Rows; each rank keeps the sum for its own tokens, which are axis `dim`."""
-    return RowwiseParallel(output_layouts=Shard(dim))
-
-
-def norm(dim: int = 1) -> ParallelStyle:
-    return SequenceParallel(sequence_dim=dim, use_local_output=True)
-
-
-def _llama() -> dict[str, ParallelStyle]:
-    return {
-        "input_layernorm": norm(),
+COLUMNS = ColwiseParallel()
+# A sum that each rank keeps for its own tokens.
+ROWS = RowwiseParallel(output_layouts=Shard(1))
+NORM = SequenceParallel(use_local_output=True)
+PLANS: dict[str, dict[str, ParallelStyle]] = {
+    "llama": {
+        "input_layernorm": NORM,
         "self_attn": AllTokens(),
-        "self_attn.q_proj": columns(),
-        "self_attn.k_proj": columns(),
-        "self_attn.v_proj": columns(),
-        "self_attn.o_proj": rows(),
-        "post_attention_layernorm": norm(),
+        "self_attn.q_proj": COLUMNS,
+        "self_attn.k_proj": COLUMNS,
+        "self_attn.v_proj": COLUMNS,
+        "self_attn.o_proj": ROWS,
+        "post_attention_layernorm": NORM,
         "mlp": AllTokens(),
-        "mlp.gate_proj": columns(),
-        "mlp.up_proj": columns(),
-        "mlp.down_proj": rows(),
-    }
-
-
-def _opt() -> dict[str, ParallelStyle]:
-    # its MLP sees samples and tokens as one axis
-    return {
-        "self_attn_layer_norm": norm(),
+        "mlp.gate_proj": COLUMNS,
+        "mlp.up_proj": COLUMNS,
+        "mlp.down_proj": ROWS,
+    },
+    "opt": {
+        "self_attn_layer_norm": NORM,
         "self_attn": AllTokens(),
-        "self_attn.q_proj": columns(),
-        "self_attn.k_proj": columns(),
-        "self_attn.v_proj": columns(),
-        "self_attn.out_proj": rows(),
-        "final_layer_norm": norm(0),
-        "fc1": columns_of_all(0),
-        "fc2": rows(0),
-    }
-
-
-def _bert() -> dict[str, ParallelStyle]:
-    return {
+        "self_attn.q_proj": COLUMNS,
+        "self_attn.k_proj": COLUMNS,
+        "self_attn.v_proj": COLUMNS,
+        "self_attn.out_proj": ROWS,
+        # its MLP sees samples and tokens as one axis
+        "final_layer_norm": SequenceParallel(sequence_dim=0, use_local_output=True),
+        "fc1": ColwiseParallel(input_layouts=Shard(0)),
+        "fc2": RowwiseParallel(output_layouts=Shard(0)),
+    },
+    "bert": {
         "attention.self": AllTokens(),
-        "attention.self.query": columns(),
-        "attention.self.key": columns(),
-        "attention.self.value": columns(),
-        "attention.output.dense": rows(),
-        "attention.output.LayerNorm": norm(),
-        "intermediate.dense": columns_of_all(1),
-        "output.dense": rows(),
-        "output.LayerNorm": norm(),
-    }
-
-
-PLANS: dict[str, Callable[[], dict[str, ParallelStyle]]] = {
-    "llama": _llama,
-    "opt": _opt,
-    "bert": _bert,
+        "attention.self.query": COLUMNS,
+        "attention.self.key": COLUMNS,
+        "attention.self.value": COLUMNS,
+        "attention.output.dense": ROWS,
+        "attention.output.LayerNorm": NORM,
+        # of tokens that the ranks gather first
+        "intermediate.dense": ColwiseParallel(input_layouts=Shard(1)),
+        "output.dense": ROWS,
+        "output.LayerNorm": NORM,
+    },
 }
 
 
@@ -113,15 +87,14 @@ PLANS: dict[str, Callable[[], dict[str, ParallelStyle]]] = {
 COUNTS_HEADS = {"opt": "self_attn"}
 
 
-def split_matrices(model: Any, meshes: Meshes) -> Any:
+def split_matrices(model: Any, meshes: Meshes) -> None:
     """Divide the matrices of each block among the tensor ranks; what is not in a block stays."""
     if meshes.tensor is None:
-        return model
+        return
     family = model.hf.config.model_type
     for block in blocks_of(model.hf, model.parts):
         if any(True for _ in block.parameters()):
-            parallelize_module(block, meshes.tensor, PLANS[family]())
+            parallelize_module(block, meshes.tensor, PLANS[family])
             if family in COUNTS_HEADS:
                 attention: Any = block.get_submodule(COUNTS_HEADS[family])
                 attention.num_heads //= meshes.axes.tensor
-    return model
