@@ -174,6 +174,29 @@ def test_a_kill_at_any_moment_leaves_whole_files_and_is_taken_up_again(tmp_path:
     assert all(path.stat().st_ino == inode for path, inode in finished.items())
 
 
+@pytest.mark.parametrize("records", [0, 3])
+def test_an_interrupt_ends_every_process_and_is_taken_up_again(
+    tmp_path: Path, records: int
+) -> None:
+    """Ctrl-C while the tokenizer is made, or the shards."""
+    write_lines(tmp_path / "text.txt", 400)
+    run = run_on_lines(tmp_path, documents_per_shard=5, workers=2)
+    folder = run_dir.prepared(run)
+    process = start_preparing(run, tmp_path)
+    while not (
+        len(list(folder.glob("train/*.json"))) >= records if records else children_of(process.pid)
+    ):
+        assert process.poll() is None, "it ended before it could be interrupted"
+        time.sleep(0.001)
+    descendants = children_of(process.pid)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) != 0
+    wait_until_gone(descendants)
+    assert not shards.manifest_file(folder).exists()
+    prepare(run, quiet)
+    open_prepared(run, verify=True)
+
+
 def test_two_at_once_do_the_work_once(tmp_path: Path) -> None:
     write_lines(tmp_path / "text.txt", 60)
     run = run_on_lines(tmp_path)

@@ -122,7 +122,7 @@ def read_csv(part: Part, span: Span) -> Columns:
     """The fields of each record; blank lines between records are none."""
     records = filter(None, _csv_reader(io.StringIO(_text(part, span), "\n"), part.format))
     rows = list(records)[span.first == 0 :]
-    columns = _csv_columns(part.path, part.format)
+    columns = _kept_csv_columns(part.path, part.format)
     return [[row[columns.index(field)] for row in rows] for field in part.fields]
 
 
@@ -172,8 +172,10 @@ def _csv_reader(lines: Iterator[str], format: str) -> Any:
     return csv.reader(lines, delimiter=DELIMITERS[format], strict=True)
 
 
-@lru_cache(maxsize=64)
 def _csv_columns(path: Path, format: str) -> list[str]:
     with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
         columns: list[str] = next(_csv_reader(file, format), [])
     return columns
+
+
+_kept_csv_columns = lru_cache(maxsize=64)(_csv_columns)
