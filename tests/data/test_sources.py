@@ -282,7 +282,7 @@ def test_records_of_csv_and_tsv_may_hold_lines_quotes_and_delimiters(
 
 def test_a_header_may_be_the_text_and_the_last_record_needs_no_line_end(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    path.write_text('text\none\n\n"two"\n5" pipes')
+    path.write_text('\ntext\none\n\n"two"\n5" pipes')
     assert documents(corpus.train_corpus(settings(tmp_path, files=[str(path)]))) == [
         "one",
         "two",
@@ -296,6 +296,7 @@ def test_a_header_may_be_the_text_and_the_last_record_needs_no_line_end(tmp_path
         ('text,n\n"two\nlines",1\nx\n', r"rows\.csv:4: not csv: 1 fields where the header has 2"),
         ('text,n\nx,1\n"y"z,2\n', r"rows\.csv:3: not csv: ',' expected after '\"'"),
         ('text,n\nx,1\n"never closed,2\n', r"rows\.csv:3: not csv: unexpected end of data"),
+        ('"text,n\nx,1\n', r"rows\.csv:1: not csv: unexpected end of data"),
         ("title,n\nx,1\n", r"rows\.csv has no column 'text'; its columns are: title, n"),
     ],
 )

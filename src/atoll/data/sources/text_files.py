@@ -66,11 +66,11 @@ def record_ends(part: Part) -> Ends:
             size += len(line)
             yield line.decode("latin-1")  # only the places of ASCII characters matter here
 
-    columns = _csv_columns(part.path, part.format)
-    refuse_missing_columns(part.path, columns, part.fields)
     with part.path.open("rb") as file:
         records = _csv_reader(lines(), part.format)
         try:
+            columns = _csv_columns(part.path, part.format)
+            refuse_missing_columns(part.path, columns, part.fields)
             for record in records:
                 if record and len(record) != len(columns):
                     raise csv.Error(f"{len(record)} fields where the header has {len(columns)}")
@@ -78,7 +78,7 @@ def record_ends(part: Part) -> Ends:
                     ends.append(size)
         except csv.Error as error:
             raise UserError(
-                f"{part.path}:{records.line_num}: not {part.format}: {error}",
+                f"{part.path}:{max(1, records.line_num)}: not {part.format}: {error}",
                 "fix the record: a field that holds a quote, a line end or the delimiter stands in "
                 'quotes, and a quote in it is written twice ("")',
             ) from None
@@ -174,7 +174,7 @@ def _csv_reader(lines: Iterator[str], format: str) -> Any:
 
 def _csv_columns(path: Path, format: str) -> list[str]:
     with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
-        columns: list[str] = next(_csv_reader(file, format), [])
+        columns: list[str] = next(filter(None, _csv_reader(file, format)), [])
     return columns
 
 
