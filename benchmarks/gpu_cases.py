@@ -119,7 +119,7 @@ def write_tokens(run: Any, case: Case) -> None:
 
     folder = run_dir.prepared(run)
     run_dir.write_whole(shards.tokenizer_folder(folder) / "tokenizer.json", TOKENIZER)
-    plan = shards.Plan(
+    plan = shards.TokenPlan(
         format_version=shards.FORMAT_VERSION,
         settings_digest=run_dir.prepared_digest(run),
         input_fingerprints={},
@@ -132,17 +132,17 @@ def write_tokens(run: Any, case: Case) -> None:
     )
     train = write_shard(folder, "train", case, case.microbatch * case.steps)
     validation = write_shard(folder, "validation", case, case.microbatch)
-    manifest = shards.Manifest(**plan.model_dump(), train=[train], validation=[validation])
+    manifest = shards.TokenManifest(**plan.model_dump(), train=[train], validation=[validation])
     shards.write_manifest(folder, manifest)
 
 
 def write_shard(folder: Path, split: Any, case: Case, samples: int) -> Any:
     import numpy as np
 
-    from atoll.data.shards import ShardWriter
+    from atoll.data.shards import ShardWriter, TokenBlock
 
     random = np.random.default_rng(len(split))
     tokens = random.integers(0, case.vocabulary, samples * case.tokens, dtype=np.uint32)
     with ShardWriter(folder, split, 0, "uint32") as writer:
-        writer.add(tokens.tobytes(), np.full(samples, case.tokens, np.int64), 0)
+        writer.add(TokenBlock(tokens.tobytes(), np.full(samples, case.tokens, np.int64), 0))
         return writer.finish()

@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
 import pytest
 from data_runs import make_run
 
@@ -55,6 +58,50 @@ def test_rows_keep_their_labels_and_their_cut(tmp_path: Path) -> None:
     assert int(samples.useful(np.arange(4))[2]) == 32, "two long texts are cut together"
     first = batch.tokens_BT[2].tolist()
     assert first.count(manifest.end_id) == 2 and first[-1] == manifest.end_id
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "arrow"])
+def test_columns_of_other_files_give_the_same_rows(tmp_path: Path, suffix: str) -> None:
+    run = labelled(tmp_path, rows_file(tmp_path))
+    expected = open_samples(run.data, prepare(run, lambda line: None), "train").batch(np.arange(4))
+    rows = [row | {"label": int(row["label"] in (1, "no"))} for row in ROWS]
+    table = pa.Table.from_pylist(rows)
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "csv":
+        pyarrow.csv.write_csv(table, path)
+    elif suffix == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    # the same tokenizer: training one takes ties in any order
+    given = {"kind": "wordpiece", "path": str(run_dir.prepared(run) / "tokenizer")}
+    other = labelled(tmp_path, path)
+    other = other.model_copy(update={"tokenizer": other.tokenizer.model_copy(update=given)})
+    batch = open_samples(other.data, prepare(other, lambda line: None), "train").batch(np.arange(4))
+    assert batch.classes_B is not None and expected.classes_B is not None
+    assert batch.classes_B.tolist() == expected.classes_B.tolist()
+    assert batch.tokens_BT.tolist() == expected.tokens_BT.tolist()
+
+
+@pytest.mark.parametrize("label", ["2", "-1", "maybe", "0.5", ""])
+def test_bad_labels_of_a_csv_file_are_named(tmp_path: Path, label: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"first,second,label\na,b,yes\nc,d,{label}\n")
+    run = labelled(tmp_path, path)
+    with pytest.raises(UserError, match=f"row 1 has the label '{label}'; labels are 0 to 1"):
+        prepare(run, lambda line: None)
+
+
+def test_scores_of_a_csv_file_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("first,second,label\na,b,0.5\nc,d,2\n")
+    classes = CLASSES | {"labels": [], "metrics": ["pearson"]}
+    run = labelled(tmp_path, path, classes=classes)
+    (tmp_path / "held_out.jsonl").write_text(json.dumps(ROWS[0] | {"label": 1.5}) + "\n")
+    folder = prepare(run, lambda line: None)
+    found = open_samples(run.data, folder, "train").batch(np.arange(2)).classes_B
+    assert found is not None and found.tolist() == [0.5, 2.0]
 
 
 @pytest.mark.parametrize(

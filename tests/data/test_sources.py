@@ -1,5 +1,6 @@
 """Documents from every kind of source, cut into blocks that depend on the text alone."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -261,3 +262,90 @@ def test_splits_belong_to_the_hub(tmp_path: Path) -> None:
     data = settings(tmp_path, source="python_stdlib", validation={"split": "test"})
     with pytest.raises(UserError, match=r"data\.source is python_stdlib"):
         corpus.validation_corpus(data)
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize(("suffix", "delimiter"), [("csv", ","), ("tsv", "\t")])
+def test_records_of_csv_and_tsv_may_hold_lines_quotes_and_delimiters(
+    tmp_path: Path, suffix: str, delimiter: str, ending: str
+) -> None:
+    texts = ["plain", 'a "word", or\ttwo', f"two{ending}lines{ending}{ending}and more", "", "zwölf"]
+    texts += [f"row {n}" for n in range(40)]
+    path = tmp_path / f"rows.{suffix}"
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.writer(file, delimiter=delimiter, lineterminator=ending)
+        writer.writerow(["n", "text"])
+        writer.writerows([[str(n), text] for n, text in enumerate(texts)])
+        file.write(ending)
+    text = corpus.train_corpus(settings(tmp_path, files=[str(path)]))
+    assert documents(text) == texts
+    assert documents(text, documents_per_shard=2) == texts
+
+
+def test_a_header_may_be_the_text_and_the_last_record_needs_no_line_end(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('\ntext\none\n\n"two"\n5" pipes')
+    assert documents(corpus.train_corpus(settings(tmp_path, files=[str(path)]))) == [
+        "one",
+        "two",
+        '5" pipes',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ('text,n\n"two\nlines",1\nx\n', r"rows\.csv:4: not csv: 1 fields where the header has 2"),
+        ('text,n\nx,1\n"y"z,2\n', r"rows\.csv:3: not csv: ',' expected after '\"'"),
+        ('text,n\nx,1\n"never closed,2\n', r"rows\.csv:3: not csv: unexpected end of data"),
+        ('"text,n\nx,1\n', r"rows\.csv:1: not csv: unexpected end of data"),
+        ("title,n\nx,1\n", r"rows\.csv has no column 'text'; its columns are: title, n"),
+    ],
+)
+def test_a_malformed_record_is_named(tmp_path: Path, rows: str, found: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(rows)
+    text = corpus.train_corpus(settings(tmp_path, files=[str(path)]))
+    with pytest.raises(UserError, match=found):
+        documents(text)
+
+
+def test_csv_in_another_encoding_is_named_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "latin.csv"
+    path.write_bytes("text\nplain\ncafé\n".encode("latin-1"))
+    text = corpus.train_corpus(settings(tmp_path, files=[str(path)]))
+    with pytest.raises(UserError, match=r"latin\.csv is not UTF-8: byte 0xe9 at offset 14"):
+        documents(text)
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_arrow_files_are_read_in_both_forms(tmp_path: Path, kind: str) -> None:
+    texts = [None, *(f"row {n}" for n in range(1, 30))]
+    table = pa.table({"n": list(range(30)), "body": texts})
+    make = {"file": pa.ipc.new_file, "stream": pa.ipc.new_stream}[kind]
+    path = tmp_path / "rows.arrow"
+    with make(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    data = settings(tmp_path, files=[str(path)], text_field="body")
+    text = corpus.train_corpus(data)
+    expected = ["", *(f"row {n}" for n in range(1, 30))]
+    assert documents(text) == expected
+    assert documents(text, documents_per_shard=4) == expected
+    for field, found in (("text", "no column 'text'; its columns are: n, body"), ("n", "int64")):
+        data = settings(tmp_path, files=[str(path)], text_field=field)
+        with pytest.raises(UserError, match=found):
+            documents(corpus.train_corpus(data))
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(UserError, match=r"rows\.arrow cannot be read as arrow"):
+        documents(corpus.train_corpus(settings(tmp_path, files=[str(path)], text_field="body")))
+
+
+def test_parquet_is_read_across_row_groups_that_may_be_empty(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    table = pa.table({"text": [f"row {n}" for n in range(10)]})
+    with pq.ParquetWriter(path, table.schema) as writer:
+        for piece in (table[:3], table[3:3], table[3:9], table[9:]):
+            writer.write_table(piece)
+    text = corpus.train_corpus(settings(tmp_path, files=[str(path)]))
+    for documents_per_shard in (2, 4, 100):
+        assert documents(text, documents_per_shard) == [f"row {n}" for n in range(10)]

@@ -69,7 +69,8 @@ def test_shards_hold_the_documents_in_the_layout_of_datatrove(tmp_path: Path) ->
     assert 5 < len(found["validation"]) < 40
     assert found["train"] == [text for text in expected if text in set(found["train"])]
     assert manifest.vocabulary_tokens == len(tokenizer) == 300
-    assert 256 < manifest.largest_token < 300
+    largest = max(shard.largest_token for s in shards.SPLITS for shard in manifest.shards(s))
+    assert 256 < largest < 300
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(
@@ -172,6 +173,29 @@ def test_a_kill_at_any_moment_leaves_whole_files_and_is_taken_up_again(tmp_path:
     prepare(run, quiet)
     assert content(folder) == expected
     assert all(path.stat().st_ino == inode for path, inode in finished.items())
+
+
+@pytest.mark.parametrize("records", [0, 3])
+def test_an_interrupt_ends_every_process_and_is_taken_up_again(
+    tmp_path: Path, records: int
+) -> None:
+    """Ctrl-C while the tokenizer is made, or the shards."""
+    write_lines(tmp_path / "text.txt", 400)
+    run = run_on_lines(tmp_path, documents_per_shard=5, workers=2)
+    folder = run_dir.prepared(run)
+    process = start_preparing(run, tmp_path)
+    while not (
+        len(list(folder.glob("train/*.json"))) >= records if records else children_of(process.pid)
+    ):
+        assert process.poll() is None, "it ended before it could be interrupted"
+        time.sleep(0.001)
+    descendants = children_of(process.pid)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) != 0
+    wait_until_gone(descendants)
+    assert not shards.manifest_file(folder).exists()
+    prepare(run, quiet)
+    open_prepared(run, verify=True)
 
 
 def test_two_at_once_do_the_work_once(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ def mixed(values: U64) -> U64:
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    scrambled: U64 = z ^ (z >> np.uint64(31))
-    return scrambled
+    return np.asarray(z ^ (z >> np.uint64(31)))
 
 
 def keyed(seed: int, *words: U64) -> U64:
@@ -29,5 +28,4 @@ def keyed(seed: int, *words: U64) -> U64:
 
 def fractions(hashes: U64) -> npt.NDArray[np.float64]:
     """Map hashes evenly to [0, 1)."""
-    even: npt.NDArray[np.float64] = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return even
+    return np.asarray((hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53)

@@ -1,8 +1,8 @@
-"""The endless order of samples: its state is one integer, and no rank holds a list.
+"""The endless order of samples, one permutation of them an epoch: its state is one integer.
 
-Epoch after epoch, each a permutation of the samples keyed by (seed, epoch). The permutation is a
-Feistel network with cycle walking (Black and Rogaway 2002, "Ciphers with arbitrary finite
-domains"), so any position is found without those before it.
+The permutation is keyed by (seed, epoch). It is a Feistel network with cycle walking (Black and
+Rogaway 2002, "Ciphers with arbitrary finite domains"), so any position is found without those
+before it, and with any version of numpy: a resumed run goes on with the samples it would have seen.
 """
 
 import numpy as np
@@ -38,5 +38,4 @@ def _feistel(seed: int, epochs: U64, values: U64, half_bits: np.uint64) -> U64:
     for number in range(ROUNDS):
         noise = keyed(seed, epochs, np.full_like(epochs, number), right)
         left, right = right, (left ^ noise) & mask
-    joined: U64 = (left << half_bits) | right
-    return joined
+    return np.asarray((left << half_bits) | right)

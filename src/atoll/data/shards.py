@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -85,10 +85,6 @@ class TokenManifest(TokenPlan):
 
     def blank(self, split: Split) -> int:
         return sum(shard.blank_documents for shard in self._all(split))
-
-    @property
-    def largest_token(self) -> int:
-        return max(shard.largest_token for split in SPLITS for shard in self.shards(split))
 
     def _all(self, split: Split) -> list[TokenShard]:
         return self.train if split == "train" else self.validation
@@ -172,9 +168,9 @@ class ShardWriter:
             os.fsync(self.file.fileno())
             self.file.close()
             self.partial.replace(self.path)
-            write_whole(self.path.with_name(self.path.name + ".index"), index)
+            write_whole(self.path.with_suffix(".ds.index"), index)
             human = f"../tokenizer|{self.dtype.itemsize}\n{tokens}\n{tokens / 1e6:.2f} MT"
-            write_whole(self.path.with_name(self.path.name + ".metadata"), human)
+            write_whole(self.path.with_suffix(".ds.metadata"), human)
             if labels is not None:
                 write_whole(self.path.with_suffix(".labels"), labels)
         shard = TokenShard(
@@ -353,5 +349,4 @@ def _size(path: Path) -> int | None:
 
 
 def _json(record: Record) -> str:
-    content: dict[str, Any] = record.model_dump(mode="json")
-    return json.dumps(content, indent=1, sort_keys=True) + "\n"
+    return json.dumps(record.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"

@@ -20,14 +20,7 @@ from atoll import run_dir
 from atoll.commands import VerbParser
 from atoll.data import encode, shards, vocabulary
 from atoll.data.encode import CorpusBlocks, SplitCorpus, WorkItem
-from atoll.data.shards import (
-    ShardWriter,
-    Split,
-    TokenBlock,
-    TokenManifest,
-    TokenPlan,
-    TokenShard,
-)
+from atoll.data.shards import ShardWriter, Split, TokenBlock, TokenManifest, TokenPlan, TokenShard
 from atoll.data.sources import blocks, corpus
 from atoll.data.sources.blocks import Block
 from atoll.data.workers import cores, ordered_map
@@ -126,13 +119,13 @@ def _sources(run: Run) -> list[SplitCorpus]:
 
 
 def _cut(run: Run, source: SplitCorpus) -> CorpusBlocks:
-    found = CorpusBlocks(source, list(blocks.blocks(source.corpus, run.data.documents_per_shard)))
-    if not found.blocks:
+    text = CorpusBlocks(source, list(blocks.blocks(source.corpus, run.data.documents_per_shard)))
+    if not text.blocks:
         raise UserError(
             f"no documents for {' and '.join(source.splits)}: the text is empty",
             "give data.files or data.hub that hold text",
         )
-    return found
+    return text
 
 
 def _refuse_empty_split(run: Run, corpora: list[CorpusBlocks]) -> None:
@@ -271,17 +264,17 @@ def _shard_of(pair: tuple[WorkItem, Any]) -> tuple[int, int]:
 
 def _finished(folder: Path, plan: TokenPlan, text: CorpusBlocks, split: Split) -> list[TokenShard]:
     numbers = range(text.shard_count)
-    found = (shards.finished_shard(folder, split, number, plan.dtype) for number in numbers)
-    return [shard for shard in found if shard is not None]
+    finished = (shards.finished_shard(folder, split, number, plan.dtype) for number in numbers)
+    return [shard for shard in finished if shard is not None]
 
 
 def _missing(folder: Path, plan: TokenPlan, text: CorpusBlocks) -> list[Block]:
-    finished = [
+    numbers = [
         {shard.number for shard in _finished(folder, plan, text, split)}
         for split in text.source.splits
     ]
-    whole = set.intersection(*finished)
-    return [block for block in text.blocks if block.shard not in whole]
+    finished = set.intersection(*numbers)
+    return [block for block in text.blocks if block.shard not in finished]
 
 
 def _write_shard(

@@ -57,7 +57,7 @@ def read_parquet(part: Part, span: Span) -> Columns:
 
 
 def read_arrow(part: Part, span: Span) -> Columns:
-    return _values(_arrow(part.path)[span.first : span.first + span.documents], part.fields)
+    return _values(_kept_arrow(part.path)[span.first : span.first + span.documents], part.fields)
 
 
 def read_hub(part: Part, span: Span) -> Columns:
@@ -123,7 +123,6 @@ def _row_group(path: Path, group: int, fields: tuple[str, ...]) -> Any:
         return file.read_row_group(group, columns=list(fields))
 
 
-@lru_cache(maxsize=64)
 def _arrow(path: Path) -> Any:
     """A memory-mapped table, of a file or, as `datasets` writes it, of a stream."""
     import pyarrow
@@ -132,3 +131,6 @@ def _arrow(path: Path) -> Any:
         return pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
     except pyarrow.ArrowInvalid:
         return pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+
+
+_kept_arrow = lru_cache(maxsize=64)(_arrow)

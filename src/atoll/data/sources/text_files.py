@@ -66,11 +66,11 @@ def record_ends(part: Part) -> Ends:
             size += len(line)
             yield line.decode("latin-1")  # only the places of ASCII characters matter here
 
-    columns = _csv_columns(part.path, part.format)
-    refuse_missing_columns(part.path, columns, part.fields)
     with part.path.open("rb") as file:
         records = _csv_reader(lines(), part.format)
         try:
+            columns = _csv_columns(part.path, part.format)
+            refuse_missing_columns(part.path, columns, part.fields)
             for record in records:
                 if record and len(record) != len(columns):
                     raise csv.Error(f"{len(record)} fields where the header has {len(columns)}")
@@ -78,7 +78,7 @@ def record_ends(part: Part) -> Ends:
                     ends.append(size)
         except csv.Error as error:
             raise UserError(
-                f"{part.path}:{records.line_num}: not {part.format}: {error}",
+                f"{part.path}:{max(1, records.line_num)}: not {part.format}: {error}",
                 "fix the record: a field that holds a quote, a line end or the delimiter stands in "
                 'quotes, and a quote in it is written twice ("")',
             ) from None
@@ -122,7 +122,7 @@ def read_csv(part: Part, span: Span) -> Columns:
     """The fields of each record; blank lines between records are none."""
     records = filter(None, _csv_reader(io.StringIO(_text(part, span), "\n"), part.format))
     rows = list(records)[span.first == 0 :]
-    columns = _csv_columns(part.path, part.format)
+    columns = _kept_csv_columns(part.path, part.format)
     return [[row[columns.index(field)] for row in rows] for field in part.fields]
 
 
@@ -172,8 +172,10 @@ def _csv_reader(lines: Iterator[str], format: str) -> Any:
     return csv.reader(lines, delimiter=DELIMITERS[format], strict=True)
 
 
-@lru_cache(maxsize=64)
 def _csv_columns(path: Path, format: str) -> list[str]:
     with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
-        columns: list[str] = next(_csv_reader(file, format), [])
+        columns: list[str] = next(filter(None, _csv_reader(file, format)), [])
     return columns
+
+
+_kept_csv_columns = lru_cache(maxsize=64)(_csv_columns)
