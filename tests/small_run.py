@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import defaults
 import tiny
 import yaml
 
@@ -72,7 +73,7 @@ def settings(folder: Path, ranks: int, **changes: Any) -> Run:
         for part in path:
             group = group[part]
         group[last] = value
-    return checked(values)
+    return checked(defaults.filled(values))
 
 
 def sharding(name: str) -> dict[str, Any]:

@@ -27,8 +27,8 @@ def derived_name(run: Run) -> str:
     """A name from the configuration alone, so that the same line typed again resumes.
 
     Folders, and all that a facility says of itself but its name, do not count: who pays, how
-    long the job may take or a network variable make no other run. Settings left at their default
-    do not count either, so that a setting added later renames nothing.
+    long the job may take or a network variable make no other run. Nor do settings that are left at
+    a default of their own, so that one added later renames nothing.
     """
     values = run.model_dump(
         mode="json",

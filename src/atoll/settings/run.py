@@ -76,9 +76,9 @@ class Run(Settings):
     """Everything one run needs to know."""
 
     name: Word
-    seed: CountOrZero = 0
-    deterministic: bool = False
-    nodes: Count = 1
+    seed: CountOrZero
+    deterministic: bool
+    nodes: Count
     ranks_per_node: Count
     folders: Folders
     facility: Facility
@@ -97,7 +97,7 @@ class Run(Settings):
     evaluation: Evaluation
     export: Export
     generation: Generation
-    loggers: LoggerNames = []  # where figures go beside metrics.jsonl, in the run's folder
+    loggers: LoggerNames  # where figures go beside metrics.jsonl, in the run's folder
 
     @property
     def world_size(self) -> int:
