@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from atoll.errors import UserError
 from atoll.settings import (
+    RENAMED_SETTINGS,
     Run,
     checked,
     dumped,
@@ -196,3 +197,18 @@ def names_with_a_default(model: type[BaseModel], prefix: str = "") -> Iterator[s
             yield f"{prefix}{name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from names_with_a_default(field.annotation, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_SETTINGS.items())
+def test_an_old_name_is_refused_with_the_new_one(old, new):
+    assert is_setting(new) and not is_setting(old)
+    before = values()
+    group, last = before, new.split(".")[-1]
+    for part in new.split(".")[:-1]:
+        group = group[part]
+    group.pop(last, None)
+    group[old.split(".")[-1]] = "as it was"  # the run.yaml of an older Atoll
+    with pytest.raises(UserError) as refused:
+        checked(before)
+    assert refused.value.found == f"unknown setting: {old}"
+    assert refused.value.hint == f"it is called {new} now"
