@@ -106,9 +106,9 @@ class Image(Settings):
     """
 
     name: Word
-    args_file: str | None
-    file: Path | None
-    run_flags: list[str]
+    args_file: str | None = None
+    file: Path | None = None
+    run_flags: list[str] = []
     device: Literal["cpu", "cuda", "rocm"] = "cpu"
     bind_source: bool = Field(False, description="run the clone's code instead of the image's")
     verify_key: Path | None = Field(None, description="a public key the image must be signed with")
