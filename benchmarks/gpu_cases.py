@@ -63,11 +63,12 @@ DRY_CASES = {"tiny": Case("tiny", 2, 64, 128, 4, 2, 256, 64, 2, 1, 2, 64)}
 def written(case: Case, folder: Path, on_gpu: bool, compiled: bool) -> None:
     """A run folder as `atoll submit` writes it, and its tokens in our prepared format."""
     import yaml
+    from one_run import with_defaults
 
     from atoll import run_dir
     from atoll.settings import checked, dumped
 
-    run = checked(settings(case, folder, on_gpu, compiled))
+    run = checked(with_defaults(settings(case, folder, on_gpu, compiled)))
     write_tokens(run, case)
     run_dir.write_whole(run_dir.settings_file(folder), yaml.safe_dump(dumped(run)))
 
@@ -103,7 +104,7 @@ def settings(case: Case, folder: Path, on_gpu: bool, compiled: bool) -> dict[str
             "compile": compiled,
             "loss_chunk_tokens": case.loss_chunk_tokens,
         },
-        "checkpoint": {},
+        "checkpoint": {"every_steps": 0},
         # a whole microbatch: after a smaller one compiled blocks would take their size as variable
         "evaluation": {"max_samples": case.microbatch},
         "export": {},

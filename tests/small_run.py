@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import defaults
 import tiny
 import yaml
 
@@ -89,7 +90,7 @@ def settings(folder: Path, ranks: int, **changes: Any) -> Run:
         for part in path:
             group = group[part]
         group[last] = value
-    return checked(values)
+    return checked(defaults.filled(values))
 
 
 def sharding(name: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ PACKAGES = {
     "tables": {"rich"},
     "settings": {"pydantic", "yaml"},
     "run_dir": {"yaml"},
-    "config": {"hydra", "omegaconf", "ruamel", "yaml"},
+    "config": {"hydra", "omegaconf", "yaml"},
     "images": {"rich", "spython"},
     "cluster": {"rich", "yaml"},
     "campaign": {"rich", "pydantic", "yaml"},

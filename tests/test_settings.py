@@ -1,11 +1,17 @@
 """Settings are typed, frozen, known by name, and read back as they were written."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import yaml
-from pydantic import ValidationError
+from defaults import filled
+from pydantic import BaseModel, ValidationError
 
 from atoll.errors import UserError
 from atoll.settings import (
+    RENAMED_SETTINGS,
+    Run,
     checked,
     dumped,
     is_setting,
@@ -16,8 +22,8 @@ from atoll.settings import (
 
 
 def values() -> dict:
-    """The least that a run must say."""
-    return {
+    """The least that a run must say, beside what hydra_conf/run.yaml does."""
+    least = {
         "name": "x",
         "ranks_per_node": 2,
         "folders": {},
@@ -38,6 +44,7 @@ def values() -> dict:
         "monitor": {"communication": True, "energy": True, "progress": True},
         "generation": {},
     }
+    return filled(least)
 
 
 def changed(dotted: str, value: object) -> dict:
@@ -159,3 +166,58 @@ def test_every_name_is_known_and_no_other():
 )
 def test_the_nearest_setting(name, nearest):
     assert nearest_setting(name) == nearest
+
+
+TREE = Path(__file__).parents[1] / "hydra_conf"
+
+
+def keys_of(file: Path) -> set[str]:
+    """The dotted names that a YAML states, with those of the files of its group it builds on."""
+    content = yaml.safe_load(file.read_text()) or {}
+    bases = [base for base in content.pop("defaults", []) if isinstance(base, str)]
+    inherited = [keys_of(file.with_name(f"{base}.yaml")) for base in bases if base != "_self_"]
+    return set(names_in(content)).union(*inherited)
+
+
+def names_in(content: dict, prefix: str = "") -> Iterator[str]:
+    for key, value in content.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from names_in(value, f"{prefix}{key}.")
+
+
+def stated_for_every_run() -> set[str]:
+    names = keys_of(TREE / "run.yaml")
+    for group in sorted(set(Run.model_fields) & {path.name for path in TREE.iterdir()}):
+        each = [keys_of(file) for file in (TREE / group).glob("*.yaml")]
+        names |= {f"{group}.{key}" for key in set.intersection(*each)}
+    return names
+
+
+def test_a_default_is_written_once_in_yaml_or_in_the_settings():
+    stated = stated_for_every_run()
+    assert {"checkpoint.every_steps", "optimizer.decay", "sharding.layouts", "seed"} <= stated
+    assert sorted(name for name in names_with_a_default(Run) if name in stated) == []
+
+
+def names_with_a_default(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if not field.is_required():
+            yield f"{prefix}{name}"
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from names_with_a_default(field.annotation, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_SETTINGS.items())
+def test_an_old_name_is_refused_with_the_new_one(old, new):
+    assert is_setting(new) and not is_setting(old)
+    before = values()
+    group, last = before, new.split(".")[-1]
+    for part in new.split(".")[:-1]:
+        group = group[part]
+    group.pop(last, None)
+    group[old.split(".")[-1]] = "as it was"  # the run.yaml of an older Atoll
+    with pytest.raises(UserError) as refused:
+        checked(before)
+    assert refused.value.found == f"unknown setting: {old}"
+    assert refused.value.hint == f"it is called {new} now"

@@ -28,6 +28,8 @@ CASES = [
         "did you mean optimizer.learning_rate?",
     ),
     (["packing=concat"], "unknown setting: packing", "did you mean data.packing?"),
+    (["sinks=wandb"], "unknown setting: sinks", "it is called loggers now"),
+    (["training.recompute=full"], "unknown setting", "training.activation_checkpointing now"),
     (["lr=1"], "unknown setting: lr", "lists every setting"),
     (["~optimizer.foo"], "unknown setting: optimizer.foo", "optimizer"),
     (["hydra/launcher=joblib"], "unknown setting: hydra/launcher", "the groups are"),

@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import defaults
 import numpy as np
 
 from atoll.settings import Run, checked
@@ -39,7 +40,7 @@ def make_run(
         "monitor": {"communication": True, "energy": True, "progress": True},
         "generation": {},
     }
-    return checked(values | others)
+    return checked(defaults.filled(values | others))
 
 
 def prose(seed: int, words: int) -> str:

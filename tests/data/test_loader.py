@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import defaults
 import numpy as np
 import pytest
 import torch
@@ -123,7 +124,7 @@ def test_ranks_together_see_the_same_batches(prepared: tuple[Run, Path], ranks: 
     sharding = {"name": "ddp", "layouts": ["ddp"]}
     wide = run.model_validate(
         run.model_dump() | {"ranks_per_node": ranks, "sharding": sharding}
-        | {"training": {"steps": 1, "global_batch_samples": 8, "microbatch_samples": 2}}
+        | {"training": defaults.group("training", global_batch_samples=8, microbatch_samples=2)}
     )  # fmt: skip
     rows: list[list[list[int]]] = [[], [], []]
     totals = []

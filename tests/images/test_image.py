@@ -59,7 +59,8 @@ def test_every_image_of_the_configuration_has_a_base():
     import yaml
 
     for path in (ROOT / "hydra_conf" / "image").glob("*.yaml"):
-        args_file = yaml.safe_load(path.read_text())["args_file"]
+        args_file = yaml.safe_load(path.read_text()).get("args_file")
+        assert (args_file is None) == (path.stem == "none")
         assert args_file is None or (BASES / args_file).is_file()
 
 

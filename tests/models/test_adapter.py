@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import defaults
 import pytest
 import tiny
 import torch
@@ -17,7 +18,7 @@ from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.settings import Lora, Model, Training
 
 CPU = torch.device("cpu")
-TRAINING = Training(steps=1, global_batch_samples=1, microbatch_samples=1)
+TRAINING = Training(**defaults.group("training", global_batch_samples=1))
 
 
 def adapted(folder: Path, model: Model) -> Any:

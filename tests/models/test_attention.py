@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import defaults
 import pytest
 import tiny
 import torch
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 
 def model_of(architecture: str) -> CausalLM:
     settings = Model(name="tiny", config=tiny.CONFIGS[architecture])
-    training = Training(steps=1, global_batch_samples=1, microbatch_samples=1)
+    training = Training(**defaults.group("training", global_batch_samples=1))
     config = build_config(settings, tiny.VOCABULARY, tiny.SEQUENCE, {})
     model = build_model(config, training)
     materialize(model, CPU)

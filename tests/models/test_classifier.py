@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import defaults
 import pytest
 import tiny
 import torch
@@ -14,7 +15,7 @@ from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.settings import Classes, Model, Training
 
 SEPARATOR, PAD, LENGTHS = 2, 1, (20, 32, 9)
-TRAINING = Training(steps=1, global_batch_samples=1, microbatch_samples=1)
+TRAINING = Training(**defaults.group("training", global_batch_samples=1))
 
 
 def rows() -> Batch:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import defaults
 import pytest
 import tiny
 import torch
@@ -24,7 +25,7 @@ from atoll.sharding.mesh import Meshes
 from atoll.sharding.process_group import World
 
 CPU = torch.device("cpu")
-TRAINING = Training(steps=1, global_batch_samples=1, microbatch_samples=1)
+TRAINING = Training(**defaults.group("training", global_batch_samples=1))
 FULL_SHARD = Sharding(name="full_shard", layouts=["fsdp"], shard="all")
 
 

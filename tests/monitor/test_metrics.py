@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import defaults
 import pytest
 import tiny
 import torch
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 def meta(architecture: str, **changes: Any) -> Any:
     settings = Model(name="x", config=tiny.CONFIGS[architecture] | changes)
     config = build_config(settings, tiny.VOCABULARY, tiny.SEQUENCE, {})
-    training = Training(steps=1, global_batch_samples=1, microbatch_samples=1)
+    training = Training(**defaults.group("training", global_batch_samples=1))
     return config, build_model(config, training)
 
 

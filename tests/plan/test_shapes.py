@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import defaults
 import pytest
 import tiny
 
@@ -11,7 +12,7 @@ from atoll.models.parts import blocks_of
 from atoll.plan.shapes import check_architecture, known_config, shape_of
 from atoll.settings import Model, Sharding, Training
 
-TRAINING = Training(steps=1, global_batch_samples=1, microbatch_samples=1)
+TRAINING = Training(**defaults.group("training", global_batch_samples=1))
 CHANGES: dict[str, list[dict[str, Any]]] = {
     "llama": [{}, {"tie_word_embeddings": True}, {"num_key_value_heads": 4}],
     "gpt2": [{}, {"tie_word_embeddings": False}, {"n_inner": 96}],

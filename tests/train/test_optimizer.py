@@ -1,7 +1,9 @@
 """The learning rate's course, what is decayed, clipping, and the 8-bit optimizer on shards."""
 
 import math
+from typing import Any
 
+import defaults
 import pytest
 import torch
 from rank_pool import RankPool
@@ -21,7 +23,12 @@ from atoll.train.optimizer import (
     take_step,
 )
 
-COSINE = Optimizer(name="adamw", learning_rate=1.0, warmup_steps=10, final_fraction=0.1)
+
+def settings(**values: Any) -> Optimizer:
+    return Optimizer(**defaults.group("optimizer", **values))
+
+
+COSINE = settings(name="adamw", learning_rate=1.0, warmup_steps=10, final_fraction=0.1)
 
 
 @pytest.mark.parametrize(
@@ -34,8 +41,8 @@ def test_warm_up_then_cosine(step: int, expected: float) -> None:
 
 @pytest.mark.parametrize(("scale", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
 def test_scales_with_ranks(scale: str, factor: float) -> None:
-    settings = Optimizer(name="adamw", learning_rate=0.5, decay="constant", scale_with_ranks=scale)
-    assert learning_rate(settings, 7, 100, 4) == pytest.approx(0.5 * factor)
+    chosen = settings(name="adamw", learning_rate=0.5, decay="constant", scale_with_ranks=scale)
+    assert learning_rate(chosen, 7, 100, 4) == pytest.approx(0.5 * factor)
 
 
 def model() -> nn.Module:
@@ -46,7 +53,7 @@ def model() -> nn.Module:
 def test_only_matrices_are_decayed() -> None:
     net = model()
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    optimizer = make_optimizer(Optimizer(name="adamw", learning_rate=0.1, weight_decay=0.5), net)
+    optimizer = make_optimizer(settings(name="adamw", learning_rate=0.1, weight_decay=0.5), net)
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
     take_step(optimizer, 0.1, None)
@@ -57,7 +64,7 @@ def test_only_matrices_are_decayed() -> None:
 
 def test_clipping_bounds_the_update_and_reports_the_norm_before() -> None:
     net = nn.Linear(2, 1, bias=False)
-    optimizer = make_optimizer(Optimizer(name="adamw", learning_rate=0.1), net)
+    optimizer = make_optimizer(settings(name="adamw", learning_rate=0.1), net)
     net.weight.grad = torch.tensor([[3.0, 4.0]])
     assert float(take_step(optimizer, 0.1, 1.0)) == pytest.approx(5.0)
     moment = optimizer_state_dict(optimizer)["weight/exp_avg"]
@@ -68,7 +75,7 @@ def test_clipping_bounds_the_update_and_reports_the_norm_before() -> None:
 def test_making_the_state_changes_no_weight() -> None:
     net = model()
     before = [p.detach().clone() for p in net.parameters()]
-    state = optimizer_state_dict(make_optimizer(Optimizer(name="adamw", learning_rate=0.1), net))
+    state = optimizer_state_dict(make_optimizer(settings(name="adamw", learning_rate=0.1), net))
     assert state and all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
 
 
@@ -76,7 +83,7 @@ def eight_bit(world: World, sharded: bool) -> tuple[list[float], int]:
     net = model()
     if sharded:
         fully_shard(net, mesh=init_device_mesh("cpu", (world.size,)))
-    optimizer = make_optimizer(Optimizer(name="adamw_8bit", learning_rate=1e-2), net)
+    optimizer = make_optimizer(settings(name="adamw_8bit", learning_rate=1e-2), net)
     inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
     losses = []
     for _ in range(8):
@@ -108,7 +115,7 @@ def test_eight_bit_state_is_smaller_than_fp32() -> None:
     net = nn.Linear(256, 256, bias=False)
     sizes = {}
     for name in ("adamw", "adamw_8bit"):
-        optimizer = make_optimizer(Optimizer(name=name, learning_rate=0.1), net)
+        optimizer = make_optimizer(settings(name=name, learning_rate=0.1), net)
         state = optimizer_state_dict(optimizer).values()
         sizes[name] = sum(t.numel() * t.element_size() for t in state)
     assert sizes["adamw_8bit"] < 0.3 * sizes["adamw"]
@@ -117,7 +124,7 @@ def test_eight_bit_state_is_smaller_than_fp32() -> None:
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
 def test_asking_for_the_state_changes_no_step(name: str) -> None:
     """A run asks before its first step, to know whether a checkpoint will fit."""
-    settings = Optimizer(name=name, learning_rate=0.1, weight_decay=0.0)
+    chosen = settings(name=name, learning_rate=0.1, weight_decay=0.0)
     weights = []
     for asks in (False, True):
         torch.manual_seed(0)

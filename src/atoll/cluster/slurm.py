@@ -11,28 +11,10 @@ from atoll.settings.machine import SubmitFlag
 
 # sbatch's flags that a variable can carry for those who type sbatch themselves (its manual,
 # INPUT ENVIRONMENT VARIABLES); there are none for nodes, tasks and cores.
-VARIABLES = {
-    "account": "SBATCH_ACCOUNT",
-    "partition": "SBATCH_PARTITION",
-    "qos": "SBATCH_QOS",
-    "time": "SBATCH_TIMELIMIT",
-    "gres": "SBATCH_GRES",
-    "gpus": "SBATCH_GPUS",
-    "gpus-per-node": "SBATCH_GPUS_PER_NODE",
-    "gpus-per-task": "SBATCH_GPUS_PER_TASK",
-    "gpu-bind": "SBATCH_GPU_BIND",
-    "constraint": "SBATCH_CONSTRAINT",
-    "exclusive": "SBATCH_EXCLUSIVE",
-    "mem": "SBATCH_MEM_PER_NODE",
-    "mem-per-cpu": "SBATCH_MEM_PER_CPU",
-    "mem-per-gpu": "SBATCH_MEM_PER_GPU",
-    "network": "SBATCH_NETWORK",
-    "signal": "SBATCH_SIGNAL",
-    "reservation": "SBATCH_RESERVATION",
-    "hint": "SBATCH_HINT",
-    "requeue": "SBATCH_REQUEUE",
-    "no-requeue": "SBATCH_NO_REQUEUE",
-}
+CARRIED = """account partition qos gres gpus gpus-per-node gpus-per-task gpu-bind constraint
+    exclusive mem-per-cpu mem-per-gpu network signal reservation hint requeue no-requeue"""
+VARIABLES = {name: f"SBATCH_{name.upper().replace('-', '_')}" for name in CARRIED.split()}
+VARIABLES |= {"time": "SBATCH_TIMELIMIT", "mem": "SBATCH_MEM_PER_NODE"}
 # Requeues the run: in this job, or where that is not allowed in another one that waits for
 # its end (--dependency=singleton). A new job must not inherit what this one was given.
 REQUEUE = """\

@@ -16,20 +16,11 @@ from atoll.settings import load_run
 ABOUT = "Say of each run (the folder, or its name in runs/) where it stands, and why."
 POLL_SECONDS = 2.0
 LIVE = ("queued", "running", "unknown")
-# Slurm's states (squeue's manual, JOB STATE CODES) -> ours; any other state has failed.
+# ours -> Slurm's states (squeue's manual, JOB STATE CODES); any other state has failed
 SLURM_STATES = {
-    "PENDING": "queued",
-    "REQUEUED": "queued",
-    "REQUEUE_HOLD": "queued",
-    "CONFIGURING": "queued",
-    "RUNNING": "running",
-    "COMPLETING": "running",
-    "STAGE_OUT": "running",
-    "SIGNALING": "running",
-    "RESIZING": "running",
-    "STOPPED": "running",
-    "SUSPENDED": "running",
-    "COMPLETED": "finished",
+    "queued": "PENDING REQUEUED REQUEUE_HOLD CONFIGURING",
+    "running": "RUNNING COMPLETING STAGE_OUT SIGNALING RESIZING STOPPED SUSPENDED",
+    "finished": "COMPLETED",
 }
 # What a failed job's state means for a person.
 REASONS = {
@@ -126,7 +117,7 @@ def slurm_job(job_id: str) -> Job:
         state, _, exit_code = past[-1].partition("|")
         reason = f"exit code {exit_code}"
     code = state.split()[0]  # "CANCELLED by 1000"
-    ours = SLURM_STATES.get(code, "failed")
+    ours = next((ours for ours, codes in SLURM_STATES.items() if code in codes.split()), "failed")
     known = REASONS.get(code, f"{code}, {reason}")
     reasons = {"queued": f"waits for {reason}", "running": "", "finished": "", "failed": known}
     return Job(ours, reasons[ours])

@@ -162,11 +162,13 @@ def write_run_folder(
         run_dir.write_whole(run_dir.launch_script(folder), script)
         run_dir.write_whole(run_dir.settings_file(folder), composition.as_yaml())
     except OSError as error:
-        raise UserError(
-            f"cannot write the run folder {folder}: {error.strerror}",
-            "give another place: folders.runs=FOLDER",
-        ) from None
+        raise _unusable(folder, error) from None
     return folder
+
+
+def _unusable(folder: Path, error: OSError) -> UserError:
+    found = f"cannot write the run folder {folder}: {error.strerror}"
+    return UserError(found, "give another place: folders.runs=FOLDER")
 
 
 def start(
@@ -246,9 +248,6 @@ def _locked(run: Run) -> int:
             "wait for it or end it, or give this one another name: name=NAME",
         ) from None
     except OSError as error:
-        raise UserError(
-            f"cannot use the run folder {folder}: {error.strerror}",
-            "give another place: folders.runs=FOLDER",
-        ) from None
+        raise _unusable(folder, error) from None
     os.set_inheritable(descriptor, True)
     return descriptor

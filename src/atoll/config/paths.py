@@ -2,44 +2,32 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from atoll.settings import Run
 
 
 def with_absolute_paths(run: Run, start: Path) -> Run:
     """The run with relative paths taken from `start`; names of the hub stay as they are."""
-    validation = run.data.validation
-    held_out = [absolute(file, start) for file in validation.files]
-    is_path = run.data.source != "python_stdlib"
-    files = [absolute(file, start) if is_path else file for file in run.data.files]
-    file, key = run.image.file, run.image.verify_key
-    changed = {
-        "folders": run.folders.model_copy(
-            update={
-                "runs": Path(absolute(run.folders.runs, start)),
-                "prepared": Path(absolute(run.folders.prepared, start)),
-                "images": Path(absolute(run.folders.images, start)),
-                "bundle": run.folders.bundle and Path(absolute(run.folders.bundle, start)),
-            }
-        ),
-        "image": run.image.model_copy(
-            update={
-                "file": file and Path(absolute(file, start)),
-                "verify_key": key and Path(absolute(key, start)),
-            }
-        ),
-        "model": run.model.model_copy(update={"source": path_or_name(run.model.source, start)}),
-        "tokenizer": run.tokenizer.model_copy(
-            update={"path": path_or_name(run.tokenizer.path, start)}
-        ),
-        "data": run.data.model_copy(
-            update={
-                "files": files,
-                "validation": validation.model_copy(update={"files": held_out}),
-            }
-        ),
+
+    def path(given: Path | None) -> Path | None:
+        return given and Path(absolute(given, start))
+
+    data, image, model, tokenizer = run.data, run.image, run.model, run.tokenizer
+    are_files = data.source != "python_stdlib"
+    held_out = [absolute(file, start) for file in data.validation.files]
+    updates: dict[str, dict[str, Any]] = {
+        "folders": {name: path(folder) for name, folder in run.folders},
+        "image": {"file": path(image.file), "verify_key": path(image.verify_key)},
+        "model": {"source": path_or_name(model.source, start)},
+        "tokenizer": {"path": path_or_name(tokenizer.path, start)},
+        "data": {
+            "files": [absolute(file, start) if are_files else file for file in data.files],
+            "validation": data.validation.model_copy(update={"files": held_out}),
+        },
     }
-    return run.model_copy(update=changed)
+    groups = {name: getattr(run, name).model_copy(update=new) for name, new in updates.items()}
+    return run.model_copy(update=groups)
 
 
 def with_image_file(run: Run) -> Run:

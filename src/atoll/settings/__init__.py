@@ -27,7 +27,8 @@ from atoll.settings.learning import (
     Validation,
 )
 from atoll.settings.machine import Facility, Folders, Image, Launcher, Limits, Node, Queue
-from atoll.settings.run import Run, Sharding
+from atoll.settings.run import Run
+from atoll.settings.sharding import Sharding
 
 __all__ = [
     "RENAMED_SETTINGS",

@@ -93,7 +93,8 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _explained(error: ValidationError) -> UserError:
-    first = error.errors()[0]
+    # an old name before the new one that is missing for it
+    first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
     name = ".".join(str(part) for part in first["loc"])
     kind = first["type"]
     if kind == "extra_forbidden":

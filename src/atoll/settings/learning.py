@@ -45,10 +45,10 @@ class Model(Settings):
 class Tokenizer(Settings):
     """A tokenizer by path or hub name; unset: the model's own, else one made from the data."""
 
-    path: str | None = None
+    path: str | None
     kind: Literal["bpe", "wordpiece", "characters"] = "bpe"  # of one that is made
-    vocabulary_tokens: Annotated[int, Field(ge=258)] = 8192
-    training_documents: Count = 20_000
+    vocabulary_tokens: Annotated[int, Field(ge=258)]
+    training_documents: Count
 
 
 class Validation(Settings):
@@ -137,14 +137,14 @@ class Optimizer(Settings):
 
     name: Literal["adamw", "adamw_8bit"]
     learning_rate: Positive
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    epsilon: Positive = 1e-8
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
-    clip_norm: Positive | None = 1.0
-    warmup_steps: CountOrZero = 0
-    decay: Literal["cosine", "constant"] = "cosine"
-    final_fraction: Fraction = 0.1
-    scale_with_ranks: Literal["none", "sqrt", "linear"] = "none"
+    betas: tuple[Fraction, Fraction]
+    epsilon: Positive
+    weight_decay: Annotated[float, Field(ge=0.0)]
+    clip_norm: Positive | None
+    warmup_steps: CountOrZero
+    decay: Literal["cosine", "constant"]
+    final_fraction: Fraction
+    scale_with_ranks: Literal["none", "sqrt", "linear"]
     # of a term that pulls towards the weights the run began with (FedProx, Li et al. 2020)
     proximal: Annotated[float, Field(ge=0.0)] = 0.0
 
@@ -158,16 +158,16 @@ class Precision(Settings):
 class Training(Settings):
     """The length of the run and the shape of a step."""
 
-    steps: CountOrZero | None = None  # 0: evaluate only
-    epochs: Positive | None = None
+    steps: CountOrZero | None  # 0: evaluate only
+    epochs: Positive | None
     global_batch_samples: Count
     microbatch_samples: Count
-    log_every_steps: Count = 10
-    compile: bool = False
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    log_every_steps: Count
+    compile: bool
+    activation_checkpointing: Literal["none", "selective", "full"]
     loss_chunk_tokens: Count = 512
     consumed_samples: CountOrZero = 0  # of the endless order: taken by earlier rounds
-    timeout_minutes: Positive = 30.0
+    timeout_minutes: Positive
 
     @model_validator(mode="after")
     def _one_length(self) -> "Training":
@@ -179,31 +179,31 @@ class Training(Settings):
 class Checkpoint(Settings):
     """When the state is saved, and how many states are kept."""
 
-    every_steps: CountOrZero = 0
-    keep: Count = 2
-    asynchronous: bool = True
+    every_steps: CountOrZero  # 0: only at the end
+    keep: Count
+    asynchronous: bool
 
 
 class Evaluation(Settings):
     """On the held-out text: before, after, and every so many steps or epochs (0: not between)."""
 
-    every_steps: CountOrZero = 0
+    every_steps: CountOrZero
     every_epochs: CountOrZero = 0
-    max_samples: Count | None = None
+    max_samples: Count | None
 
 
 class Export(Settings):
     """The Hugging Face model written at the end."""
 
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    max_file_gib: Positive = 4.0
+    dtype: Literal["bfloat16", "float16", "float32"]
+    max_file_gib: Positive
     untrained: bool = False  # also of a run of no steps: a model to begin a campaign with
 
 
 class Generation(Settings):
     """The sentence sampled from the export."""
 
-    prompt: str | None = "def "  # null: the run ends without a sample
+    prompt: str | None  # null: the run ends without a sample
     max_new_tokens: Count = 48
     temperature: Positive = 0.8
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95

@@ -138,7 +138,7 @@ class Restart(Settings):
 class Folders(Settings):
     """Where runs, prepared data and images live; relative ones start where one types."""
 
-    runs: Path = Path("runs")
-    prepared: Path = Path("prepared")
+    runs: Path
+    prepared: Path
     images: Path = Path("images")
     bundle: Path | None = None  # of `atoll prepare`, where nodes have no network

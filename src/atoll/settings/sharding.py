@@ -1,0 +1,57 @@
+"""How the model, and the work of a step, is spread over the ranks."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from atoll.settings.fields import Count, Settings, Word
+
+
+class Sharding(Settings):
+    """How the model is spread: layouts applied in order, and the engine that takes a step."""
+
+    name: Word
+    layouts: list[str]
+    exchange: str | None = None  # of gradients, where no layout does it
+    engine: Literal["plain", "deepspeed"] = "plain"
+    shard: Literal["none", "node", "all"] | Count = "none"
+    # a number: after the forward pass, parameters stay spread over so many neighbours alone
+    reshard_after_forward: Annotated[bool, Field(strict=True)] | Count = True
+    sync_every_microbatch: bool = False
+    offload: bool = False  # parameters, gradients and optimizer live in the host's memory
+    tensor: Count = 1
+    context: Count = 1
+    pipeline: Count = 1
+    stages_per_rank: Count = 1
+    deepspeed: dict[str, Any] = {}
+
+    @property
+    def spreads(self) -> bool:
+        """Whether anything in it is made for more than one rank."""
+        return bool(self.layouts or self.exchange or self.engine != "plain")
+
+    @property
+    def step_engine(self) -> str:
+        """What takes a step: a pipeline is one of several ranks, whatever else is chosen."""
+        return "pipeline" if self.pipeline > 1 else self.engine
+
+    @model_validator(mode="after")
+    def _axes_go_together(self) -> "Sharding":
+        cut = {name: getattr(self, name) for name in ("tensor", "context", "pipeline")}
+        used = ", ".join(f"sharding.{name}={size}" for name, size in cut.items() if size > 1)
+        if used and "fsdp" not in self.layouts:
+            raise ValueError(
+                f"{used}: sharding={self.name} spreads samples alone",
+                "these axes go with full_shard, shard_grad_op and the hybrid ones",
+            )
+        if self.stages_per_rank > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"sharding.stages_per_rank={self.stages_per_rank} needs a pipeline",
+                "set sharding.pipeline, or stages_per_rank=1",
+            )
+        if self.offload and "fsdp" not in self.layouts and self.engine != "deepspeed":
+            raise ValueError(
+                f"sharding.offload=true: sharding={self.name} keeps its state on the devices",
+                "choose full_shard, or deepspeed_zero3_offload",
+            )
+        return self
