@@ -143,15 +143,15 @@ def aggregate(
     with TensorReader(base / "master") as before:
         layout = before.layout
     rejected = _unfit(updates, layout)
-    updates = [one for one in updates if one.facility not in rejected]
-    updates.sort(key=lambda one: one.facility)
+    updates = [update for update in updates if update.facility not in rejected]
+    updates.sort(key=lambda update: update.facility)
     measured = None
     if updates and combine.needs_norms_first(rule):
         measured = _one_pass(updates, layout, None)
     while True:
         if measured is not None:
             rejected |= (refused := judge(measured, updates, rule))
-            places = [n for n, one in enumerate(updates) if one.facility not in refused]
+            places = [n for n, update in enumerate(updates) if update.facility not in refused]
             updates, measured = [updates[n] for n in places], measured.only(places)
         _refuse_small_cohort(updates, rule, rejected)
         weights, factors = _weights(updates, rule, measured)
@@ -160,7 +160,7 @@ def aggregate(
             measured = _one_pass(updates, layout, next_model)
         if not judge(measured, updates, rule):
             break
-    names = [one.facility for one in updates]
+    names = [update.facility for update in updates]
     outcome = Outcome(
         weights=dict(zip(names, weights, strict=True)),
         norms=dict(zip(names, measured.norms, strict=True)),
@@ -175,7 +175,7 @@ def aggregate(
 
 def judge(measured: Measured, updates: list[Update], rule: Rule) -> dict[str, str]:
     """Facility -> why its update is left out: not finite, far too long, or the wrong way."""
-    names, norms = [one.facility for one in updates], measured.norms
+    names, norms = [update.facility for update in updates], measured.norms
     refused = {
         name: f"{count:,} values are not finite"
         for name, count in zip(names, measured.not_finite, strict=True)
@@ -274,8 +274,8 @@ def _one_pass(updates: list[Update], layout: Layout, next_model: NextModel | Non
     gram_KK = torch.zeros(count, count, dtype=torch.float64)
     not_finite_K = torch.zeros(count, dtype=torch.int64)
     with ExitStack() as stack, ThreadPoolExecutor(THREADS) as pool:
-        encodings = [one.manifest.encoding for one in updates]
-        readers = [stack.enter_context(one.tensors()) for one in updates]
+        encodings = [update.manifest.encoding for update in updates]
+        readers = [stack.enter_context(update.tensors()) for update in updates]
 
         def work(stretch: Stretch) -> tuple[Tensor, Tensor]:
             encoded = zip(readers, encodings, strict=True)
@@ -310,12 +310,12 @@ def _in_order(pool: ThreadPoolExecutor, work: Any, items: Iterator[Stretch]) -> 
 def _unfit(updates: list[Update], layout: Layout) -> dict[str, str]:
     """Facility -> how its tensors differ from the model's."""
     rejected = {}
-    for one in updates:
+    for update in updates:
         try:
-            with one.tensors() as reader:
-                refuse_wrong_tensors(reader, one.manifest, layout)
+            with update.tensors() as reader:
+                refuse_wrong_tensors(reader, update.manifest, layout)
         except UserError as error:
-            rejected[one.facility] = error.found
+            rejected[update.facility] = error.found
     return rejected
 
 
@@ -334,8 +334,8 @@ def _weights(
     updates: list[Update], rule: Rule, measured: Measured | None
 ) -> tuple[list[float], list[float]]:
     """The share of each update, and what clipping multiplies it with."""
-    late = [one.rounds_late for one in updates]
-    weights = combine.weights_of([one.manifest for one in updates], late, rule)
+    late = [update.rounds_late for update in updates]
+    weights = combine.weights_of([update.manifest for update in updates], late, rule)
     factors = [1.0] * len(updates)
     if measured is not None:
         factors = combine.clip_factors(measured.norms, rule.clip_norm)
