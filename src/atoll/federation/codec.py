@@ -45,11 +45,8 @@ def _quantised(values_N: Tensor, largest: int) -> Parts:
     blocks = _blocks(values_N)
     scale = (blocks.abs().amax(1, keepdim=True) / largest).to(torch.bfloat16).float()
     steps = torch.where(scale > 0, blocks / scale, torch.zeros_like(blocks))
-    rounded = steps.round().clamp(-largest, largest).to(torch.int8)
-    return {
-        "": whole_steps.flatten()[: len(values_N)],
-        ":scale": scale.flatten().to(torch.bfloat16),
-    }
+    whole = steps.round().clamp(-largest, largest).to(torch.int8)
+    return {"": whole.flatten()[: len(values_N)], ":scale": scale.flatten().to(torch.bfloat16)}
 
 
 def _decode_int8(parts: Parts, count: int) -> Tensor:
