@@ -74,6 +74,7 @@ def make_delta(
         before = stack.enter_context(TensorReader(base / "master"))
         after = stack.enter_context(TensorReader(trained))
         _refuse_other_tensors(after, before)
+        # the first time there is none: nothing is in the folder of the new one yet
         last = stack.enter_context(TensorReader(previous_residual or partial_residual))
         layout = before.layout
         encoded = encoded_layout(layout, codec, prefix="delta-")
