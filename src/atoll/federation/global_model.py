@@ -3,7 +3,7 @@
 GLOBAL/
   master/   fp32 weights, as many files as the export has
   memory/   what the server's step remembers, and the residual of encoding the delta; fp32
-  delta/    the difference to the round before, encoded: all that travels to a facility
+  delta/    what changed since the round before, encoded: all that travels to a facility
   export/   the Hugging Face folder, in half precision
   manifest.json   digests of the files, written last
 """
