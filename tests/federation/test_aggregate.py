@@ -145,7 +145,7 @@ def test_server_steps_over_rounds(tmp_path: Path, server: str) -> None:
 def test_the_difference_alone_gives_the_same_model(tmp_path: Path, codec: str) -> None:
     base = made_up.first(tmp_path)
     run(base, updates(tmp_path, base, deltas(2)), tmp_path / "next", codec=codec)
-    digest = apply_delta(base, tmp_path / "next" / "delta", codec, tmp_path / "theirs", {})
+    digest = apply_delta(base, tmp_path / "next" / "delta", codec, tmp_path / "theirs")
     assert digest == read_global(tmp_path / "next")["digest"]
     wide = sum(p.stat().st_size for p in (tmp_path / "next" / "master").iterdir())
     sent = sum(p.stat().st_size for p in (tmp_path / "next" / "delta").iterdir())

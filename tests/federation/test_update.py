@@ -129,4 +129,4 @@ def test_headers_that_lie_are_refused(tmp_path: Path, content: bytes, found: str
     path = tmp_path / "delta.safetensors"
     path.write_bytes(content)
     with pytest.raises(UserError, match=found):
-        TensorReader([path])
+        TensorReader(path.parent, [path.name])

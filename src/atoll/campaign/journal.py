@@ -42,19 +42,20 @@ class Journal:
     def path(self) -> Path:
         return self.folder / "journal.jsonl"
 
-    def append(self, event: str, /, **facts: Any) -> None:
+    def append(self, event: str, /, **facts: Any) -> Record:
         """Add a line that survives a power cut; one that a kill cut off before it is ended."""
-        line = json.dumps({"event": event, "time": round(time.time(), 3), **facts})
+        record = {"event": event, "time": round(time.time(), 3), **facts}
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             size = file.seek(0, os.SEEK_END)
             torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
-            file.write(("\n" if torn else "").encode() + f"{line}\n".encode())
+            file.write(("\n" if torn else "").encode() + f"{json.dumps(record)}\n".encode())
             file.flush()
             os.fsync(file.fileno())
         if size == 0:
             run_dir.sync_folder(self.folder)
+        return record
 
     def records(self, *events: str) -> list[Record]:
         """Its lines in order, of all events or of these; one that was cut off is left out."""

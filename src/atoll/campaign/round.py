@@ -7,7 +7,6 @@ for the engines that start each step by itself. A step that is done already does
 import json
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,26 +69,18 @@ def bring_models(store: CampaignStore, number: int, site: Site, *flags: str) -> 
 def use_answer(store: CampaignStore, number: int, site: Site, answer: dict[str, Any]) -> None:
     """Take what is ready; go on without a facility that has failed; wait in all other states."""
     store.record_answer(number, site, answer)
-    USES.get(answer["state"], _wait)(store, number, site, answer)
+    state, why = answer["state"], answer.get("why", "")
+    if state == "ready":
+        _take(store, number, site)
+    elif state == "refused":
+        store.count_failure(number, site, why)
+    elif state == "failed" and store.asked_round(number, site) < number:
+        store.journal(number).append("afresh", facility=site.name, why=why)
+    elif state == "failed":
+        store.leave_out(number, site, why)
 
 
-def _wait(store: CampaignStore, number: int, site: Site, answer: dict[str, Any]) -> None:
-    """The next question will tell more."""
-
-
-def _refused(store: CampaignStore, number: int, site: Site, answer: dict[str, Any]) -> None:
-    store.count_failure(number, site, answer["why"])
-
-
-def _failed(store: CampaignStore, number: int, site: Site, answer: dict[str, Any]) -> None:
-    """Of an earlier round: this round's own work is asked for. Of this one: no part in it."""
-    if store.asked_round(number, site) < number:
-        store.journal(number).append("afresh", facility=site.name, why=answer["why"])
-    else:
-        store.leave_out(number, site, answer["why"])
-
-
-def _take(store: CampaignStore, number: int, site: Site, answer: dict[str, Any]) -> None:
+def _take(store: CampaignStore, number: int, site: Site) -> None:
     """Fetch an update and check it; what is wrong in it is fetched again, then left out."""
     update, asked = store.update(number, site), store.asked_round(number, site)
     with alone(update.parent):
@@ -108,14 +99,6 @@ def _take(store: CampaignStore, number: int, site: Site, answer: dict[str, Any])
         run_dir.sync_folder(update.parent)
     seconds = time.time() - began
     store.journal(number).append("received", facility=site.name, bytes=size, seconds=seconds)
-
-
-# the state that a facility answered -> what is done about it
-USES: dict[str, Callable[[CampaignStore, int, Site, dict[str, Any]], None]] = {
-    "ready": _take,
-    "refused": _refused,
-    "failed": _failed,
-}
 
 
 def _asked(store: CampaignStore, number: int, site: Site, *flags: str) -> dict[str, Any]:

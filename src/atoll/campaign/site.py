@@ -148,12 +148,12 @@ def _make_bases(folder: Path, number: int) -> int:
 
 
 def _newest(folder: Path, number: int) -> int:
-    whole = [
+    numbers = [
         before
         for before in range(number)
         if (folder / "bases" / round_name(before) / "manifest.json").is_file()
     ]
-    return whole[-1] if whole else -1
+    return numbers[-1] if numbers else -1
 
 
 def _apply_delta(folder: Path, before: int, came: Path, base: Path) -> None:

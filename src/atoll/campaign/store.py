@@ -9,18 +9,15 @@ campaigns/NAME/
 """
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from atoll import run_dir
 from atoll.campaign.journal import Journal, round_name
 from atoll.errors import UserError
-from atoll.settings.federation import Campaign, Site
+from atoll.settings.federation import Campaign, Site, checked_settings
 
 # What may change in a campaign's life: its length, our patience, and how it is carried out.
 FREE = {"rounds", "deadline_minutes", "poll_seconds", "attempts", "target_loss", "ssh_options"}
@@ -94,13 +91,10 @@ class CampaignStore:
 
     def deadline(self, number: int) -> float:
         """The round's clock starts when this is asked first, and again when it is reopened."""
-        began = 0.0
-        for record in self.journal(number).records("began", "reopened"):
-            began = record["time"] if record["event"] == "began" else 0.0
-        if not began:
-            self.journal(number).append("began")
-            began = time.time()
-        return began + self.campaign.deadline_minutes * 60
+        last = self.journal(number).records("began", "reopened")[-1:]
+        if not last or last[0]["event"] == "reopened":
+            last = [self.journal(number).append("began")]
+        return float(last[0]["time"]) + self.campaign.deadline_minutes * 60
 
     def state(self, number: int, site: Site) -> SiteState:
         """Where a facility stands in a round."""
@@ -176,15 +170,8 @@ def _facts(record: dict[str, Any]) -> dict[str, Any]:
 
 def checked_campaign(values: dict[str, Any]) -> Campaign:
     """Plain values to settings; `UserError` names the first that is wrong."""
-    try:
-        return Campaign.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"campaign setting {name}: {first['msg']} ({first['input']!r})",
-            "atoll federate --dry-run federation=NAME prints all of them",
-        ) from None
+    hint = "atoll federate --dry-run federation=NAME prints all of them"
+    return checked_settings(Campaign, values, "campaign setting ", hint)
 
 
 def settings_file(folder: Path) -> Path:

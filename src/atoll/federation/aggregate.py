@@ -18,33 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from atoll.commands import VerbParser
 from atoll.errors import UserError
-from atoll.federation import combine, step
+from atoll.federation import combine, global_model, step
 from atoll.federation.codec import CODECS
 from atoll.federation.error_feedback import encoded_layout, read_decoded, write_encoded
-from atoll.federation.global_model import begin, copy_beside_weights, publish, read_global
-from atoll.federation.tensors import (
-    Layout,
-    Stretch,
-    TensorReader,
-    TensorWriter,
-    TypedLayout,
-    files_of,
-    layout_of,
-    stretches,
-    typed,
-)
+from atoll.federation.tensors import Layout, Stretch, TensorReader, TensorWriter, stretches, typed
 from atoll.federation.update import (
     UpdateManifest,
     read_manifest,
     refuse_wrong_files,
     refuse_wrong_tensors,
 )
-from atoll.settings.federation import Rule
+from atoll.settings.federation import Rule, checked_settings
 
 THREADS = 2
 AHEAD = 4
@@ -62,6 +50,9 @@ class Update:
     @property
     def facility(self) -> str:
         return self.manifest.facility
+
+    def tensors(self) -> TensorReader:
+        return TensorReader(self.folder, self.manifest.files)
 
 
 @dataclass(frozen=True)
@@ -92,8 +83,8 @@ class Outcome:
 def main(argv: list[str]) -> int:
     """`atoll aggregate`: the next global model from updates whose senders are known."""
     arguments = _read(argv)
-    rule = checked_rule(json.loads(arguments.rule))
-    bases = [read_global(arguments.base)["digest"], *arguments.older]
+    rule = checked_settings(Rule, json.loads(arguments.rule), "rule.", "see settings/federation.py")
+    bases = [global_model.read_global(arguments.base)["digest"], *arguments.older]
     updates, unreadable = [], dict[str, str]()
     for folder in arguments.updates:
         try:
@@ -141,15 +132,6 @@ def verified(folder: Path, bases: list[str]) -> Update:
     return Update(manifest, folder, bases.index(manifest.base))
 
 
-def checked_rule(values: dict[str, Any]) -> Rule:
-    try:
-        return Rule.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        raise UserError(f"rule.{name}: {first['msg']}", "see settings/federation.py") from None
-
-
 def aggregate(
     base: Path, updates: list[Update], rule: Rule, codec: str, out: Path, about: dict[str, Any]
 ) -> Outcome:
@@ -158,41 +140,42 @@ def aggregate(
     base: the global model that the updates began from. Raises `UserError` where too few updates
     are left for the rule or its quorum; the base is not touched.
     """
-    layout = layout_of(base / "master")
+    with TensorReader(base / "master") as before:
+        layout = before.layout
     rejected = _unfit(updates, layout)
-    updates = [one for one in updates if one.facility not in rejected]
-    updates.sort(key=lambda one: one.facility)
+    updates = [update for update in updates if update.facility not in rejected]
+    updates.sort(key=lambda update: update.facility)
     measured = None
     if updates and combine.needs_norms_first(rule):
         measured = _one_pass(updates, layout, None)
     while True:
         if measured is not None:
             rejected |= (refused := judge(measured, updates, rule))
-            places = [n for n, one in enumerate(updates) if one.facility not in refused]
+            places = [n for n, update in enumerate(updates) if update.facility not in refused]
             updates, measured = [updates[n] for n in places], measured.only(places)
         _refuse_small_cohort(updates, rule, rejected)
         weights, factors = _weights(updates, rule, measured)
-        partial = begin(out)
+        partial = global_model.begin(out)
         with NextModel(base, partial, layout, rule, codec, weights, factors) as next_model:
             measured = _one_pass(updates, layout, next_model)
         if not judge(measured, updates, rule):
             break
-    names = [one.facility for one in updates]
+    names = [update.facility for update in updates]
     outcome = Outcome(
         weights=dict(zip(names, weights, strict=True)),
         norms=dict(zip(names, measured.norms, strict=True)),
         cosines=dict(zip(names, cosines(measured.gram_KK), strict=True)),
         rejected=rejected,
     )
-    previous = read_global(base)["digest"]
+    previous = global_model.read_global(base)["digest"]
     facts = {"base": previous, "codec": codec, "rule": rule.model_dump(), **asdict(outcome)}
-    publish(partial, out, about | facts)
+    global_model.publish(partial, out, about | facts)
     return outcome
 
 
 def judge(measured: Measured, updates: list[Update], rule: Rule) -> dict[str, str]:
     """Facility -> why its update is left out: not finite, far too long, or the wrong way."""
-    names, norms = [one.facility for one in updates], measured.norms
+    names, norms = [update.facility for update in updates], measured.norms
     refused = {
         name: f"{count:,} values are not finite"
         for name, count in zip(names, measured.not_finite, strict=True)
@@ -248,14 +231,18 @@ class NextModel(ExitStack):
         self.factors_K = torch.tensor(factors)
         self.fresh = step.fresh_memory(rule) | ({} if codec == "fp32" else {RESIDUAL: 0.0})
         wide = typed(layout, torch.float32)
-        self.before = self._reader(base / "master")
-        self.master = self._writer(partial / "master", wide)
         half = typed(layout, getattr(torch, rule.dtype))
-        self.export = self._writer(partial / "export", half)
-        self.delta = self._writer(partial / "delta", encoded_layout(layout, codec))
-        self.memory = {n: self._writer(partial / "memory" / n, wide) for n in self.fresh}
-        self.memory_before = {n: self._reader(base / "memory" / n) for n in self.fresh}
-        copy_beside_weights(base / "export", partial / "export", rule.dtype)
+        encoded = encoded_layout(layout, codec)
+        self.before = self.enter_context(TensorReader(base / "master"))
+        self.master = self.enter_context(TensorWriter(partial / "master", wide))
+        self.export = self.enter_context(TensorWriter(partial / "export", half))
+        self.delta = self.enter_context(TensorWriter(partial / "delta", encoded))
+        self.memory, self.memory_before = dict[str, TensorWriter](), dict[str, TensorReader]()
+        for name in self.fresh:
+            after, before = partial / "memory" / name, base / "memory" / name
+            self.memory[name] = self.enter_context(TensorWriter(after, wide))
+            self.memory_before[name] = self.enter_context(TensorReader(before))
+        global_model.copy_beside_weights(base / "export", partial / "export", rule.dtype)
 
     def add(self, stretch: Stretch, values_KN: Tensor) -> None:
         """Combine, step, encode and write one stretch."""
@@ -280,16 +267,6 @@ class NextModel(ExitStack):
             return before.values(stretch)
         return torch.full((stretch.count,), self.fresh[name])
 
-    def _reader(self, folder: Path) -> TensorReader:
-        reader = TensorReader(files_of(folder))
-        self.push(reader)
-        return reader
-
-    def _writer(self, folder: Path, layout: TypedLayout) -> TensorWriter:
-        writer = TensorWriter(folder, layout)
-        self.push(writer)
-        return writer
-
 
 def _one_pass(updates: list[Update], layout: Layout, next_model: NextModel | None) -> Measured:
     """Read every update once: measure, and with a next model combine."""
@@ -297,13 +274,12 @@ def _one_pass(updates: list[Update], layout: Layout, next_model: NextModel | Non
     gram_KK = torch.zeros(count, count, dtype=torch.float64)
     not_finite_K = torch.zeros(count, dtype=torch.int64)
     with ExitStack() as stack, ThreadPoolExecutor(THREADS) as pool:
-        readers = [
-            (stack.enter_context(TensorReader(_files(one))), one.manifest.encoding)
-            for one in updates
-        ]
+        encodings = [update.manifest.encoding for update in updates]
+        readers = [stack.enter_context(update.tensors()) for update in updates]
 
         def work(stretch: Stretch) -> tuple[Tensor, Tensor]:
-            values_KN = torch.stack([read_decoded(*reader, stretch) for reader in readers])
+            encoded = zip(readers, encodings, strict=True)
+            values_KN = torch.stack([read_decoded(*reader, stretch) for reader in encoded])
             if next_model is not None:
                 next_model.add(stretch, values_KN)
             return _measured(values_KN)
@@ -331,19 +307,15 @@ def _in_order(pool: ThreadPoolExecutor, work: Any, items: Iterator[Stretch]) -> 
         running += [pool.submit(work, item) for item in islice(items, 1)]
 
 
-def _files(update: Update) -> list[Path]:
-    return [update.folder / name for name in sorted(update.manifest.files)]
-
-
 def _unfit(updates: list[Update], layout: Layout) -> dict[str, str]:
     """Facility -> how its tensors differ from the model's."""
     rejected = {}
-    for one in updates:
+    for update in updates:
         try:
-            with TensorReader(_files(one)) as reader:
-                refuse_wrong_tensors(reader, one.manifest, layout)
+            with update.tensors() as reader:
+                refuse_wrong_tensors(reader, update.manifest, layout)
         except UserError as error:
-            rejected[one.facility] = error.found
+            rejected[update.facility] = error.found
     return rejected
 
 
@@ -362,8 +334,8 @@ def _weights(
     updates: list[Update], rule: Rule, measured: Measured | None
 ) -> tuple[list[float], list[float]]:
     """The share of each update, and what clipping multiplies it with."""
-    late = [one.rounds_late for one in updates]
-    weights = combine.weights_of([one.manifest for one in updates], late, rule)
+    late = [update.rounds_late for update in updates]
+    weights = combine.weights_of([update.manifest for update in updates], late, rule)
     factors = [1.0] * len(updates)
     if measured is not None:
         factors = combine.clip_factors(measured.norms, rule.clip_norm)

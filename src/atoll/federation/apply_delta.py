@@ -3,28 +3,18 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
-import torch
+from torch import Tensor
 
 from atoll.commands import VerbParser
 from atoll.errors import UserError
+from atoll.federation import global_model
 from atoll.federation.error_feedback import read_decoded
 from atoll.federation.global_model import (
     begin,
-    copy_beside_weights,
-    first_global,
     publish,
-    read_global,
 )
-from atoll.federation.tensors import (
-    TensorReader,
-    TensorWriter,
-    files_of,
-    layout_of,
-    stretches,
-    typed,
-)
+from atoll.federation.tensors import Stretch, TensorReader, files_of
 
 
 def main(argv: list[str]) -> int:
@@ -37,13 +27,13 @@ def main(argv: list[str]) -> int:
     arguments = parser.read(argv)
     came, out = arguments.came, arguments.out
     if arguments.first:
-        first_global(came, out, {"round": 0})
+        global_model.first_global(came, out, {"round": 0})
         return 0
-    manifest = read_global(came)
+    manifest = global_model.read_global(came)
     if arguments.base is None:
         digest = take_whole(came, out)
     else:
-        digest = apply_delta(arguments.base, came / "delta", manifest["codec"], out, {})
+        digest = apply_delta(arguments.base, came / "delta", manifest["codec"], out)
     if digest != manifest["digest"]:
         shutil.rmtree(out)
         raise UserError(
@@ -62,26 +52,25 @@ def take_whole(came: Path, out: Path) -> str:
     return publish(partial, out, {})
 
 
-def apply_delta(base: Path, delta: Path, codec: str, out: Path, about: dict[str, Any]) -> str:
+def apply_delta(base: Path, delta: Path, codec: str, out: Path) -> str:
     """The next global model's master, from the one before and the delta; its digest.
 
     Bit for bit what the server has: it adds the same decoded values.
     """
-    layout, partial = layout_of(base / "master"), begin(out)
-    with (
-        TensorReader(files_of(base / "master")) as before,
-        TensorReader(files_of(delta)) as encoded,
-        TensorWriter(partial / "master", typed(layout, torch.float32)) as writer,
-    ):
-        for stretch in stretches(layout):
-            writer.put(stretch, before.values(stretch) + read_decoded(encoded, codec, stretch))
+    partial = begin(out)
+    with TensorReader(base / "master") as before, TensorReader(delta) as encoded:
+
+        def values_of(stretch: Stretch) -> Tensor:
+            return before.values(stretch) + read_decoded(encoded, codec, stretch)
+
+        global_model.write_master(partial, before.layout, values_of)
     _link_export(base / "export", partial)
-    return publish(partial, out, about)
+    return publish(partial, out, {})
 
 
 def _link_export(export_before: Path, partial: Path) -> None:
     """A Hugging Face folder of the fp32 weights, which are there once under two names."""
     (partial / "export").mkdir()
-    copy_beside_weights(export_before, partial / "export", "float32")
+    global_model.copy_beside_weights(export_before, partial / "export", "float32")
     for path in files_of(partial / "master"):
         os.link(path, partial / "export" / path.name)

@@ -16,11 +16,11 @@ Combine = Callable[[Tensor, Tensor, Rule], Tensor]
 
 
 def by_tokens(manifests: list[UpdateManifest], rule: Rule) -> list[float]:
-    return [float(one.tokens) for one in manifests]
+    return [float(manifest.tokens) for manifest in manifests]
 
 
 def by_steps(manifests: list[UpdateManifest], rule: Rule) -> list[float]:
-    return [float(one.steps) for one in manifests]
+    return [float(manifest.steps) for manifest in manifests]
 
 
 def equally(manifests: list[UpdateManifest], rule: Rule) -> list[float]:

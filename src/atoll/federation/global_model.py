@@ -3,25 +3,28 @@
 GLOBAL/
   master/   fp32 weights, as many files as the export has
   memory/   what the server's step remembers, and the residual of encoding the delta; fp32
-  delta/    the difference to the round before, encoded: all that travels to a facility
+  delta/    what changed since the round before, encoded: all that travels to a facility
   export/   the Hugging Face folder, in half precision
   manifest.json   digests of the files, written last
 """
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from atoll import run_dir
 from atoll.errors import UserError
 from atoll.federation.tensors import (
+    Layout,
+    Stretch,
     TensorReader,
     TensorWriter,
     files_of,
-    layout_of,
     stretches,
     typed,
 )
@@ -32,15 +35,18 @@ BESIDE_WEIGHTS = (".json", ".model", ".txt", ".jinja")
 
 def first_global(model: Path, out: Path, about: dict[str, Any]) -> str:
     """The global model before any round, from a Hugging Face folder; its digest."""
-    layout, partial = layout_of(model), begin(out)
-    with (
-        TensorReader(files_of(model)) as reader,
-        TensorWriter(partial / "master", typed(layout, torch.float32)) as writer,
-    ):
-        for stretch in stretches(layout):
-            writer.put(stretch, reader.values(stretch))
+    partial = begin(out)
+    with TensorReader(model) as reader:
+        write_master(partial, reader.layout, reader.values)
     shutil.copytree(model, partial / "export", ignore=shutil.ignore_patterns("adapter", ".*"))
     return publish(partial, out, about)
+
+
+def write_master(partial: Path, layout: Layout, values_of: Callable[[Stretch], Tensor]) -> None:
+    """The fp32 weights, a stretch at a time."""
+    with TensorWriter(partial / "master", typed(layout, torch.float32)) as writer:
+        for stretch in stretches(layout):
+            writer.put(stretch, values_of(stretch))
 
 
 def copy_beside_weights(export: Path, into: Path, dtype: str) -> None:

@@ -14,15 +14,7 @@ from atoll.errors import UserError
 from atoll.federation.codec import CODECS
 from atoll.federation.error_feedback import encoded_layout, write_encoded
 from atoll.federation.global_model import begin, read_global, replace_folder
-from atoll.federation.tensors import (
-    Layout,
-    TensorReader,
-    TensorWriter,
-    files_of,
-    layout_of,
-    stretches,
-    typed,
-)
+from atoll.federation.tensors import TensorReader, TensorWriter, files_of, stretches, typed
 from atoll.federation.update import FORMAT_VERSION, UpdateManifest, facts_of, manifest_file
 
 
@@ -77,21 +69,20 @@ def make_delta(
     twice. Raises `UserError` where the two models have not the same tensors, or a value is not
     finite.
     """
-    layout = layout_of(base / "master")
     partial, partial_residual = begin(out), begin(residual)
     with ExitStack() as stack:
-        after = stack.enter_context(TensorReader(files_of(trained)))
-        _refuse_other_tensors(trained, after, layout)
-        before = stack.enter_context(TensorReader(files_of(base / "master")))
-        residual_files = [] if previous_residual is None else files_of(previous_residual)
-        feedback = stack.enter_context(TensorReader(residual_files))
-        writer = TensorWriter(partial, encoded_layout(layout, codec, prefix="delta-"))
-        stack.enter_context(writer)
-        kept = TensorWriter(partial_residual, typed(layout, torch.float32))
-        stack.enter_context(kept)
+        before = stack.enter_context(TensorReader(base / "master"))
+        after = stack.enter_context(TensorReader(trained))
+        _refuse_other_tensors(after, before)
+        # the first time there is none: nothing is in the folder of the new one yet
+        last = stack.enter_context(TensorReader(previous_residual or partial_residual))
+        layout = before.layout
+        encoded = encoded_layout(layout, codec, prefix="delta-")
+        writer = stack.enter_context(TensorWriter(partial, encoded))
+        kept = stack.enter_context(TensorWriter(partial_residual, typed(layout, torch.float32)))
         for stretch in stretches(layout):
             change_N = after.values(stretch).float() - before.values(stretch)
-            last_N = feedback.values(stretch) if stretch.name in feedback.entries else None
+            last_N = last.values(stretch) if stretch.name in last.entries else None
             _, residual_N = write_encoded(writer, codec, stretch, change_N, last_N)
             if not bool(torch.isfinite(residual_N).all()):
                 raise UserError(
@@ -113,12 +104,12 @@ def make_delta(
     return manifest
 
 
-def _refuse_other_tensors(trained: Path, reader: TensorReader, layout: Layout) -> None:
-    wanted = {name: shape for tensors in layout.values() for name, shape in tensors.items()}
-    shapes = {name: entry.shape for name, entry in reader.entries.items()}
+def _refuse_other_tensors(trained: TensorReader, base: TensorReader) -> None:
+    shapes, wanted = ({n: e.shape for n, e in model.entries.items()} for model in (trained, base))
     if shapes != wanted:
         name = sorted(set(shapes.items()) ^ set(wanted.items()))[0][0]
         raise UserError(
-            f"{trained} has {name} as {shapes.get(name)}, the global model as {wanted.get(name)}",
+            f"{trained.folder} has {name} as {shapes.get(name)}, the global model as "
+            f"{wanted.get(name)}",
             "train the model of this round",
         )

@@ -62,11 +62,15 @@ class Entry:
 
 
 class TensorReader(ExitStack):
-    """The tensors of some files, each once; a stretch is read by its place, no file is mapped."""
+    """The tensors of a folder's files, each once; read by their place, no file is mapped.
 
-    def __init__(self, paths: Iterable[Path]) -> None:
+    names: of the files; without them all that are there.
+    """
+
+    def __init__(self, folder: Path, names: Iterable[str] | None = None) -> None:
         super().__init__()
-        self.entries: dict[str, Entry] = {}
+        self.folder, self.entries = folder, dict[str, Entry]()
+        paths = files_of(folder) if names is None else [folder / name for name in sorted(names)]
         with ExitStack() as opened:
             for path in paths:
                 file = _open(path)
@@ -77,6 +81,16 @@ class TensorReader(ExitStack):
                         raise UserError(f"{path} has {name}, as {other} does", "send it again")
                     self.entries[name] = entry
             self.push(opened.pop_all())
+
+    @property
+    def layout(self) -> Layout:
+        """File name -> tensor -> shape; `UserError` where there is none."""
+        layout: Layout = {}
+        for name, entry in self.entries.items():
+            layout.setdefault(entry.path.name, {})[name] = entry.shape
+        if not layout:
+            raise UserError(f"no safetensors in {self.folder}", "give the folder of a model")
+        return layout
 
     def values(self, stretch: Stretch) -> Tensor:
         """The stretch in the tensor's own number format."""
@@ -116,17 +130,6 @@ class TensorWriter(ExitStack):
 
 def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
-
-
-def layout_of(folder: Path) -> Layout:
-    """File name -> tensor -> shape."""
-    layout: Layout = {}
-    with TensorReader(files_of(folder)) as reader:
-        for name, entry in reader.entries.items():
-            layout.setdefault(entry.path.name, {})[name] = entry.shape
-    if not layout:
-        raise UserError(f"no safetensors in {folder}", "give the folder of a model")
-    return layout
 
 
 def typed(layout: Layout, dtype: torch.dtype) -> TypedLayout:

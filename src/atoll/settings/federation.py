@@ -1,9 +1,10 @@
 """How updates become the next global model, and what is refused on the way."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from atoll.errors import UserError
 from atoll.settings.fields import Count, CountOrZero, Fraction, Positive, Settings, Word
 
 
@@ -70,3 +71,18 @@ class Campaign(Settings):
     attempts: Count = 3  # of a facility's job, and of a transfer, in a round
     allowed_signers: str | None = None  # ssh-keygen's file; null: updates are not signed
     ssh_options: list[str] = []
+
+
+AnySettings = TypeVar("AnySettings", Rule, Campaign)
+
+
+def checked_settings(
+    kind: type[AnySettings], values: dict[str, Any], prefix: str, hint: str
+) -> AnySettings:
+    """Plain values to settings; `UserError` names the first that is wrong."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = prefix + ".".join(map(str, first["loc"]))
+        raise UserError(f"{name}: {first['msg']} ({first['input']!r})", hint) from None

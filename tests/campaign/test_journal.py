@@ -1,0 +1,105 @@
+"""What a round's journal says after a kill, and where a facility stands by it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.campaign.journal import Journal, alone
+from atoll.campaign.round import go_on
+from atoll.campaign.store import CampaignStore, checked_campaign
+
+FULL = """#!/bin/sh
+echo 'rsync: [receiver] write failed on "x": No space left on device (28)' >&2
+echo 'rsync error: error in file IO (code 11) at receiver.c(380) [receiver=3.2.7]' >&2
+exit 11
+"""
+
+
+def store_of(folder: Path, **changes: Any) -> CampaignStore:
+    sites = [{"name": name, "folder": str(folder / name)} for name in ("north", "south")]
+    values = {"name": "c", "sites": sites, "start": [], "attempts": 2} | changes
+    return CampaignStore(checked_campaign(values), folder / "campaigns" / "c")
+
+
+def test_a_line_that_a_kill_cut_off_is_not_there(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "round-001")
+    assert journal.records() == [] and journal.last("asked") == {}
+    journal.append("asked", request={"round": 1})
+    with open(journal.path, "a") as file:
+        file.write('{"event": "submitted", "ti')
+    assert [record["event"] for record in journal.records()] == ["asked"]
+    journal.append("submitted", run="r")
+    assert [record["event"] for record in journal.records()] == ["asked", "submitted"]
+    assert journal.last("submitted")["run"] == "r"
+    assert len(journal.path.read_text().splitlines()) == 3
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with alone(tmp_path), pytest.raises(BlockingIOError), alone(tmp_path, wait=False):
+        pass
+    with alone(tmp_path, wait=False):
+        pass
+
+
+def test_an_answer_is_written_once_and_has_no_say_over_the_journal(tmp_path: Path) -> None:
+    store = store_of(tmp_path)
+    north = store.campaign.sites[0]
+    hostile = {"state": "running", "facility": "south", "event": "left out", "self": 1}
+    for _ in range(3):
+        store.record_answer(1, north, hostile)
+    [record] = store.journal(1).records()
+    assert record["event"] == "answered" and record["facility"] == "north"
+    assert store.state(1, north).text == "running" and len(store.unsettled(1)) == 2
+
+
+def test_who_was_left_out_is_asked_again_when_the_round_is_reopened(tmp_path: Path) -> None:
+    store = store_of(tmp_path, deadline_minutes=1.0)
+    north, south = store.campaign.sites
+    begun = store.deadline(1)
+    assert store.deadline(1) == begun
+    for _ in range(2):
+        store.count_failure(1, north, "no")
+    store.update(1, south).mkdir(parents=True)
+    assert store.left_out(1) == {"north": "no"} and store.unsettled(1) == []
+    store.journal(1).append("reopened")
+    assert store.unsettled(1) == [north] and store.state(1, north).failures == 0
+    assert store.deadline(1) >= begun
+    assert len(store.journal(1).records("began")) == 2
+
+
+def test_late_work_is_asked_for_until_it_comes_to_nothing(tmp_path: Path) -> None:
+    store = store_of(tmp_path, rule={"max_staleness": 1})
+    north = store.campaign.sites[0]
+    store.leave_out(1, north, "no update", late=True)
+    assert store.asked_round(2, north) == 1
+    store.leave_out(2, north, "no update", late=True)
+    assert store.asked_round(3, north) == 3, "two rounds late is too late"
+    store.journal(2).append("afresh", facility="north", why="its job failed")
+    assert store.asked_round(2, north) == 2
+
+
+def test_a_full_disk_at_a_facility_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was called unreachable, and tried until the deadline."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in {
+        "rsync": FULL,
+        "far": '#!/bin/sh\necho \'{"state": "needs", "have": -1}\'\n',
+    }.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    store = store_of(tmp_path)
+    north = store.campaign.sites[0].model_copy(update={"command": [str(programs / "far")]})
+    for part in ("master", "export"):
+        (store.model(0) / part).mkdir(parents=True)
+    (store.model(0) / "manifest.json").write_text(json.dumps({"digest": "0" * 64}))
+    go_on(store, 1, north)
+    state = store.state(1, north)
+    assert state.failures == 1 and "No space left on device" in state.text
+    go_on(store, 1, north)
+    assert "code 11" in store.left_out(1)["north"]
