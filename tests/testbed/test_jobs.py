@@ -28,18 +28,23 @@ def size(request) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def limited(site, size) -> Thread:
-    """A run whose ranks stand still from the first step on, as for a file system.
+    """A run whose ranks stand still from the first step until Slurm's notice, as for a file system.
 
-    Where it leaves room the others run while it waits for its time limit.
+    On a slow machine the notice comes before the first step is over, and they may be about to end.
     """
     site.submit("limited", *size, *LIMIT)
-    lines = site.clone / "runs" / "limited" / "metrics.jsonl"
+    folder = site.clone / "runs" / "limited"
+    lines, notice, restarts = (folder / n for n in ("metrics.jsonl", "stop", "restarts.jsonl"))
 
-    def stop() -> None:
-        site.until("limited", lambda: lines.exists() and 1 in losses(lines.parent))
-        signal_ranks("STOP", lines.parent)
+    def stand_still() -> None:
+        site.until("limited", lambda: lines.exists() and 1 in losses(folder))
+        signal_ranks("STOP", folder)
+        try:
+            site.until("limited", lambda: notice.exists() or restarts.exists())
+        finally:
+            signal_ranks("CONT", folder)
 
-    thread = Thread(target=stop)
+    thread = Thread(target=stand_still)
     thread.start()
     return thread
 
@@ -51,7 +56,7 @@ def signal_ranks(name: str, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def reference(request, site, size) -> dict[int, float]:
-    if "nodes=2" in size:
+    if "nodes=2" in size:  # there is room for both, so this one trains while that one waits
         request.getfixturevalue("limited")
     sample = ("generation.prompt=def", "generation.max_new_tokens=4")
     site.submit("static", *size, "launcher=static", *sample)
@@ -81,17 +86,10 @@ def test_pbs_s_commands_give_the_same_losses(site, size, reference):
 
 
 def test_a_run_goes_on_after_its_time_limit_with_the_same_losses(site, reference, limited):
-    """Its ranks stand still until Slurm's notice.
-
-    On a slow machine that comes before the first step is over, and they may be about to end.
-    """
-    folder = site.clone / "runs" / "limited"
-    notice, restarts_file = folder / "stop", folder / "restarts.jsonl"
     limited.join()
-    site.until("limited", lambda: notice.exists() or restarts_file.exists())
-    signal_ranks("CONT", folder)
     assert losses(site.finished("limited")) == reference
-    restarts = [json.loads(text) for text in restarts_file.read_text().splitlines()]
+    file = site.clone / "runs" / "limited" / "restarts.jsonl"
+    restarts = [json.loads(text) for text in file.read_text().splitlines()]
     assert 0 < restarts[0]["step"] < 6
     assert "the run goes on in the next one" in site.output("limited")
 
