@@ -52,8 +52,11 @@ class RemoveStatement:
         return node
 
 
-def mutants_of(source: str, seed: int) -> list[Mutant]:
-    """Every mutant that parses and means something else, at most PER_PLACE of a kind at a place."""
+def mutants_of(source: str, seed: int, most: int) -> tuple[list[Mutant], int]:
+    """Mutants that parse and mean something else, and the number of all that may be made.
+
+    Where those are more than `most`, they are so many drawn by `seed`.
+    """
     operators = {name: each() for name, each in _operators().items()}
     places: dict[Any, list[tuple[str, int, int]]] = defaultdict(list)
     for name, operator in operators.items():
@@ -61,19 +64,21 @@ def mutants_of(source: str, seed: int) -> list[Mutant]:
             for index, position in enumerate(operator.mutation_positions(node)):
                 places[position, name.split("_")[0]].append((name, number, index))
     generator = random.Random(seed)
-    mutants, seen = [], {_meaning(source)}
+    candidates = []
     for _, choices in sorted(places.items()):
-        generator.shuffle(choices)
-        made = 0
-        for name, number, index in choices:
-            changed = _mutated(source, operators[name], number, index)
-            meaning = _meaning(changed)
-            if meaning is None or meaning in seen or made == PER_PLACE:
-                continue
+        candidates += generator.sample(choices, min(PER_PLACE, len(choices)))
+    generator.shuffle(candidates)
+    mutants: list[Mutant] = []
+    seen = {_meaning(source), None}
+    for name, number, index in candidates:
+        changed = _mutated(source, operators[name], number, index)
+        meaning = _meaning(changed)
+        if meaning not in seen:
             seen.add(meaning)
-            made += 1
             mutants.append(_described(source, changed, name))
-    return mutants
+        if len(mutants) == most:
+            break
+    return sorted(mutants, key=lambda mutant: mutant.line), len(candidates)
 
 
 def _operators() -> dict[str, Any]:
