@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("src", "tests", "hydra_conf", "sbatch", "containers")
-SEED, MOST_MUTANTS, WANTED_PERCENT = 16, 50, 85
+SEED, MOST_MUTANTS, WANTED_PERCENT = 16, 40, 85
 
 
 @dataclass(frozen=True)
