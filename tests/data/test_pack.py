@@ -99,6 +99,9 @@ def test_sequences_too_long_for_narrow_sorting() -> None:
     lengths = np.array([70_000, 100_001, 30_000])
     plan = pack(lengths, 100_000, "best_fit")
     assert sorted(plan.useful.tolist()) == [1, 100_000, 100_000]
+    # 16 bits would take the room beside the shortest for 4,464 and place it first
+    plan = pack(np.array([60_000, 40_000, 30_000]), 100_000, "best_fit")
+    assert plan.useful.tolist() == [100_000, 30_000]
 
 
 @pytest.mark.parametrize(("lengths", "reason"), [([], "no documents"), ([3, 0], "without tokens")])

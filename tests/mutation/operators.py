@@ -5,6 +5,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 import parso
@@ -116,6 +117,9 @@ def _meaning(source: str) -> str | None:
 
 
 def _described(source: str, changed: str, operator: str) -> Mutant:
-    pairs = enumerate(zip(source.splitlines(), changed.splitlines(), strict=False), 1)
-    line, (before, after) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
-    return Mutant(line, operator, before.strip(), after.strip(), changed)
+    old, new = source.splitlines(), changed.splitlines()
+    for tag, first, last, start, end in SequenceMatcher(None, old, new, False).get_opcodes():
+        if tag != "equal":
+            before, after = (" ".join(map(str.strip, x)) for x in (old[first:last], new[start:end]))
+            return Mutant(first + 1, operator, before, after, changed)
+    raise AssertionError("nothing has changed")
