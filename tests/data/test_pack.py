@@ -99,3 +99,31 @@ def test_sequences_too_long_for_narrow_sorting() -> None:
     lengths = np.array([70_000, 100_001, 30_000])
     plan = pack(lengths, 100_000, "best_fit")
     assert sorted(plan.useful.tolist()) == [1, 100_000, 100_000]
+    # 16 bits would take the room beside the shortest for 4,464 and place it first
+    plan = pack(np.array([60_000, 40_000, 30_000]), 100_000, "best_fit")
+    assert plan.useful.tolist() == [100_000, 30_000]
+
+
+@pytest.mark.parametrize(("lengths", "reason"), [([], "no documents"), ([3, 0], "without tokens")])
+def test_nothing_to_pack_is_our_own_mistake(lengths: list[int], reason: str) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        pack(np.array(lengths, dtype=np.int64), 8, "best_fit")
+
+
+def test_concat_s_pieces_end_where_a_document_or_a_sample_does() -> None:
+    plan = pack(np.array([3, 5, 8]), 4, "concat")
+    assert plan.piece_start.tolist() == [0, 3, 4, 8, 12]
+    assert plan.piece_length.tolist() == [3, 1, 4, 4, 4]
+    assert plan.sample_first_piece.tolist() == [0, 2, 3, 4, 5]
+
+
+def test_best_fit_s_pieces_are_in_the_order_of_their_samples() -> None:
+    plan = pack(np.array([3, 10, 1, 2]), 4, "best_fit")
+    assert plan.sequence_tokens == 4
+    assert plan.samples == len(plan.useful) == 4
+    assert plan.useful.tolist() == [4, 4, 4, 4]
+    assert sorted(zip(plan.piece_start, plan.piece_length, strict=True)) == [
+        *((0, 3), (3, 4), (7, 4), (11, 2), (13, 1), (14, 2)),
+    ]
+    assert plan.padding_fraction == 0.0
+    assert {plan.useful.dtype, plan.targets.dtype, plan.piece_length.dtype} == {np.dtype(np.int32)}

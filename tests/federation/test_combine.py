@@ -117,9 +117,9 @@ def test_krum_looks_at_its_nearest_neighbours_alone() -> None:
     line = [[0.0], [1.0], [2.2], [10.0], [1000.0]]
     assert krum_choice(line, bad=1) == [0.0, 1.0, 0.0, 0.0, 0.0]
     # Two lie together, three lie close: one neighbour chooses a pair, two choose the three.
-    pair = [[0.0, 0.0], [5.0, 0.0], [5.0, 1.0], [5.0, -1.0], [0.0, 0.1], [900.0, 0.0]]
-    assert krum_choice(pair, bad=3) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert krum_choice(pair, bad=2) == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    pair = [[5.0, 0.0], [5.0, 1.0], [5.0, -1.0], [0.0, 0.0], [0.0, 0.1], [900.0, 0.0]]
+    assert krum_choice(pair, bad=3) == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert krum_choice(pair, bad=2) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     # Not the shortest update, nor the one whose products with the others are largest.
     far = [[100.0], [101.0], [102.0], [0.0], [300.0]]
     assert krum_choice(far, bad=1) == [0.0, 1.0, 0.0, 0.0, 0.0]

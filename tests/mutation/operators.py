@@ -5,6 +5,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 import parso
@@ -52,8 +53,11 @@ class RemoveStatement:
         return node
 
 
-def mutants_of(source: str, seed: int) -> list[Mutant]:
-    """Every mutant that parses and means something else, at most PER_PLACE of a kind at a place."""
+def mutants_of(source: str, seed: int, most: int) -> tuple[list[Mutant], int]:
+    """Mutants that parse and mean something else, and the number of all that may be made.
+
+    Where those are more than `most`, they are so many drawn by `seed`.
+    """
     operators = {name: each() for name, each in _operators().items()}
     places: dict[Any, list[tuple[str, int, int]]] = defaultdict(list)
     for name, operator in operators.items():
@@ -61,19 +65,21 @@ def mutants_of(source: str, seed: int) -> list[Mutant]:
             for index, position in enumerate(operator.mutation_positions(node)):
                 places[position, name.split("_")[0]].append((name, number, index))
     generator = random.Random(seed)
-    mutants, seen = [], {_meaning(source)}
+    candidates = []
     for _, choices in sorted(places.items()):
-        generator.shuffle(choices)
-        made = 0
-        for name, number, index in choices:
-            changed = _mutated(source, operators[name], number, index)
-            meaning = _meaning(changed)
-            if meaning is None or meaning in seen or made == PER_PLACE:
-                continue
+        candidates += generator.sample(choices, min(PER_PLACE, len(choices)))
+    generator.shuffle(candidates)
+    mutants: list[Mutant] = []
+    seen = {_meaning(source), None}
+    for name, number, index in candidates:
+        changed = _mutated(source, operators[name], number, index)
+        meaning = _meaning(changed)
+        if meaning not in seen:
             seen.add(meaning)
-            made += 1
             mutants.append(_described(source, changed, name))
-    return mutants
+        if len(mutants) == most:
+            break
+    return sorted(mutants, key=lambda mutant: mutant.line), len(candidates)
 
 
 def _operators() -> dict[str, Any]:
@@ -111,6 +117,9 @@ def _meaning(source: str) -> str | None:
 
 
 def _described(source: str, changed: str, operator: str) -> Mutant:
-    pairs = enumerate(zip(source.splitlines(), changed.splitlines(), strict=False), 1)
-    line, (before, after) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
-    return Mutant(line, operator, before.strip(), after.strip(), changed)
+    old, new = source.splitlines(), changed.splitlines()
+    for tag, first, last, start, end in SequenceMatcher(None, old, new, False).get_opcodes():
+        if tag != "equal":
+            before, after = (" ".join(map(str.strip, x)) for x in (old[first:last], new[start:end]))
+            return Mutant(first + 1, operator, before, after, changed)
+    raise AssertionError("nothing has changed")
