@@ -81,7 +81,6 @@ def settings(folder: Path, ranks: int, **changes: Any) -> Run:
         "checkpoint": {"every_steps": 3},
         "evaluation": {},
         "export": {},
-        "monitor": {"communication": True, "energy": True, "progress": True},
         "generation": {"prompt": "the reef", "max_new_tokens": 5},
     }
     for name, value in changes.items():

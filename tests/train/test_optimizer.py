@@ -129,7 +129,7 @@ def test_asking_for_the_state_changes_no_step(name: str) -> None:
     for asks in (False, True):
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 64)
-        optimizer = make_optimizer(settings, model)
+        optimizer = make_optimizer(chosen, model)
         if asks:
             optimizer_state_dict(optimizer)
         model(torch.ones(1, 64)).sum().backward()
