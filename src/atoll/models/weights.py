@@ -8,7 +8,7 @@ import copy
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,11 @@ def stored_reader(
     from safetensors import SafetensorError, safe_open
 
     files = weight_files(folder)
-    opened: dict[Path, Any] = {}
     with ExitStack() as stack:
+
+        @cache
+        def opened(path: Path) -> Any:
+            return stack.enter_context(safe_open(path, framework="pt"))
 
         def read(name: str, slices: Slices) -> Tensor:
             is_new = new is not None and name.startswith(new + ".")
@@ -96,13 +99,11 @@ def stored_reader(
             stored = _stored_name(name, files, hf, folder)
             path = files[stored]
             try:
-                if path not in opened:
-                    opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-                part = opened[path].get_slice(stored)
+                part = opened(path).get_slice(stored)
             except SafetensorError as error:
                 raise corrupted(path, error) from error
             _check_shape(name, tuple(part.get_shape()), hf, path)
-            result: Tensor = part[slices] if slices else opened[path].get_tensor(stored)
+            result: Tensor = part[slices] if slices else opened(path).get_tensor(stored)
             return result
 
         yield read

@@ -176,7 +176,8 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     hidden, heads = sizes["hidden"], sizes["heads"]
     derived = {"kv_heads": heads, "embedded": hidden, "intermediate": 4 * hidden, "tied": True}
     numbers = {size: int(value) for size, value in (derived | sizes).items()}
-    return Shape(name, **numbers | {"tied": bool(numbers["tied"])})
+    tied = bool(numbers.pop("tied"))
+    return Shape(name, **numbers, tied=tied)
 
 
 def known_config(

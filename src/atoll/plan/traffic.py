@@ -15,7 +15,7 @@ def bytes_sent(run: Run, shape: Shape) -> dict[str, float]:
     sharding = run.sharding
     if run.world_size == 1:
         return {}
-    sent = {}
+    sent: dict[str, float] = {}
     if "fsdp" in sharding.layouts:
         sent |= _sharded(run, shape)
     else:

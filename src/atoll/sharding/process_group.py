@@ -95,10 +95,11 @@ def run_on_all_ranks(world: World, function: Callable[[], Result]) -> Result:
     except (UserError, OSError) as caught:
         error = _as_user_error(caught)
     errors = gathered(world, None if error is None else (error.found, error.hint))
-    for rank, one in enumerate(errors):
-        if one is not None:
+    for rank, pair in enumerate(errors):
+        if pair is not None:
+            found, hint = pair
             where = "" if all(errors) else f" (rank {rank} of {world.size})"
-            raise SharedError(one[0] + where, one[1]) from error
+            raise SharedError(found + where, hint) from error
     return result  # type: ignore[return-value]
 
 
