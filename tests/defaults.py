@@ -12,6 +12,7 @@ def filled(values: dict[str, Any]) -> dict[str, Any]:
     """The values over those of run.yaml, of no image and of AdamW without a warm-up."""
     stated = _content("run.yaml")
     stated |= {"image": _content("image/none.yaml"), "optimizer": group("optimizer")}
+    stated["training"] |= {"steps": None, "epochs": None}  # a run says itself how long it is
     return _over(stated, values)
 
 
