@@ -7,13 +7,13 @@ import torch
 
 from atoll.errors import UserError
 from atoll.federation import combine
-from atoll.federation.update import Manifest
+from atoll.federation.update import UpdateManifest
 from atoll.settings.federation import Rule
 
 
-def manifests(tokens: list[int], steps: list[int] | None = None) -> list[Manifest]:
+def manifests(tokens: list[int], steps: list[int] | None = None) -> list[UpdateManifest]:
     pairs = zip(tokens, steps or tokens, strict=True)
-    return [Manifest.model_construct(tokens=t, steps=s) for t, s in pairs]
+    return [UpdateManifest.model_construct(tokens=t, steps=s) for t, s in pairs]
 
 
 def weights(tokens: list[int], late: list[int] | None = None, **rule: Any) -> list[float]:
