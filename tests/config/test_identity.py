@@ -111,3 +111,12 @@ def test_a_run_of_another_text_is_another_run(composed):
     run = composed(*line, "data.files=b.txt").run
     with pytest.raises(UserError, match=r"data\.files"):
         check_same_run(run, run_dir.folder(run))
+
+
+def test_a_default_that_changes_renames_no_run(composed, tree):
+    before = composed(*BASE).run.name
+    run_yaml = tree / "run.yaml"
+    run_yaml.write_text(run_yaml.read_text().replace("keep: 2", "keep: 5"))
+    assert composed(*BASE).run.checkpoint.keep == 5
+    assert composed(*BASE).run.name == before
+    assert composed(*BASE, "checkpoint.keep=2").run.name != before

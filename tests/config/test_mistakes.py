@@ -3,7 +3,7 @@
 import pytest
 
 from atoll.__main__ import main
-from atoll.config.compose import compose_all, split_options
+from atoll.config.compose import compose_all
 from atoll.errors import UserError
 
 CASES = [
@@ -90,13 +90,6 @@ def test_no_traceback_reaches_a_person(capsys):
     printed = capsys.readouterr().err.splitlines()
     assert len(printed) == 2
     assert printed[0].startswith("atoll: ")
-
-
-def test_options_and_overrides_come_in_any_order():
-    options, overrides = split_options(["a=1", "--multirun", "b=2"], {"--multirun"})
-    assert (options, overrides) == ({"--multirun"}, ["a=1", "b=2"])
-    with pytest.raises(UserError, match="did you mean --multirun"):
-        split_options(["--multrun"], {"--multirun"})
 
 
 @pytest.mark.parametrize("line", ["nodes=interval(1,2)", "nodes=glob(*)"])

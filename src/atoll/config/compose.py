@@ -36,7 +36,7 @@ from atoll.errors import UserError
 from atoll.plan.choose import choose, options
 from atoll.plan.shapes import FAMILIES, Shape, check_architecture, known_config, shape_of
 from atoll.settings import Run, checked, dumped, is_setting
-from atoll.settings.suggestions import check_choice, check_option, unknown_setting, unreadable
+from atoll.settings.suggestions import check_choice, unknown_setting, unreadable
 
 COMMAND_LINE = "command line"
 AUTO = "sharding=auto"  # the planner chooses
@@ -71,14 +71,6 @@ def overrides_parser(verb: str, about: str, multirun: bool = False) -> VerbParse
         several = "take several values, as in nodes=1,2,4: one run for each combination"
         parser.add_argument("-m", "--multirun", action="store_true", help=several)
     return parser
-
-
-def split_options(argv: Sequence[str], known: set[str]) -> tuple[set[str], list[str]]:
-    """Options (`--name`, `-n`) and overrides (`KEY=VALUE`), which may be typed in any order."""
-    options = {word for word in argv if word.startswith("-")}
-    for option in sorted(options):
-        check_option(option, known)
-    return options, [word for word in argv if not word.startswith("-")]
 
 
 def config_tree() -> Path:
@@ -136,7 +128,7 @@ def compose(overrides: Sequence[str], tree: Path | None = None) -> Composition:
     check_model(typed)
     run = with_image_file(with_absolute_paths(typed, Path.cwd()))
     if not named:
-        run = run.model_copy(update={"name": derived_name(run)})
+        run = run.model_copy(update={"name": derived_name(run, _stated(tree))})
         sources["name"] = DERIVED
     return Composition(with_bundle(run), sources)
 
@@ -200,6 +192,12 @@ def groups(tree: Path) -> dict[str, list[str]]:
     """Group -> the choices it offers."""
     folders = [path for path in sorted(tree.iterdir()) if path.is_dir()]
     return {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in folders}
+
+
+def _stated(tree: Path) -> dict[str, Any]:
+    """What run.yaml itself says, without the groups."""
+    values: dict[str, Any] = yaml.safe_load((tree / "run.yaml").read_text())
+    return {name: value for name, value in values.items() if name != "defaults"}
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What makes a run the run it is: its derived name, and what may not change when it resumes."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ FIXED = (
 FREE = ("data.workers",)
 
 
-def derived_name(run: Run) -> str:
-    """A name from the configuration alone, so that the same line typed again resumes.
+def derived_name(run: Run, stated: Mapping[str, Any]) -> str:
+    """A name from the configuration alone, so that the same line submitted again resumes.
 
-    Folders, and all that a facility says of itself but its name, do not count: who pays, how
-    long the job may take, a network variable or what watches it make no other run. Settings left
-    at their default do not count either, so that a setting added later renames nothing.
+    stated: what run.yaml says. Settings that are as stated there, or at a default of their own, do
+    not count, so that one added later renames nothing. Nor do folders, what watches the run, and
+    all that a facility says of itself but its name: who pays or a network variable make no other
+    run.
     """
     values = run.model_dump(
         mode="json",
@@ -43,9 +45,11 @@ def derived_name(run: Run) -> str:
             "data": {"workers"},
         },
     )
-    values["facility"] = run.facility.name
+    as_stated = dict(leaves(dict(stated)))
+    chosen = {name: value for name, value in leaves(values) if as_stated.get(name, ...) != value}
+    chosen["facility"] = run.facility.name
     parts = (run.model.name, run.data.name, run.sharding.name)
-    return f"{'-'.join(part[:32] for part in parts)}-{run_dir.digest(values)}"
+    return f"{'-'.join(part[:32] for part in parts)}-{run_dir.digest(chosen)}"
 
 
 def check_same_run(run: Run, run_folder: Path) -> None:

@@ -9,15 +9,6 @@ from atoll.errors import UserError
 from atoll.settings import RENAMED_SETTINGS, nearest_setting
 
 
-def check_option(option: str, known: Iterable[str]) -> None:
-    """Refuse an option a verb does not have."""
-    choices = sorted(known)
-    if option not in choices:
-        near = difflib.get_close_matches(option, choices, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose from: {', '.join(choices)}"
-        raise UserError(f"unknown option: {option}", hint)
-
-
 def check_choice(group: str, choice: object, choices: Iterable[str]) -> None:
     """Refuse a choice a group does not offer."""
     offered = sorted(choices)
