@@ -120,7 +120,7 @@ def _preload(tree: Path, target: Target) -> None:
     from hypothesis import settings
 
     torch.set_num_threads(1)
-    settings.register_profile("mutants", derandomize=True, database=None)
+    settings.register_profile("mutants", derandomize=True, database=None, deadline=None)
     settings.load_profile("mutants")
     os.environ["PYTHONPATH"] = str(tree / "src")
     sys.path.insert(0, str(tree / "src"))
