@@ -2,7 +2,7 @@
 
 Mutants are cosmic-ray's (operators.py). Each runs in a fork of a process that has imported torch
 and pytest already, on a copy of the repository, so that a mutant costs what its tests cost, and an
-interrupted run leaves nothing behind. A mutant is killed where a test fails, or ends too late.
+interrupted run leaves the source as it is. A mutant is killed where a test fails, or ends too late.
 """
 
 import argparse
