@@ -1,15 +1,17 @@
-"""How many mutants of a module the tests of `make test` kill: `run.py [MODULE ...]`.
+"""How many mutants of a module the tests of `make test` kill: `run.py [--most N] [MODULE ...]`.
 
 Mutants are cosmic-ray's (operators.py). Each runs in a fork of a process that has imported torch
 and pytest already, on a copy of the repository, so that a mutant costs what its tests cost, and an
-interrupted run leaves nothing behind. A mutant is killed where a test fails, or ends too late.
+interrupted run leaves the source as it is. A mutant is killed where a test fails, or ends too late.
 """
 
+import argparse
 import compileall
 import contextlib
 import importlib
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -21,7 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("src", "tests", "hydra_conf", "sbatch", "containers")
-SEED, MOST_MUTANTS, WANTED_PERCENT = 16, 40, 85
+SEED, WANTED_PERCENT = 16, 85
+WAITING_SECONDS = 180.0  # for tests that wait for what never comes
 
 
 @dataclass(frozen=True)
@@ -49,20 +52,23 @@ TARGETS = {
 }
 
 
-def main(names: list[str]) -> int:
-    unknown = sorted(set(names) - set(TARGETS))
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help=", ".join(TARGETS))
+    parser.add_argument("--most", type=int, default=150, help="mutants of a module (150)")
+    given = parser.parse_args()
+    unknown = sorted(set(given.modules) - set(TARGETS))
     if unknown:
-        print(f"no target {', '.join(unknown)}; there are: {', '.join(TARGETS)}", file=sys.stderr)
-        return 2
-    return max(_in_fork(name) for name in names or TARGETS)
+        parser.error(f"no target {', '.join(unknown)}; there are: {', '.join(TARGETS)}")
+    return max(_in_fork(name, given.most) for name in given.modules or TARGETS)
 
 
-def _in_fork(name: str) -> int:
+def _in_fork(name: str, most: int) -> int:
     """Each module in a process of its own: what one imports is not there for the next."""
     child = os.fork()
     if child == 0:
         try:
-            code = _measure(name)
+            code = _measure(name, most)
         except BaseException as error:
             print(f"{name}: {error!r}", file=sys.stderr)
             code = 2
@@ -71,12 +77,12 @@ def _in_fork(name: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _measure(name: str) -> int:
+def _measure(name: str, most: int) -> int:
     from operators import mutants_of
 
     target, module = TARGETS[name], f"src/atoll/{name}.py"
     source = (ROOT / module).read_text()
-    mutants, count = mutants_of(source, SEED, MOST_MUTANTS)
+    mutants, count = mutants_of(source, SEED, most)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = Path(folder)
         for part in COPIED:
@@ -84,10 +90,11 @@ def _measure(name: str) -> int:
             shutil.copytree(ROOT / part, tree / part, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", tree)
         _preload(tree, target)
-        started = time.monotonic()
-        if _outcome(target, 600.0) != "survived":
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        if _outcome(target, 600) != "survived":
             raise RuntimeError("its tests fail without a mutant")
-        limit = 10.0 + 4 * (time.monotonic() - started)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+        limit = 5 + int(2 * used)
         outcomes: Counter[str] = Counter()
         for mutant in mutants:
             _write(tree / module, mutant.source)
@@ -113,7 +120,7 @@ def _preload(tree: Path, target: Target) -> None:
     from hypothesis import settings
 
     torch.set_num_threads(1)
-    settings.register_profile("mutants", derandomize=True, database=None)
+    settings.register_profile("mutants", derandomize=True, database=None, deadline=None)
     settings.load_profile("mutants")
     os.environ["PYTHONPATH"] = str(tree / "src")
     sys.path.insert(0, str(tree / "src"))
@@ -134,11 +141,15 @@ def _write(path: Path, source: str) -> None:
     path.write_text(source)
 
 
-def _outcome(target: Target, limit_seconds: float) -> str:
-    """What the tests say, in a child and its group of processes, which end with it."""
+def _outcome(target: Target, cpu_seconds: int) -> str:
+    """What the tests say, in a child and its group of processes, which end with it.
+
+    The limit is of processor time, which other work on the machine does not use up.
+    """
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
         code = 99
         try:
             _silently(lambda: _run_tests(target))
@@ -146,7 +157,7 @@ def _outcome(target: Target, limit_seconds: float) -> str:
             code = int(end.code or 0)
         finally:
             os._exit(code)
-    deadline = time.monotonic() + limit_seconds
+    deadline = time.monotonic() + WAITING_SECONDS
     ended, status = 0, 1
     while not ended and time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -155,8 +166,8 @@ def _outcome(target: Target, limit_seconds: float) -> str:
         os.killpg(child, signal.SIGKILL)
     if not ended:
         os.waitpid(child, 0)
-        return "late"
-    return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
+    code = os.waitstatus_to_exitcode(status) if ended else -signal.SIGXCPU
+    return {0: "survived", -signal.SIGXCPU: "late", -signal.SIGKILL: "late"}.get(code, "killed")
 
 
 def _run_tests(target: Target) -> None:
@@ -196,4 +207,4 @@ def _silently(call: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

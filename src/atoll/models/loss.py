@@ -20,6 +20,10 @@ def chunked_cross_entropy(
     Labels of -100 do not count. The gradients are computed chunk by chunk in the forward pass,
     so nothing is recomputed (as in Liger-Kernel's fused linear cross-entropy, Hsu et al. 2024).
     """
+    if not torch.is_grad_enabled():
+        # in a Function a parameter asks for its gradient all the same
+        hidden_ND, weight_VD = hidden_ND.detach(), weight_VD.detach()
+        bias_V = None if bias_V is None else bias_V.detach()
     device = hidden_ND.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
