@@ -23,7 +23,7 @@ from atoll.campaign.transfer import Unreachable, ask, send
 from atoll.errors import UserError
 
 STREAMFLOW = ROOT / ".venv-streamflow" / "bin" / "streamflow"
-TEXTS = {"testbed": "data-*.txt", "east": "host-*.txt"}
+TEXTS = {"testbed": "data-*.txt", "east": "cluster-*.txt"}
 
 
 class Door(NamedTuple):
