@@ -112,12 +112,8 @@ def test_selective_checkpointing_keeps_what_the_packed_kernel_computed(
 ) -> None:
     """The kernel needs a GPU: here only its shapes go through the model."""
     monkeypatch.setattr(causal_lm, "has_varlen_kernel", lambda *_: True)
-    training = Training(
-        steps=1,
-        global_batch_samples=1,
-        microbatch_samples=1,
-        activation_checkpointing=activation_checkpointing,
-    )
+    choices = {"global_batch_samples": 1, "activation_checkpointing": activation_checkpointing}
+    training = Training(**defaults.group("training", **choices))
     settings = Model(name="tiny", config=tiny.CONFIGS["llama"])
     config = build_config(settings, tiny.VOCABULARY, tiny.SEQUENCE, {})
     model, batch = build_model(config, training), tiny.batch(5, samples=2)
