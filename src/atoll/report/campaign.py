@@ -1,33 +1,48 @@
 """What a campaign's report is made of: who did what in each round, and how long it took."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.campaign import store as state
+from atoll.campaign import store as campaign_store
 from atoll.campaign.store import CampaignStore, is_whole
-from atoll.report.tables import Rows, mebibytes
+from atoll.report.tables import Rows, mebibytes, number
+
+Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one facility did in one round; None where that is not known."""
+    """What one facility did in one round."""
 
     round: int
     facility: str
-    asked: int  # the round whose work it did: an earlier one, where it was late
-    queue_seconds: float | None
-    train_seconds: float | None
-    sent_bytes: int
-    sent_seconds: float
-    received_bytes: int
-    received_seconds: float
+    of_round: int  # the round whose work it did: an earlier one, where it was late
+    sent: list[Event]
+    received: list[Event]
+    spans: dict[str, tuple[float, float]]  # send, queue, train, fetch: from when to when, if known
     losses: list[float]  # held-out: of the model it began with, and of its own
     weight: float | None
-    spans: dict[str, tuple[float, float]]  # send, queue, train, fetch: from when to when
     why: str  # it has no part in the round's model, or was asked again
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(event["bytes"] for event in self.sent)
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(event["bytes"] for event in self.received)
+
+    @property
+    def train_seconds(self) -> float | None:
+        return self.seconds("train")
+
+    def seconds(self, span: str) -> float | None:
+        """How long it was queued, or trained; None where that is not known."""
+        begin, end = self.spans.get(span, (None, None))
+        return None if begin is None or end is None else max(0.0, end - begin)
 
 
 @dataclass(frozen=True)
@@ -42,133 +57,117 @@ class Round:
     global_loss: float | None  # of the model it ends with, as the next round's facilities find it
 
 
-def rounds(held: CampaignStore) -> list[Round]:
+def rounds(store: CampaignStore) -> list[Round]:
     """Every round that has begun, in order."""
-    events = events_of(held.folder)
-    begun = [n for n in range(1, held.campaign.rounds + 1) if (held.round(n)).is_dir()]
-    return [_round(held, number, events) for number in begun]
+    by_round: dict[int, list[Event]] = {}
+    for event in events_of(store.folder):
+        by_round.setdefault(event["round"], []).append(event)
+    numbers = range(1, store.campaign.rounds + 1)
+    return [_round(store, number, by_round[number]) for number in numbers if number in by_round]
 
 
-def events_of(folder: Path) -> list[dict[str, Any]]:
+def events_of(folder: Path) -> list[Event]:
     """Lines of events.jsonl; one that was cut off by a kill is left out."""
     path = folder / "events.jsonl"
-    found = []
+    events = []
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:
-            found.append(json.loads(line))
+            events.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return events
 
 
-def _round(held: CampaignStore, number: int, events: list[dict[str, Any]]) -> Round:
-    mine = [one for one in events if one["round"] == number]
-    averaged = next((one for one in mine if one["event"] == "averaged"), None)
-    began = next((one["time"] for one in mine if one["event"] == "round"), mine[0]["time"])
-    after = state.mean_losses(held, number + 1)
+def _round(store: CampaignStore, number: int, events: Sequence[Event]) -> Round:
+    averaged: Event = next((event for event in events if event["event"] == "averaged"), {})
+    losses = campaign_store.mean_losses(store, number + 1)
     return Round(
         number,
-        began,
-        averaged["time"] if averaged else None,
-        averaged["seconds"] if averaged else None,
-        [_part(held, number, site.name, mine) for site in held.campaign.sites],
-        after[0] if after else None,
+        events[0]["time"],
+        averaged.get("time"),
+        averaged.get("seconds"),
+        [_part(store, number, site.name, events) for site in store.campaign.sites],
+        losses[0] if losses else None,
     )
 
 
-def _part(held: CampaignStore, number: int, facility: str, events: list[dict[str, Any]]) -> Part:
-    site = held.site(facility)
-    said = state.said_last(held, number, site)
-    mine = [one for one in events if one.get("facility") == facility]
-    sent = [one for one in mine if one["event"] == "sent"]
-    received = [one for one in mine if one["event"] == "received"]
-    times = [said.get(name) for name in ("submitted", "started", "ended")]
-    weights = state.global_manifest(held, number)["weights"] if is_whole(held.model(number)) else {}
+def _part(store: CampaignStore, number: int, facility: str, events: Sequence[Event]) -> Part:
+    site = store.site(facility)
+    job = campaign_store.said_last(store, number, site)
+    own = [event for event in events if event.get("facility") == facility]
+    sent = [event for event in own if event["event"] == "sent"]
+    received = [event for event in own if event["event"] == "received"]
+    finished = is_whole(store.model(number))
+    weights = campaign_store.global_manifest(store, number)["weights"] if finished else {}
     return Part(
         round=number,
         facility=facility,
-        asked=state.asked_round(held, number, site),
-        queue_seconds=_between(times[0], times[1]),
-        train_seconds=_between(times[1], times[2]),
-        sent_bytes=sum(one["bytes"] for one in sent),
-        sent_seconds=sum(one["seconds"] for one in sent),
-        received_bytes=sum(one["bytes"] for one in received),
-        received_seconds=sum(one["seconds"] for one in received),
-        losses=said.get("losses") or [],
+        of_round=campaign_store.asked_round(store, number, site),
+        sent=sent,
+        received=received,
+        spans=_transfers(sent, received) | _job_spans(job),
+        losses=job.get("losses") or [],
         weight=weights.get(facility),
-        spans=_spans(sent, received, said),
-        why="; ".join(_reasons(held, number, facility, mine)),
+        why="; ".join(_reasons(store, number, facility, own)),
     )
 
 
-def _spans(
-    sent: list[dict[str, Any]], received: list[dict[str, Any]], said: dict[str, Any]
-) -> dict[str, tuple[float, float]]:
-    found = {}
-    for name, events in (("send", sent), ("fetch", received)):
-        for one in events[-1:]:
-            found[name] = (one["time"] - one["seconds"], one["time"])
-    for name, begin, end in (("queue", "submitted", "started"), ("train", "started", "ended")):
-        if said.get(begin) is not None and said.get(end) is not None:
-            found[name] = (said[begin], said[end])
-    return found
+def _transfers(sent: list[Event], received: list[Event]) -> dict[str, tuple[float, float]]:
+    """The last of each, if there is one."""
+    last = (("send", sent[-1:]), ("fetch", received[-1:]))
+    return {name: (e["time"] - e["seconds"], e["time"]) for name, events in last for e in events}
 
 
-def _between(begin: float | None, end: float | None) -> float | None:
-    return None if begin is None or end is None else max(0.0, end - begin)
+def _job_spans(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    ends = {"queue": ("submitted", "started"), "train": ("started", "ended")}
+    times = {name: (job.get(begin), job.get(end)) for name, (begin, end) in ends.items()}
+    return {name: (a, b) for name, (a, b) in times.items() if a is not None and b is not None}
 
 
 def _reasons(
-    held: CampaignStore, number: int, facility: str, events: list[dict[str, Any]]
+    store: CampaignStore, number: int, facility: str, events: Sequence[Event]
 ) -> Iterator[str]:
     """Why it was asked again, and why it is not in the model."""
-    wrong = [one["why"] for one in events if one["event"] == "wrong"]
-    final = None
-    if is_whole(held.model(number)):
-        final = state.without(held, number).get(facility)
-    else:
-        final = state.left_out(held, number).get(facility)
-    for why in dict.fromkeys(wrong):
+    missing = campaign_store.without if is_whole(store.model(number)) else campaign_store.left_out
+    final = missing(store, number).get(facility)
+    for why in dict.fromkeys(event["why"] for event in events if event["event"] == "wrong"):
         if why != final:
             yield f"asked again: {why}"
     if final is not None:
         yield f"left out: {final}"
 
 
-def parts(found: list[Round]) -> Rows:
-    """A line for each facility in each round."""
-    titles = ["round", "facility", "queue s", "send s", "train s", "fetch s", "MiB out", "MiB in"]
-    titles += ["loss", "trained", "weight", "remarks"]
-    return [titles, *(_row(part) for one in found for part in one.parts)]
+def campaign_tables(rounds: Sequence[Round]) -> dict[str, Rows]:
+    """Title -> rows: one for each facility in each round, and one for each round."""
+    return {
+        "Facilities": [_facility(part) for each in rounds for part in each.parts],
+        "Rounds": [_whole_round(each) for each in rounds],
+    }
 
 
-def ends(found: list[Round]) -> Rows:
-    """A line for each round."""
-    rows = [["round", "seconds", "average s", "loss of its model"]]
-    for one in found:
-        lasted = None if one.ended is None else one.ended - one.began
-        loss = "" if one.global_loss is None else f"{one.global_loss:.4f}"
-        rows.append([str(one.number), _figure(lasted), _figure(one.average_seconds), loss])
-    return rows
+def _facility(part: Part) -> dict[str, str]:
+    losses: list[float] | list[None] = part.losses or [None]
+    late = f"work of round {part.of_round}" if part.of_round != part.round else ""
+    return {
+        "round": str(part.round),
+        "facility": part.facility,
+        "queue s": number(part.seconds("queue")),
+        "send s": number(sum(event["seconds"] for event in part.sent)),
+        "train s": number(part.train_seconds),
+        "fetch s": number(sum(event["seconds"] for event in part.received)),
+        "MiB out": mebibytes(part.sent_bytes),
+        "MiB in": mebibytes(part.received_bytes),
+        "loss": number(losses[0], 4),
+        "trained": number(losses[-1], 4),
+        "weight": number(part.weight, 2),
+        "remarks": "; ".join(remark for remark in (late, part.why) if remark),
+    }
 
 
-def _row(part: Part) -> list[str]:
-    losses = [f"{part.losses[0]:.4f}", f"{part.losses[-1]:.4f}"] if part.losses else ["", ""]
-    late = f"work of round {part.asked}" if part.asked != part.round else ""
-    return [
-        str(part.round),
-        part.facility,
-        _figure(part.queue_seconds),
-        f"{part.sent_seconds:.1f}",
-        _figure(part.train_seconds),
-        f"{part.received_seconds:.1f}",
-        mebibytes(part.sent_bytes),
-        mebibytes(part.received_bytes),
-        *losses,
-        "" if part.weight is None else f"{part.weight:.2f}",
-        "; ".join(word for word in (late, part.why) if word),
-    ]
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
+def _whole_round(each: Round) -> dict[str, str]:
+    return {
+        "round": str(each.number),
+        "seconds": number(None if each.ended is None else each.ended - each.began),
+        "average s": number(each.average_seconds),
+        "loss of its model": number(each.global_loss, 4),
+    }
