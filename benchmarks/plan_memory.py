@@ -57,7 +57,7 @@ def measured_gib(overrides: list[str], folder: Path) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help=f"fail beyond {LIMIT:.0%}")
+    parser.add_argument("--check", action="store_true", help=f"fail beyond {LIMIT:.0%}%")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--terms", action="store_true", help="print every term too")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Draw what the benchmarks found, and put the table into the README: `make bench-report`.
+"""Draw what the benchmarks measured, and put the table into the README: `make bench-report`.
 
     python benchmarks/report.py [--page runs/benchmarks.html]
 
@@ -15,56 +15,55 @@ from typing import Any
 
 import results
 
-from atoll.report import html as report_page
-from atoll.report import tables
+from atoll.report import html, tables
 from atoll.run_dir import write_whole
 
 BEGIN, END = "<!-- make bench-report -->\n", "<!-- end of bench -->"
 README = Path(__file__).resolve().parents[1] / "README.md"
-TITLES = ["benchmark", "case", "ours", "peer", "unit", "ours / peer", "wanted"]
+Row = dict[str, Any]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--page", type=Path, default=Path("runs/benchmarks.html"))
     arguments = parser.parse_args()
-    found = by_machine(newest(kept()))
-    if not found:
+    machines = by_machine(newest(kept()))
+    if not machines:
         print("nothing was measured yet\nmake bench", file=sys.stderr)
         return 2
-    text = "\n\n".join(f"{title(rows)}\n\n{tables.markdown(table(rows))}" for rows in found)
+    text = "\n\n".join(f"{title(rows)}\n\n{tables.markdown(table(rows))}" for rows in machines)
     print(text)
     before, _, rest = README.read_text().partition(BEGIN)
     write_whole(README, f"{before}{BEGIN}{text}\n{END}{rest.partition(END)[2]}")
     arguments.page.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(arguments.page, page(found))
+    write_whole(arguments.page, page(machines))
     print(f"\nfigures: {arguments.page}")
     return 0
 
 
-def kept() -> Iterable[dict[str, Any]]:
+def kept() -> Iterable[Row]:
     for path in sorted(results.FOLDER.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             yield json.loads(line)
 
 
-def newest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def newest(rows: Iterable[Row]) -> list[Row]:
     """The last row of each case, peer and machine; files grow at their end."""
-    found = {}
-    for one in rows:
-        key = (json.dumps(one["machine"]), one["benchmark"], one["case"], one["peer"])
-        found[key] = one
-    return [found[key] for key in sorted(found)]
+    keyed = {
+        (json.dumps(row["machine"]), row["benchmark"], row["case"], row["peer"]): row
+        for row in rows
+    }
+    return [keyed[key] for key in sorted(keyed)]
 
 
-def by_machine(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    machines = {json.dumps(one["machine"]): one["machine"] for one in rows}
-    return [[one for one in rows if one["machine"] == each] for each in machines.values()]
+def by_machine(rows: Sequence[Row]) -> list[list[Row]]:
+    machines = {json.dumps(row["machine"]): row["machine"] for row in rows}
+    return [[row for row in rows if row["machine"] == each] for each in machines.values()]
 
 
-def title(rows: Sequence[dict[str, Any]]) -> str:
+def title(rows: Sequence[Row]) -> str:
     machine, versions = rows[0]["machine"], rows[-1]["versions"]
-    days = sorted({one["date"] for one in rows})
+    days = sorted({row["date"] for row in rows})
     where = f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB"
     where += f", {machine['device']}" if "device" in machine else ""
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
@@ -72,46 +71,52 @@ def title(rows: Sequence[dict[str, Any]]) -> str:
     return f"Medians of turns, {when}, on {where}; Python {versions['python']}, {names}."
 
 
-def table(rows: Sequence[dict[str, Any]]) -> tables.Rows:
-    lines = []
-    for one in rows:
-        wanted = results.aim(one) + ("" if results.met(one) else " missed")
-        numbers = [results.number(one["ours"]), f"{results.number(one['peers'])} ({one['peer']})"]
-        name = one["benchmark"]
-        lines.append(
-            [name, one["case"], *numbers, one["unit"], f"{results.ratio(one):.3g}", wanted]
-        )
-    return [TITLES, *lines]
+def table(rows: Sequence[Row]) -> tables.Rows:
+    return [
+        {
+            "benchmark": row["benchmark"],
+            "case": row["case"],
+            "ours": results.number(row["ours"]),
+            "peer": f"{results.number(row['peers'])} ({row['peer']})",
+            "unit": row["unit"],
+            "ours / peer": f"{results.ratio(row):.3g}",
+            "wanted": results.aim(row) + ("" if results.met(row) else " missed"),
+        }
+        for row in rows
+    ]
 
 
-def page(found: Sequence[Sequence[dict[str, Any]]]) -> str:
-    figures = report_page.figures([figure(rows) for rows in found])
-    shown = [report_page.table(title(rows), table(rows)) for rows in found]
-    return report_page.page(
-        "Benchmarks", "Ours over the peer's median; 1 is equal", [figures, *shown]
-    )
+def page(machines: Sequence[Sequence[Row]]) -> str:
+    figures = html.figures([figure(rows) for rows in machines])
+    shown = [html.table(title(rows), table(rows)) for rows in machines]
+    return html.page("Benchmarks", "Ours over the peer's median; 1 is equal", [figures, *shown])
 
 
-def figure(rows: Sequence[dict[str, Any]]) -> Any:
+def figure(rows: Sequence[Row]) -> Any:
     """Each turn's ratio to the peer's median, and where it should be."""
-    made, go = report_page.figure("Ours / peer", "ratio", ""), report_page.graph_objects()
-    names = [f"{one['case']} / {one['peer']}" for one in rows]
+    drawn = html.new_figure("Ours / peer", "ratio", "")
     for sign, colour in (("higher", 2), ("lower", 0)):
-        chosen = [(n, one) for n, one in zip(names, rows, strict=True) if one["better"] == sign]
-        points = [(n, turn / one["peers"]) for n, one in chosen for turn in one["turns"]["ours"]]
-        y, x = [name for name, _ in points], [value for _, value in points]
-        marker = {"color": report_page.COLOURS[colour]}
-        label = f"{sign} is better"
-        made.add_trace(go.Scatter(x=x, y=y, name=label, mode="markers", marker=marker))
-    aims = [(n, one["target"]) for n, one in zip(names, rows, strict=True) if one["target"]]
-    marker = {"symbol": "line-ns-open", "size": 14, "color": report_page.COLOURS[1]}
-    y, x = [name for name, _ in aims], [value for _, value in aims]
-    made.add_trace(go.Scatter(x=x, y=y, name="wanted", mode="markers", marker=marker))
-    made.update_xaxes(type="log")
+        chosen = [row for row in rows if row["better"] == sign]
+        points = [
+            (turn / row["peers"], label(row)) for row in chosen for turn in row["turns"]["ours"]
+        ]
+        draw(drawn, f"{sign} is better", points, color=html.COLOURS[colour])
+    aims = [(row["target"], label(row)) for row in rows if row["target"]]
+    draw(drawn, "wanted", aims, symbol="line-ns-open", size=14, color=html.COLOURS[1])
+    drawn.update_xaxes(type="log")
     legend = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
-    made.update_layout(height=160 + 22 * len(rows), margin={"l": 10, "t": 70}, legend=legend)
-    made.update_yaxes(automargin=True, autorange="reversed")
-    return made
+    drawn.update_layout(height=160 + 22 * len(rows), margin={"l": 10, "t": 70}, legend=legend)
+    drawn.update_yaxes(automargin=True, autorange="reversed")
+    return drawn
+
+
+def draw(figure: Any, name: str, points: Sequence[tuple[float, str]], **marker: Any) -> None:
+    x, y = [value for value, _ in points], [row for _, row in points]
+    figure.add_scatter(x=x, y=y, name=name, mode="markers", marker=marker)
+
+
+def label(row: Row) -> str:
+    return f"{row['case']} / {row['peer']}"
 
 
 if __name__ == "__main__":

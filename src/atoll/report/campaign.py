@@ -1,32 +1,45 @@
 """What a campaign's report is made of: who did what in each round, and how long it took."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from atoll.campaign.journal import Record
 from atoll.campaign.store import CampaignStore
-from atoll.report.tables import Rows, mebibytes
+from atoll.report.tables import Rows, mebibytes, number
 from atoll.settings.federation import Site
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one facility did in one round; None where that is not known."""
+    """What one facility did in one round."""
 
     round: int
     facility: str
-    asked: int  # the round whose work it did: an earlier one, where it was late
-    queue_seconds: float | None
-    train_seconds: float | None
-    sent_bytes: int
-    sent_seconds: float
-    received_bytes: int
-    received_seconds: float
+    of_round: int  # the round whose work it did: an earlier one, where it was late
+    sent: list[Record]
+    received: list[Record]
+    spans: dict[str, tuple[float, float]]  # send, queue, train, fetch: from when to when, if known
     losses: list[float]  # held-out: of the model it began with, and of its own
     weight: float | None
-    spans: dict[str, tuple[float, float]]  # send, queue, train, fetch: from when to when
     why: str  # it has no part in the round's model, or was asked again
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(event["bytes"] for event in self.sent)
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(event["bytes"] for event in self.received)
+
+    @property
+    def train_seconds(self) -> float | None:
+        return self.seconds("train")
+
+    def seconds(self, span: str) -> float | None:
+        """How long it was queued, or trained; None where that is not known."""
+        begin, end = self.spans.get(span, (None, None))
+        return None if begin is None or end is None else max(0.0, end - begin)
 
 
 @dataclass(frozen=True)
@@ -48,105 +61,94 @@ def rounds(store: CampaignStore) -> list[Round]:
 
 def _round(store: CampaignStore, number: int) -> Round:
     records = store.journal(number).records()
-    averaged = next((one for one in records if one["event"] == "averaged"), None)
-    after = store.mean_losses(number + 1)
+    averaged: Record = next((r for r in records if r["event"] == "averaged"), {})
+    losses = store.mean_losses(number + 1)
     return Round(
         number,
         records[0]["time"] if records else 0.0,
-        averaged["time"] if averaged else None,
-        averaged["seconds"] if averaged else None,
+        averaged.get("time"),
+        averaged.get("seconds"),
         [_part(store, number, site, records) for site in store.campaign.sites],
-        after[0] if after else None,
+        losses[0] if losses else None,
     )
 
 
-def _part(store: CampaignStore, number: int, site: Site, records: list[Record]) -> Part:
+def _part(store: CampaignStore, number: int, site: Site, records: Sequence[Record]) -> Part:
     answer = store.state(number, site).answer
-    mine = [one for one in records if one.get("facility") == site.name]
-    sent = [one for one in mine if one["event"] == "sent"]
-    received = [one for one in mine if one["event"] == "received"]
-    times = [answer.get(name) for name in ("submitted", "started", "ended")]
+    own = [record for record in records if record.get("facility") == site.name]
+    sent = [record for record in own if record["event"] == "sent"]
+    received = [record for record in own if record["event"] == "received"]
     weights = store.model_manifest(number)["weights"] if store.has_model(number) else {}
     return Part(
         round=number,
         facility=site.name,
-        asked=store.asked_round(number, site),
-        queue_seconds=_between(times[0], times[1]),
-        train_seconds=_between(times[1], times[2]),
-        sent_bytes=sum(one["bytes"] for one in sent),
-        sent_seconds=sum(one["seconds"] for one in sent),
-        received_bytes=sum(one["bytes"] for one in received),
-        received_seconds=sum(one["seconds"] for one in received),
+        of_round=store.asked_round(number, site),
+        sent=sent,
+        received=received,
+        spans=_transfers(sent, received) | _job_spans(answer),
         losses=answer.get("losses") or [],
         weight=weights.get(site.name),
-        spans=_spans(sent, received, answer),
-        why="; ".join(_reasons(store, number, site, mine)),
+        why="; ".join(_reasons(store, number, site, own)),
     )
 
 
-def _spans(
-    sent: list[Record], received: list[Record], answer: dict[str, Any]
-) -> dict[str, tuple[float, float]]:
-    spans = {}
-    for name, records in (("send", sent), ("fetch", received)):
-        for one in records[-1:]:
-            spans[name] = (one["time"] - one["seconds"], one["time"])
-    for name, begin, end in (("queue", "submitted", "started"), ("train", "started", "ended")):
-        if answer.get(begin) is not None and answer.get(end) is not None:
-            spans[name] = (answer[begin], answer[end])
-    return spans
+def _transfers(sent: list[Record], received: list[Record]) -> dict[str, tuple[float, float]]:
+    """The last of each, if there is one."""
+    last = (("send", sent[-1:]), ("fetch", received[-1:]))
+    return {name: (e["time"] - e["seconds"], e["time"]) for name, events in last for e in events}
 
 
-def _between(begin: float | None, end: float | None) -> float | None:
-    return None if begin is None or end is None else max(0.0, end - begin)
+def _job_spans(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    ends = {"queue": ("submitted", "started"), "train": ("started", "ended")}
+    times = {name: (job.get(begin), job.get(end)) for name, (begin, end) in ends.items()}
+    return {name: (a, b) for name, (a, b) in times.items() if a is not None and b is not None}
 
 
-def _reasons(store: CampaignStore, number: int, site: Site, records: list[Record]) -> Iterator[str]:
+def _reasons(
+    store: CampaignStore, number: int, site: Site, records: Sequence[Record]
+) -> Iterator[str]:
     """Why it was asked again, and why it is not in the model."""
-    wrong = [one["why"] for one in records if one["event"] in ("wrong", "afresh")]
-    without = store.without if store.has_model(number) else store.left_out
-    final = without(number).get(site.name)
+    missing = store.without if store.has_model(number) else store.left_out
+    final = missing(number).get(site.name)
+    wrong = [record["why"] for record in records if record["event"] in ("wrong", "afresh")]
     for why in dict.fromkeys(wrong):
         if why != final:
             yield f"asked again: {why}"
     if final is not None:
-        yield f"left out: {final}"
+        yield final
 
 
-def parts(found: list[Round]) -> Rows:
-    """A line for each facility in each round."""
-    titles = ["round", "facility", "queue s", "send s", "train s", "fetch s", "MiB out", "MiB in"]
-    titles += ["loss", "trained", "weight", "remarks"]
-    return [titles, *(_row(part) for one in found for part in one.parts)]
+def campaign_tables(rounds: Sequence[Round]) -> dict[str, Rows]:
+    """Title -> rows: one for each facility in each round, and one for each round."""
+    return {
+        "Facilities": [_facility(part) for each in rounds for part in each.parts],
+        "Rounds": [_whole_round(each) for each in rounds],
+    }
 
 
-def ends(found: list[Round]) -> Rows:
-    """A line for each round."""
-    rows = [["round", "seconds", "average s", "loss of its model"]]
-    for one in found:
-        lasted = None if one.ended is None else one.ended - one.began
-        loss = "" if one.global_loss is None else f"{one.global_loss:.4f}"
-        rows.append([str(one.number), _figure(lasted), _figure(one.average_seconds), loss])
-    return rows
+def _facility(part: Part) -> dict[str, str]:
+    losses: list[float] | list[None] = part.losses or [None]
+    late = f"work of round {part.of_round}" if part.of_round != part.round else ""
+    return {
+        "round": str(part.round),
+        "facility": part.facility,
+        "queue s": number(part.seconds("queue")),
+        "send s": number(sum(event["seconds"] for event in part.sent)),
+        "train s": number(part.train_seconds),
+        "fetch s": number(sum(event["seconds"] for event in part.received)),
+        "MiB out": mebibytes(part.sent_bytes),
+        "MiB in": mebibytes(part.received_bytes),
+        "loss": number(losses[0], 4),
+        "trained": number(losses[-1], 4),
+        "weight": number(part.weight, 2),
+        "remarks": "; ".join(remark for remark in (late, part.why) if remark),
+    }
 
 
-def _row(part: Part) -> list[str]:
-    losses = [f"{part.losses[0]:.4f}", f"{part.losses[-1]:.4f}"] if part.losses else ["", ""]
-    late = f"work of round {part.asked}" if part.asked != part.round else ""
-    return [
-        str(part.round),
-        part.facility,
-        _figure(part.queue_seconds),
-        f"{part.sent_seconds:.1f}",
-        _figure(part.train_seconds),
-        f"{part.received_seconds:.1f}",
-        mebibytes(part.sent_bytes),
-        mebibytes(part.received_bytes),
-        *losses,
-        "" if part.weight is None else f"{part.weight:.2f}",
-        "; ".join(word for word in (late, part.why) if word),
-    ]
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
+def _whole_round(each: Round) -> dict[str, str]:
+    return {
+        "round": str(each.number),
+        "seconds": number(None if each.ended is None else each.ended - each.began),
+        "average s": number(each.average_seconds),
+        "loss of its model": number(each.global_loss, 4),
+    }

@@ -2,53 +2,49 @@
 
 import csv
 import io
-from collections.abc import Callable
+from collections.abc import Sequence
 
-Rows = list[list[str]]  # the first row holds the titles
+from atoll.tables import table as aligned
+
+Rows = Sequence[dict[str, str]]  # column -> cell; a row may lack a column
 
 
-def columns(rows: Rows) -> str:
-    """Rows of cells under each other; the first column to the left, numbers to the right."""
-    full = filled(rows)
-    widths = [max(len(row[i]) for row in full) for i in range(len(full[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(size) if i in (0, len(widths) - 1) else cell.rjust(size)
-            for i, (cell, size) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in full
-    )
+def columns_and_cells(rows: Rows) -> tuple[list[str], list[list[str]]]:
+    """The names of all columns, as they first occur, and as many cells in each row."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return columns, [[row.get(name, "") for name in columns] for row in rows]
+
+
+def text(rows: Rows) -> str:
+    return aligned(*columns_and_cells(rows))
 
 
 def comma_separated(rows: Rows) -> str:
     """Numbers without the commas that a person reads them by."""
-    text = io.StringIO()
-    plain = [[_plain(cell) for cell in row] for row in filled(rows)]
-    csv.writer(text, lineterminator="\n").writerows(plain)
-    return text.getvalue().rstrip()
+    columns, cells = columns_and_cells(rows)
+    file = io.StringIO()
+    lines = [columns, *([_plain(cell) for cell in row] for row in cells)]
+    csv.writer(file, lineterminator="\n").writerows(lines)
+    return file.getvalue().rstrip()
 
 
 def markdown(rows: Rows) -> str:
-    head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in filled(rows)]
-    lines = [head, ["---"] * len(head), *rest]
-    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
+    columns, cells = columns_and_cells(rows)
+    lines = [columns, ["---"] * len(columns), *cells]
+    escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
-STYLES: dict[str, Callable[[Rows], str]] = {
-    "text": columns,
-    "csv": comma_separated,
-    "markdown": markdown,
-}
+STYLES = {"text": text, "csv": comma_separated, "markdown": markdown}
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """Nothing for what is not known."""
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 def mebibytes(size: float) -> str:
     return f"{size / 2**20:,.2f}"
-
-
-def filled(rows: Rows) -> Rows:
-    """Rows of the same length."""
-    width = max(map(len, rows))
-    return [[*row, *[""] * (width - len(row))] for row in rows]
 
 
 def _plain(cell: str) -> str:

@@ -1,0 +1,92 @@
+"""`atoll report` of a campaign from its files alone, and the styles of tables."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from atoll.campaign.store import checked_campaign
+from atoll.config.compose import campaign_values
+from atoll.errors import UserError
+from atoll.report import command as report
+from atoll.report.tables import comma_separated, markdown, text
+
+NAMES = ["north", "east", "west"]
+
+
+@pytest.fixture
+def campaign(tmp_path, monkeypatch):
+    """One round that ended without west, one under way."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "campaigns" / "c"
+    values = checked_campaign(campaign_values(["federation=demo", "name=c"])).model_dump(
+        mode="json"
+    )
+    write(folder / "campaign.json", values)
+    events = [{"event": "round", "round": 1, "time": 1000.0}]
+    for position, name in enumerate(NAMES):
+        sent = {"round": 1, "facility": name, "time": 1002.0, "seconds": 1.0, "bytes": 1 << 20}
+        events.append({"event": "sent", **sent})
+        if name == "west":
+            late = {"why": "no update after 5 minutes", "late": True, "asked": 1}
+            write(folder / "round-001" / name / "rejected.json", late)
+            continue
+        (folder / "round-001" / name / "update").mkdir(parents=True)
+        times = {"submitted": 1002.0, "started": 1010.0 + position, "ended": 1100.0}
+        job = {"state": "finished", "losses": [4.0, 3.5 - position], **times}
+        write(folder / "round-001" / name / "job.json", job)
+        events.append({"event": "received", **sent, "time": 1110.0, "bytes": 5 << 20})
+    manifest = {"digest": "x", "weights": {"north": 0.25, "east": 0.75}, "rejected": {}}
+    write(folder / "round-001" / "global" / "manifest.json", manifest)
+    events.append({"event": "averaged", "round": 1, "time": 1150.0, "seconds": 5.0})
+    events.append({"event": "round", "round": 2, "time": 1151.0})
+    lines = [json.dumps(event) for event in events]
+    (folder / "events.jsonl").write_text("\n".join([*lines, '{"cut off by a ki']))
+    return folder
+
+
+def write(path, values):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values))
+
+
+def test_a_campaign_is_told_from_its_files(campaign, capsys):
+    assert report.main(["c", "--csv"]) == 0
+    facilities, rounds = capsys.readouterr().out.strip().split("\n\n")
+    rows = list(csv.DictReader(io.StringIO(facilities.partition("\n")[2])))
+    assert [(row["round"], row["facility"]) for row in rows] == [
+        (number, name) for number in "12" for name in NAMES
+    ]
+    assert list(rows[1].values())[2:] == [
+        *("9.0", "1.0", "89.0", "1.0", "1.00", "5.00", "4.0000", "2.5000", "0.75", "")
+    ]
+    assert rows[2]["remarks"] == "left out: no update after 5 minutes"
+    assert rounds.splitlines()[2:] == ["1,150.0,5.0,", "2,,,"]
+
+
+def test_a_round_that_noted_nothing_before_a_kill_is_no_round(campaign):
+    write(campaign / "round-003" / "began.json", {"time": 1200.0})
+    assert report.main(["c", "--csv"]) == 0
+
+
+def test_a_campaign_that_has_not_begun(campaign):
+    (campaign / "events.jsonl").unlink()
+    with pytest.raises(UserError, match="campaign c has begun no round"):
+        report.main(["c"])
+
+
+def test_the_page_holds_figures_tables_and_settings(campaign, capsys):
+    assert report.main([str(campaign)]) == 0
+    assert capsys.readouterr().out.endswith(f"figures: {campaign / 'report.html'}\n")
+    page = (campaign / "report.html").read_text()
+    for shown in ("Timeline", "Held-out loss", "<h2>Facilities", "<summary>Settings"):
+        assert shown in page
+    assert "$" not in page.partition("<script>")[0]
+
+
+def test_a_row_may_lack_a_column_and_styles_agree():
+    rows = [{"run": "a|b", "rate": "9,000"}, {"run": "c", "rate": "12", "loss": "1.5"}]
+    assert text(rows) == "run   rate  loss\na|b  9,000\nc       12   1.5"
+    assert comma_separated(rows) == "run,rate,loss\na|b,9000,\nc,12,1.5"
+    assert markdown(rows).splitlines()[2:] == ["| a\\|b | 9,000 |  |", "| c | 12 | 1.5 |"]
