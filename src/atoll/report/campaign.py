@@ -115,7 +115,7 @@ def _reasons(
         if why != final:
             yield f"asked again: {why}"
     if final is not None:
-        yield final
+        yield f"left out: {final}"
 
 
 def campaign_tables(rounds: Sequence[Round]) -> dict[str, Rows]:
