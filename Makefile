@@ -30,7 +30,7 @@ BENCH_TESTBED := image_start compose_and_submit srun_to_first_collective
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two benchmarks at once would measure each other
-.PHONY: help setup demo demo-federation test test-full test-image test-image-full \
+.PHONY: help setup demo demo-federation test test-full test-image test-image-full mutants \
 	testbed testbed-down streamflow lint format bench bench-testbed bench-gpu gpu-travel lock clean distclean
 
 help: ## Show this list
@@ -88,6 +88,11 @@ test-image-full: $(READY) ## Run inside an image every test that does not need a
 	$(BIN)/python -m atoll image test $(IMAGE) --full --ignore=tests/testbed \
 		--ignore=tests/benchmarks --ignore=tests/images --ignore=tests/setup $(ARGS)
 
+mutants: $(READY) ## Count the faults that the tests find (ARGS="--most 40 data/pack")
+	$(PIP) install --quiet --upgrade --no-deps --target .build/mutation cosmic-ray==8.7.0 \
+		parso==0.8.7 attrs==26.1.0 stevedore==5.10.0
+	PYTHONPATH=.build/mutation $(BIN)/python tests/mutation/run.py $(ARGS)
+
 testbed: streamflow ## As root: two real Slurms of virtual nodes and a real Apptainer on this machine
 	$(PYTHON) tests/testbed/testbed.py up
 
@@ -100,7 +105,7 @@ lint: $(READY) ## Check formatting, code, types and shell
 	$(BIN)/mypy
 	$(BIN)/shellcheck .ci/run $(wildcard sbatch/*.sbatch containers/*.sh)
 
-format: $(READY) ## Format the code and mend what ruff can mend
+format: $(READY) ## Format the code and fix what ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
