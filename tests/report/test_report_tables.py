@@ -40,6 +40,7 @@ def campaign(tmp_path, monkeypatch):
     manifest = {"digest": "x", "weights": {"north": 0.25, "east": 0.75}, "rejected": {}}
     write(folder / "round-001" / "global" / "manifest.json", manifest)
     events.append({"event": "averaged", "round": 1, "time": 1150.0, "seconds": 5.0})
+    write(folder / "round-002" / "began.json", {"time": 1151.0})
     events.append({"event": "round", "round": 2, "time": 1151.0})
     lines = [json.dumps(event) for event in events]
     (folder / "events.jsonl").write_text("\n".join([*lines, '{"cut off by a ki']))
