@@ -24,26 +24,27 @@ def campaign(tmp_path, monkeypatch):
         mode="json"
     )
     write(folder / "campaign.json", values)
-    events = [{"event": "round", "round": 1, "time": 1000.0}]
+    first = folder / "round-001"
+    lines = [{"event": "began", "time": 1000.0}]
     for position, name in enumerate(NAMES):
-        sent = {"round": 1, "facility": name, "time": 1002.0, "seconds": 1.0, "bytes": 1 << 20}
-        events.append({"event": "sent", **sent})
+        sent = {"facility": name, "time": 1002.0, "seconds": 1.0, "bytes": 1 << 20}
+        lines.append({"event": "sent", **sent})
         if name == "west":
-            late = {"why": "no update after 5 minutes", "late": True, "asked": 1}
-            write(folder / "round-001" / name / "rejected.json", late)
+            late = {"facility": name, "why": "no update after 5 minutes", "late": True, "asked": 1}
+            lines.append({"event": "left out", "time": 1140.0, **late})
             continue
-        (folder / "round-001" / name / "update").mkdir(parents=True)
+        (first / name / "update").mkdir(parents=True)
         times = {"submitted": 1002.0, "started": 1010.0 + position, "ended": 1100.0}
-        job = {"state": "finished", "losses": [4.0, 3.5 - position], **times}
-        write(folder / "round-001" / name / "job.json", job)
-        events.append({"event": "received", **sent, "time": 1110.0, "bytes": 5 << 20})
+        answer = {"facility": name, "state": "ready", "losses": [4.0, 3.5 - position], **times}
+        lines.append({"event": "answered", "time": 1105.0, **answer})
+        lines.append({"event": "received", **sent, "time": 1110.0, "bytes": 5 << 20})
     manifest = {"digest": "x", "weights": {"north": 0.25, "east": 0.75}, "rejected": {}}
-    write(folder / "round-001" / "global" / "manifest.json", manifest)
-    events.append({"event": "averaged", "round": 1, "time": 1150.0, "seconds": 5.0})
-    write(folder / "round-002" / "began.json", {"time": 1151.0})
-    events.append({"event": "round", "round": 2, "time": 1151.0})
-    lines = [json.dumps(event) for event in events]
-    (folder / "events.jsonl").write_text("\n".join([*lines, '{"cut off by a ki']))
+    write(first / "global" / "manifest.json", manifest)
+    lines.append({"event": "averaged", "time": 1150.0, "seconds": 5.0})
+    (first / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "round-002").mkdir()
+    begun = json.dumps({"event": "began", "time": 1151.0})
+    (folder / "round-002" / "journal.jsonl").write_text(begun + '\n{"cut off by a ki')
     return folder
 
 
@@ -66,13 +67,15 @@ def test_a_campaign_is_told_from_its_files(campaign, capsys):
     assert rounds.splitlines()[2:] == ["1,150.0,5.0,", "2,,,"]
 
 
-def test_a_round_that_noted_nothing_before_a_kill_is_no_round(campaign):
-    write(campaign / "round-003" / "began.json", {"time": 1200.0})
+def test_a_round_that_noted_nothing_before_a_kill_is_no_round(campaign, capsys):
+    (campaign / "round-003").mkdir()
     assert report.main(["c", "--csv"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "2,,,"
 
 
 def test_a_campaign_that_has_not_begun(campaign):
-    (campaign / "events.jsonl").unlink()
+    for journal in campaign.glob("round-*/journal.jsonl"):
+        journal.unlink()
     with pytest.raises(UserError, match="campaign c has begun no round"):
         report.main(["c"])
 

@@ -55,17 +55,17 @@ class Round:
 
 
 def rounds(store: CampaignStore) -> list[Round]:
-    """Every round that has begun, in order."""
-    return [_round(store, number) for number in store.begun_rounds()]
+    """Every round that has begun, in order; one that noted nothing before a kill has not."""
+    journals = [(number, store.journal(number).records()) for number in store.begun_rounds()]
+    return [_round(store, number, records) for number, records in journals if records]
 
 
-def _round(store: CampaignStore, number: int) -> Round:
-    records = store.journal(number).records()
+def _round(store: CampaignStore, number: int, records: Sequence[Record]) -> Round:
     averaged: Record = next((r for r in records if r["event"] == "averaged"), {})
     losses = store.mean_losses(number + 1)
     return Round(
         number,
-        records[0]["time"] if records else 0.0,
+        records[0]["time"],
         averaged.get("time"),
         averaged.get("seconds"),
         [_part(store, number, site, records) for site in store.campaign.sites],
