@@ -55,9 +55,9 @@ class Round:
 
 
 def rounds(store: CampaignStore) -> list[Round]:
-    """Every round that has begun, in order."""
-    journals = {number: store.journal(number).records() for number in store.begun_rounds()}
-    return [_round(store, number, records) for number, records in journals.items() if records]
+    """Every round that has begun, in order; one that noted nothing before a kill has not."""
+    journals = [(number, store.journal(number).records()) for number in store.begun_rounds()]
+    return [_round(store, number, records) for number, records in journals if records]
 
 
 def _round(store: CampaignStore, number: int, records: Sequence[Record]) -> Round:
