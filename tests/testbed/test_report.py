@@ -27,7 +27,7 @@ TITLES = (
     "Checkpoints",
     "Scaling",
 )
-TABLES = ("Runs", "Checkpoints", "Energy", "Made of")
+TABLES = ("Runs", "Checkpoints", "Energy", "Provenance")
 CELLS = ("estimated: 400 W x time", "0123abcd", "9.000", "0.050", "0.6%")
 
 

@@ -20,7 +20,7 @@ from atoll.config.compose import campaign_values
 from atoll.errors import UserError
 
 ABOUT = """Rounds of training at the facilities of a federation, averaged on this machine. The same
-line typed again goes on where it stopped."""
+command run again goes on where it stopped."""
 
 
 def main(argv: list[str]) -> int:

@@ -10,7 +10,7 @@ from atoll.settings.machine import SubmitFlag
 CLOCK = """\
 (sleep {seconds} && touch "$stop_file") &
 """
-# PBS takes no job back on its own request: the run goes on in a job that waits for this one.
+# PBS cannot requeue a running job: the run goes on in a job that waits for this one.
 REQUEUE = """\
 requeue() {{
     local job=${{PBS_JOBID:-${{SLURM_JOB_ID:-}}}}

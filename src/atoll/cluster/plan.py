@@ -91,5 +91,6 @@ def verdict(run: Run, best: Option) -> str:
     sent = " + ".join(f"{name} {gibibytes(size)}" for name, size in best.sent.items()) or "nothing"
     return (
         f"chosen: {' '.join(best.overrides)}: of those that leave {1 - USABLE:.0%} of the memory "
-        f"free, offload and recompute least, it sends least in a step ({sent} GiB)"
+        "free, with the least offload and activation checkpointing, it sends least in a step "
+        f"({sent} GiB)"
     )

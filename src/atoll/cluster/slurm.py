@@ -67,7 +67,7 @@ def requeue_function(run: Run, run_folder: Path, batch_file: Path | None) -> str
     chain = shlex.join(sbatch_argv(run, batch_file, run_folder)) if batch_file else "false"
     same_job = 'scontrol requeue "$SLURM_JOB_ID" && return 0'
     return REQUEUE.format(
-        same_job=same_job if run.facility.requeue else "# this facility takes no job back",
+        same_job=same_job if run.facility.requeue else "# this facility cannot requeue",
         chain=chain,
     )
 

@@ -47,7 +47,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(
             f"folders.bundle={folder} holds no bundle.json: it is no bundle, or not a whole one",
-            "where there is a network: atoll prepare --into BUNDLE …; typed again, it goes on",
+            "where there is a network: atoll prepare --into BUNDLE …; run again, it goes on",
         ) from None
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}", "copy the bundle again") from None

@@ -87,7 +87,7 @@ def _checkpoints(runs: Sequence[RunMetrics]) -> Any:
 
 
 def _communication(runs: Sequence[RunMetrics]) -> Any:
-    figure = new_figure("Sent by a rank in a step", "", "MiB", barmode="group")
+    figure = new_figure("Communication per rank and step", "", "MiB", barmode="group")
     profiles = {run.name: run.communication[-1] for run in runs if run.communication}
     expected = [sum(line["expected_bytes"].values()) / 2**20 for line in profiles.values()]
     wire = [line["wire_bytes"] / 2**20 for line in profiles.values()]

@@ -73,10 +73,10 @@ def run_tables(runs: Sequence[RunMetrics]) -> dict[str, Rows]:
     """Title -> rows. Speed-up and efficiency are over the first run, that of fewest devices."""
     return {
         "Runs": [_scaling(run, runs[0]) for run in runs],
-        "Sent by a rank in a step, MiB": [_sent(run) for run in runs if run.communication],
+        "Communication per rank and step, MiB": [_sent(run) for run in runs if run.communication],
         "Checkpoints": [_checkpoints(run) for run in runs if run.checkpoints],
         "Energy": [row for run in runs for row in _energy(run)],
-        "Made of": [
+        "Provenance": [
             {"run": run.name} | run.start["made_of"] for run in runs if run.start.get("made_of")
         ],
     }
@@ -134,7 +134,7 @@ def _checkpoints(run: RunMetrics) -> dict[str, str]:
         "run": run.name,
         "saved": str(len(save)),
         "s to save": number(statistics.fmean(save), 3),
-        "s training stood": number(statistics.fmean(blocked), 3),
+        "blocked s": number(statistics.fmean(blocked), 3),
         "share": f"{sum(blocked) / sum(save):.1%}",
     }
 

@@ -74,7 +74,7 @@ def assemble(run: Run, run_folder: Path, world: World) -> TrainState:
     task = TASKS[run.task.name]
     config = run_on_all_ranks(world, lambda: task.config(run, manifest))
     dtype, reason = run_on_all_ranks(world, lambda: compute_dtype(run.precision, world.device))
-    say(world, f"arithmetic in {reason}")
+    say(world, f"compute dtype {reason}")
     empty = task.model(config, run, manifest)
     model, wrapped = build_sharded(run, config, empty, world, dtype)
     optimizer = run_on_all_ranks(world, lambda: make_optimizer(run.optimizer, model))

@@ -1,4 +1,4 @@
-"""The number format of the arithmetic, decided by what the device can do."""
+"""The compute dtype, decided by what the device can do."""
 
 import torch
 
@@ -18,15 +18,15 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> tuple[torch.dtype, str]:
-    """The dtype of the arithmetic and a line saying why."""
+    """The compute dtype and a line saying why."""
     able = has_bf16(device)
     if precision.compute == "fp32":
         return torch.float32, "fp32: precision=fp32"
     if precision.compute == "bf16" and not able:
         raise UserError(
-            f"precision=bf16, but this {device.type} device has no bf16 arithmetic",
+            f"precision=bf16, but this {device.type} device does not compute in bf16",
             "choose precision=fp32 or precision=auto",
         )
     if able:
-        return torch.bfloat16, f"bf16: this {device.type} device has it; weights stay fp32"
-    return torch.float32, f"fp32: this {device.type} device has no bf16 arithmetic"
+        return torch.bfloat16, f"bf16, parameters fp32: this {device.type} device computes in bf16"
+    return torch.float32, f"fp32: this {device.type} device does not compute in bf16"
