@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import conftest
 import pytest
+import selection
 
 TESTS = """
 import pytest
@@ -27,9 +27,7 @@ EVERY = {f"test_pair[{b}-{a}]" for a in range(8) for b in range(8)} | {"test_sho
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("selection")
-    own = Path(conftest.__file__)
-    (path / "conftest.py").write_text(own.read_text())
-    (path / "rank_pool.py").write_text((own.parent / "rank_pool.py").read_text())
+    (path / "conftest.py").write_text(Path(selection.__file__).read_text())
     (path / "test_made_up.py").write_text(TESTS)
     lines = [f"{name}: one of ours" for name in ("matrix", "full")]
     (path / "pytest.ini").write_text("[pytest]\nmarkers =\n " + "\n ".join(lines) + "\n")
@@ -47,7 +45,7 @@ def collected(folder: Path, *words: str) -> tuple[set[str], str]:
 
 def test_four_slices_are_disjoint_and_cover_all(folder: Path) -> None:
     slices = []
-    for number in range(conftest.SLICES):
+    for number in range(selection.SLICES):
         names, output = collected(folder, f"--slice={number}")
         assert f"slice {number} of 0..3 of the matrix" in output
         assert names >= ALWAYS
@@ -64,5 +62,5 @@ def test_full_takes_all_and_an_id_takes_its_test(folder: Path) -> None:
 
 @pytest.mark.parametrize("last", range(8))
 def test_the_commit_chooses_the_slice(last: int) -> None:
-    assert conftest.slice_of_commit(f"{'ab' * 19}1{last}") == last % 4
-    assert conftest.slice_of_commit("") == 0
+    assert selection.slice_of_commit(f"{'ab' * 19}1{last}") == last % 4
+    assert selection.slice_of_commit("") == 0

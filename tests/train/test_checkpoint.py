@@ -386,16 +386,3 @@ def test_the_space_that_a_checkpoint_needs_is_all_of_its_tensors(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 * 2**30))
     with pytest.raises(UserError, match=r"has 3\.00 GiB free, one checkpoint takes 4\.00 GiB"):
         checkpoint.check_space(folder, big)
-
-
-def wait_for_the_slow_one(world: World, folder: Path) -> bool:
-    if world.rank == 1:
-        time.sleep(0.3)
-        (folder / "arrived").write_text("")
-    checkpoint.barrier(world)
-    return (folder / "arrived").exists()
-
-
-def test_nobody_passes_the_barrier_alone(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(wait_for_the_slow_one, tmp_path, world=2) == [True, True]
-    checkpoint.barrier(ALONE)
