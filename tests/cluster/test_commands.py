@@ -221,6 +221,7 @@ def test_the_command_of_a_pbs_cluster(composed):
     start = ["qsub", "-N", "x", "-A", "mine", "-j", "oe", "-o", "/runs/x/pbs.out"]
     end = ["--", "b", "/runs/x"]
     assert qsub(run) == [*start, "-l", "walltime=10:05:00", *end]
+    assert "walltime=09:59:00" in qsub(changed(run, walltime_minutes=599))
     assert qsub(run, l="select=2")[9:-3] == ["-l", "select=2", "-l", "walltime=10:05:00"]
     select = ["select=2", "walltime=01:00:00", None]
     assert qsub(run, l=select)[9:-3] == ["-l", "select=2", "-l", "walltime=01:00:00"]
