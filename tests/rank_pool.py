@@ -59,20 +59,33 @@ class RankPool:
         port = free_port()
         for rank in range(world):
             self.pipes[rank].send((function, args, rank, world, port))
-        answers = []
-        for rank in range(world):
-            if not self.pipes[rank].poll(TIMEOUT_SECONDS):
-                self.close()
-                raise TimeoutError(f"rank {rank} of {world} gave no answer: {function.__name__}")
-            answers.append(self.pipes[rank].recv())
+        try:
+            answers = [self._answer(rank) for rank in range(world)]
+        except AssertionError:
+            self._restart()  # for the tests to come
+            raise
         if max(threads for *_, threads in answers) > MOST_THREADS:
-            self.close()  # all of them: libraries remember groups, and ranks must remember the same
-            for rank in range(RANKS):
-                self._start(rank)
+            self._restart()
         failures = [f"rank {r}: {text}" for r, (_, text, _) in enumerate(answers) if text]
         if failures:
             raise AssertionError("\n".join(failures))
         return [result for result, *_ in answers]
+
+    def _answer(self, rank: int) -> Any:
+        if not self.pipes[rank].poll(TIMEOUT_SECONDS):
+            raise AssertionError(f"rank {rank} gave no answer in {TIMEOUT_SECONDS} s")
+        try:
+            return self.pipes[rank].recv()
+        except EOFError:
+            self.processes[rank].join()
+            code = self.processes[rank].exitcode
+            raise AssertionError(f"rank {rank} died, exit code {code}") from None
+
+    def _restart(self) -> None:
+        """All of them: libraries remember groups, and ranks must remember the same."""
+        self.close()
+        for rank in range(RANKS):
+            self._start(rank)
 
     def close(self) -> None:
         for process in self.processes:

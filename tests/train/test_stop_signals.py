@@ -3,16 +3,22 @@
 import json
 import os
 import signal
+import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_run
+import torch.distributed as dist
 from rank_pool import RankPool
 
 from atoll import run_dir
 from atoll.errors import UserError
+from atoll.monitor.observers import Observer, StepRecord
 from atoll.sharding.process_group import World
 from atoll.train import stop_signals
+from atoll.train import train as trainer
 from atoll.train.train import train
 
 
@@ -30,6 +36,38 @@ def stopped_at(world: World, run, rank: int, step: int) -> int:
         return stop_signals.TIME_IS_OVER if world.rank == rank and next(calls) >= step else 0
 
     return train(run, run_dir.folder(run), world, stop_code)
+
+
+def calls_under_way(world: World, run) -> list[str]:
+    """What the ranks still exchange when a step is handed to the observers."""
+    pending, under_way = [], []
+
+    def all_reduce(*args: Any, **options: Any) -> Any:
+        work = original(*args, **options)
+        if options.get("async_op"):
+            pending.append(work)
+        return work
+
+    class Watcher(Observer):
+        def after_step(self, update: StepRecord) -> None:
+            time.sleep(0.01 * world.rank)  # the other rank would be ahead, and wait for this one
+            under_way.extend(str(update.step) for work in pending if not work.is_completed())
+
+    original, dist.all_reduce = dist.all_reduce, all_reduce
+    built, trainer.watching = trainer.watching, lambda _: nullcontext((Watcher(),))
+    try:
+        train(run, run_dir.folder(run), world, lambda: 0)
+    finally:
+        dist.all_reduce, trainer.watching = original, built
+    assert len(pending) >= 6
+    return under_way
+
+
+def test_nothing_is_under_way_between_two_steps(ranks: RankPool, folder: Path) -> None:
+    """A profiler that an observer stops there must not meet a thread that still records."""
+    run = small_run.settings(folder, 2, name="quiet")
+    small_run.ready(run)
+    assert ranks.run(calls_under_way, run, world=2) == [[], []]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

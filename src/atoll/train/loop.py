@@ -20,7 +20,7 @@ from atoll.train.checkpoint_saver import CheckpointSaver
 from atoll.train.evaluate import evaluate
 from atoll.train.optimizer import clear_gradients, learning_rate
 from atoll.train.state_dict import update
-from atoll.train.stop_signals import StopCode, shared_stop_code
+from atoll.train.stop_signals import StopCode, exchanged_stop_code
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,9 @@ def loop(
     saver = CheckpointSaver(train_state, observers)
     tokens = start.tokens
     clear_gradients(train_state.optimizer)
-    with (
-        remaining_batches(train_state, start) as batches,
-        shared_stop_code(world, stop_code) as code_of_all,
-    ):
+    with remaining_batches(train_state, start) as batches:
         for step in range(start.step + 1, total_steps + 1):
+            code_of_all = exchanged_stop_code(world, stop_code)
             for observer in observers:
                 observer.before_step(step)
             started = time.monotonic()
@@ -55,7 +53,7 @@ def loop(
             norm = update(train_state, rate)
             tokens += share.global_useful
             last = step == total_steps
-            code = 0 if last else code_of_all()
+            code = code_of_all() * (not last)
             is_saved = last or code != 0 or is_due(step, run.checkpoint.every_steps)
             record = StepRecord(
                 step=step,

@@ -47,29 +47,22 @@ def stop_signals(run_folder: Path, rank: int) -> Iterator[StopCode]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def shared_stop_code(world: World, stop_code: StopCode) -> Iterator[StopCode]:
-    """A function that all ranks call after each step, and that gives all of them the same code.
+def exchanged_stop_code(world: World, stop_code: StopCode) -> StopCode:
+    """A function for the end of a step: the highest code any rank had at its beginning.
 
-    The ranks exchange their codes while the next step goes on, so that nobody waits: the result
-    is the highest code of one call ago.
+    All ranks call both. The codes travel while the step goes on, so that nobody waits, and none is
+    under way behind it: a profiler that stops while another thread records crashes the process.
     """
     if world.size == 1:
-        yield stop_code
-        return
-    codes = torch.zeros(1, dtype=torch.int32)
+        return stop_code
+    codes = torch.tensor([stop_code()], dtype=torch.int32)
     pending = dist.all_reduce(codes, dist.ReduceOp.MAX, async_op=True)
 
-    def code_of_all() -> int:
-        nonlocal codes, pending
+    def highest() -> int:
         pending.wait()
-        highest = int(codes.item())
-        codes = torch.tensor([stop_code()], dtype=torch.int32)
-        pending = dist.all_reduce(codes, dist.ReduceOp.MAX, async_op=True)
-        return highest
+        return int(codes.item())
 
-    yield code_of_all
-    pending.wait()
+    return highest
 
 
 def note_restart(run: Run, run_folder: Path, step: int) -> None:
