@@ -14,6 +14,10 @@ VERBS = {
     "status": ("atoll.cluster.status", "say of a run: queued, running, finished, failed and why"),
     "report": ("atoll.report.command", "tables of runs: speed, scaling, communication"),
     "doctor": ("atoll.cluster.doctor", "check a facility, and with --job its devices and links"),
+    "rehearse": (
+        "atoll.rehearse.command",
+        "try a job under a facility's constraints, on this machine",
+    ),
     "image": ("atoll.images.build", "build, test, sign, verify or inspect a container image"),
     "prepare": ("atoll.cluster.prepare", "fetch model and data into one folder that travels"),
     "fetch": ("atoll.models.fetch", "the half of prepare that runs in the image"),

@@ -21,7 +21,7 @@ def check_nodes(run: Run) -> None:
     facility = run.facility
     if facility.scheduler == "none":
         _check_between(run, facility.name, 1, 1)
-    name, limits = _limits(run)
+    name, limits = job_limits(run)
     _check_between(run, name, limits.min_nodes, limits.max_nodes)
     if facility.node.device != "cpu" and run.ranks_per_node > facility.node.devices:
         raise UserError(
@@ -34,7 +34,7 @@ def check_nodes(run: Run) -> None:
 def check_queue(run: Run) -> None:
     """Refuse a job that the facility's queue would not take."""
     facility, minutes = run.facility, run.facility.walltime_minutes or 0
-    name, limits = _limits(run)
+    name, limits = job_limits(run)
     most = limits.max_walltime_minutes
     if most is not None and minutes > most:
         raise _too_long(name, most, minutes)
@@ -80,7 +80,7 @@ def check_allocation(run: Run, allocated: int | None) -> None:
         )
 
 
-def _limits(run: Run) -> tuple[str, Queue]:
+def job_limits(run: Run) -> tuple[str, Queue]:
     """The limits that hold for the job, and whose: its queue's where they are known."""
     facility = run.facility
     for name in (str(facility.submit.get(flag)) for flag in ("qos", "partition", "q")):

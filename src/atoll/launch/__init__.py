@@ -1,7 +1,8 @@
 """Start the ranks of a run from what the scheduler left behind, with the standard library alone."""
 
 from atoll.launch.command import main
+from atoll.launch.hostlist import expand_hosts
 from atoll.launch.placement import Placement, device_index
 from atoll.launch.ranks import placement_from
 
-__all__ = ["Placement", "device_index", "main", "placement_from"]
+__all__ = ["Placement", "device_index", "expand_hosts", "main", "placement_from"]

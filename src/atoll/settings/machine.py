@@ -82,6 +82,9 @@ class Facility(Settings):
     node_network: bool | None = Field(None, description="do compute nodes reach the internet")
     driver: str | None = None
     address_suffix: str = ""
+    node_names: str | None = Field(
+        None, description="two of its nodes as its scheduler writes them, as nid[001-002]"
+    )
     port: Port | None = None
     checked_on: str | None = None
     source: str | None = None
