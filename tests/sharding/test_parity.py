@@ -230,6 +230,12 @@ def test_activation_checkpointing_changes_no_number(
     assert_same(one_process("llama", 1.0, strategy.untied), got[0])
 
 
+def test_a_pipeline_of_four_ranks_has_two_neighbours_each(ranks: RankPool) -> None:
+    strategy = Strategy("pipeline", {"pipeline": 4}, untied=True)
+    got = ranks.run(train, chosen(strategy, "llama"), 1.0)
+    assert_same(one_process("llama", 1.0, untied=True), got[0])
+
+
 def test_clipping_acts(ranks: RankPool) -> None:
     unclipped = one_process("llama", None, untied=True)
     run = chosen(Strategy("full_shard", {"tensor": 2, "pipeline": 2}, True), "llama")
