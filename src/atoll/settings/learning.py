@@ -4,7 +4,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from atoll.settings.fields import Count, CountOrZero, FileNames, Fraction, Positive, Settings, Word
+from atoll.settings.fields import (
+    Count,
+    CountOrZero,
+    FileNames,
+    Fraction,
+    Positive,
+    Settings,
+    Word,
+    none_is_zero,
+)
 
 
 class Lora(Settings):
@@ -160,7 +169,9 @@ class Training(Settings):
 
     steps: CountOrZero | None  # 0: evaluate only
     epochs: Positive | None
-    global_batch_samples: Count
+    # of a step; 0 or null: as many as device_batch_samples gives
+    global_batch_samples: Annotated[CountOrZero, none_is_zero]
+    device_batch_samples: Count | None = None  # of a step, for each rank with samples of its own
     microbatch_samples: Count
     log_every_steps: Count
     compile: bool
