@@ -151,7 +151,7 @@ class Optimizer(Settings):
     weight_decay: Annotated[float, Field(ge=0.0)]
     clip_norm: Positive | None
     warmup_steps: CountOrZero
-    decay: Literal["cosine", "constant"]
+    decay: Literal["cosine", "linear", "constant"]
     final_fraction: Fraction
     scale_with_ranks: Literal["none", "sqrt", "linear"]
     # of a term that pulls towards the weights the run began with (FedProx, Li et al. 2020)
