@@ -98,6 +98,10 @@ class Data(Settings):
     hub: str | None = None
     hub_config: str | None = None
     hub_split: str = "train"
+    hub_revision: str | None = None  # a branch, tag or commit
+    # split -> patterns of its files in the repository: where that holds a script, or much more
+    hub_files: dict[str, FileNames] = {}
+    hub_shuffle_seed: CountOrZero | None = None  # of both splits, before max_documents are taken
     text_field: str = "text"
     document: Literal["file", "paragraph", "line"] = "file"
     classes: Classes | None = None
@@ -114,6 +118,15 @@ class Data(Settings):
     def _template_holds_text(self) -> "Data":
         if "{text}" not in self.template:
             raise ValueError(f"data.template holds no {{text}}: {self.template!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _only_the_hub_is_shuffled(self) -> "Data":
+        if self.hub_shuffle_seed is not None and self.source != "hub":
+            raise ValueError(
+                f"data.hub_shuffle_seed={self.hub_shuffle_seed}, but data.source={self.source}",
+                "data.hub_shuffle_seed=null: training shuffles whatever it reads",
+            )
         return self
 
     @model_validator(mode="after")
