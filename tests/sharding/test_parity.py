@@ -217,6 +217,14 @@ def test_exchange_at_every_microbatch(ranks: RankPool, strategy: Strategy) -> No
     assert_same(one_process("bert", 1.0), ranks.run(train, run, 1.0)[0])
 
 
+@pytest.mark.parametrize("in_shards", [True, False])
+def test_copies_of_shards_are_averaged_once(ranks: RankPool, in_shards: bool) -> None:
+    """Microbatches are added up as shards or whole, before one all-reduce between the copies."""
+    strategy = Strategy("hybrid_shard_zero2", {"sync_every_microbatch": in_shards})
+    run = chosen(strategy, "llama")
+    assert_same(one_process("llama", 1.0), ranks.run(train, run, 1.0)[0])
+
+
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.name != "ddp"][2::5], ids=str)
 @pytest.mark.parametrize("activation_checkpointing", ["full", "selective"])
 def test_activation_checkpointing_changes_no_number(
@@ -228,6 +236,12 @@ def test_activation_checkpointing_changes_no_number(
         1.0,
     )
     assert_same(one_process("llama", 1.0, strategy.untied), got[0])
+
+
+def test_a_pipeline_of_four_ranks_has_two_neighbours_each(ranks: RankPool) -> None:
+    strategy = Strategy("pipeline", {"pipeline": 4}, untied=True)
+    got = ranks.run(train, chosen(strategy, "llama"), 1.0)
+    assert_same(one_process("llama", 1.0, untied=True), got[0])
 
 
 def test_clipping_acts(ranks: RankPool) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import get_linear_schedule_with_warmup
 
 from atoll.settings import Optimizer
 from atoll.sharding.process_group import World
@@ -37,6 +38,25 @@ COSINE = settings(name="adamw", learning_rate=1.0, warmup_steps=10, final_fracti
 )
 def test_warm_up_then_cosine(step: int, expected: float) -> None:
     assert learning_rate(COSINE, step, 100, 4) == pytest.approx(expected)
+
+
+def test_linear_decay_is_that_of_hugging_face() -> None:
+    chosen = settings(learning_rate=2e-5, warmup_steps=0, decay="linear", final_fraction=0.0)
+    net = nn.Linear(1, 1)
+    theirs = torch.optim.AdamW(net.parameters(), lr=2e-5)
+    schedule = get_linear_schedule_with_warmup(theirs, 0, 117)
+    rates = []
+    for _ in range(117):
+        rates.append(theirs.param_groups[0]["lr"])
+        theirs.step()
+        schedule.step()
+    assert [learning_rate(chosen, step, 117, 4) for step in range(1, 118)] == pytest.approx(rates)
+
+
+def test_linear_decay_begins_at_the_peak_and_ends_above_its_last_value() -> None:
+    chosen = settings(learning_rate=1.0, warmup_steps=10, decay="linear", final_fraction=0.1)
+    rates = [learning_rate(chosen, step, 100, 4) for step in (5, 10, 11, 56, 100, 101, 200)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.55, 0.11, 0.1, 0.1])
 
 
 @pytest.mark.parametrize(("scale", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])

@@ -126,6 +126,7 @@ def request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
             f"training.steps={campaign.steps}",
             "training.epochs=null",
             f"training.global_batch_samples={campaign.batch_samples}",
+            "training.device_batch_samples=null",
             f"training.consumed_samples={(number - 1) * campaign.steps * campaign.batch_samples}",
         ],
     }

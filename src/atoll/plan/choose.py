@@ -115,4 +115,6 @@ def _with(run: Run, sharding: dict[str, Any], activation_checkpointing: str) -> 
     values = dumped(run)
     values["sharding"] = sharding
     values["training"]["activation_checkpointing"] = activation_checkpointing
+    if run.training.device_batch_samples is not None:
+        values["training"]["global_batch_samples"] = None  # follows the ranks with samples
     return checked(values)

@@ -41,13 +41,14 @@ def _sharded(run: Run, shape: Shape) -> dict[str, float]:
     gathers = 2  # of a block's parameters: for its forward pass, and for its backward pass
     if sharding.reshard_after_forward is False:
         gathers = passes = 1
-    exchanges = run.microbatches if sharding.sync_every_microbatch else 1
+    scatters = run.microbatches if sharding.sync_every_microbatch else 1
     scatter = 2 if run.facility.node.device == "cpu" else 1
     rest_ring = ring(shards * axes.tensor)
     return {
         "parameters": passes * c * (gathers * ring(shards) * blocks + rest_ring * rest),
-        "gradients": scatter * exchanges * FP32 * (ring(shards) * blocks + rest_ring * rest)
-        + 2 * ring(axes.replicate) * exchanges * FP32 * (blocks / shards + rest / shards),
+        "gradients": scatter * scatters * FP32 * (ring(shards) * blocks + rest_ring * rest)
+        # copies of a shard are averaged once
+        + 2 * ring(axes.replicate) * FP32 * (blocks / shards + rest / shards),
     }
 
 

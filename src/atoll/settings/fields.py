@@ -13,6 +13,7 @@ VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 VariableText = Annotated[str, Field(coerce_numbers_to_str=True)]
 # One file may be written without its brackets: data.files=a.txt; one logger too: loggers=wandb
 one_is_a_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+none_is_zero = BeforeValidator(lambda value: 0 if value is None else value)
 FileNames = Annotated[list[str], one_is_a_list]
 LoggerNames = Annotated[list[Literal["tensorboard", "wandb", "mlflow"]], one_is_a_list]
 

@@ -4,7 +4,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from atoll.settings.fields import Count, CountOrZero, FileNames, Fraction, Positive, Settings, Word
+from atoll.settings.fields import (
+    Count,
+    CountOrZero,
+    FileNames,
+    Fraction,
+    Positive,
+    Settings,
+    Word,
+    none_is_zero,
+)
 
 
 class Lora(Settings):
@@ -89,6 +98,10 @@ class Data(Settings):
     hub: str | None = None
     hub_config: str | None = None
     hub_split: str = "train"
+    hub_revision: str | None = None  # a branch, tag or commit
+    # split -> patterns of its files in the repository: where that holds a script, or much more
+    hub_files: dict[str, FileNames] = {}
+    hub_shuffle_seed: CountOrZero | None = None  # of both splits, before max_documents are taken
     text_field: str = "text"
     document: Literal["file", "paragraph", "line"] = "file"
     classes: Classes | None = None
@@ -105,6 +118,15 @@ class Data(Settings):
     def _template_holds_text(self) -> "Data":
         if "{text}" not in self.template:
             raise ValueError(f"data.template holds no {{text}}: {self.template!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _only_the_hub_is_shuffled(self) -> "Data":
+        if self.hub_shuffle_seed is not None and self.source != "hub":
+            raise ValueError(
+                f"data.hub_shuffle_seed={self.hub_shuffle_seed}, but data.source={self.source}",
+                "data.hub_shuffle_seed=null: training shuffles whatever it reads",
+            )
         return self
 
     @model_validator(mode="after")
@@ -142,7 +164,7 @@ class Optimizer(Settings):
     weight_decay: Annotated[float, Field(ge=0.0)]
     clip_norm: Positive | None
     warmup_steps: CountOrZero
-    decay: Literal["cosine", "constant"]
+    decay: Literal["cosine", "linear", "constant"]
     final_fraction: Fraction
     scale_with_ranks: Literal["none", "sqrt", "linear"]
     # of a term that pulls towards the weights the run began with (FedProx, Li et al. 2020)
@@ -160,7 +182,9 @@ class Training(Settings):
 
     steps: CountOrZero | None  # 0: evaluate only
     epochs: Positive | None
-    global_batch_samples: Count
+    # of a step; 0 or null: as many as device_batch_samples gives
+    global_batch_samples: Annotated[CountOrZero, none_is_zero]
+    device_batch_samples: Count | None = None  # of a step, for each rank with samples of its own
     microbatch_samples: Count
     log_every_steps: Count
     compile: bool

@@ -119,6 +119,27 @@ class Run(Settings):
         return self.training.global_batch_samples // per_pass
 
     @model_validator(mode="after")
+    def _batch_follows_the_ranks(self) -> "Run":
+        training, ranks = self.training, self.axes.data
+        whole, share = training.global_batch_samples, training.device_batch_samples
+        if whole == 0 and share is None:
+            raise ValueError(
+                "a step has no samples: training.global_batch_samples and device_batch_samples "
+                "are both null",
+                "training.global_batch_samples=512, or training.device_batch_samples=4",
+            )
+        if share is None or whole == share * ranks:
+            return self
+        if whole:
+            raise ValueError(
+                f"training.global_batch_samples ({whole}) is not training.device_batch_samples x "
+                f"ranks ({share} x {ranks} = {share * ranks})",
+                "set one of them, the other to null",
+            )
+        changed = training.model_copy(update={"global_batch_samples": share * ranks})
+        return self.model_copy(update={"training": changed})
+
+    @model_validator(mode="after")
     def _batch_divides(self) -> "Run":
         data, microbatch = self.axes.data, self.training.microbatch_samples
         per_pass = data * microbatch

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from atoll.settings import Run
@@ -49,8 +50,18 @@ def make_meshes(run: Run, device: torch.device, rank: int) -> Meshes | None:
         rest=_data(rest),
         tensor=blocks["tensor"] if axes.tensor > 1 else None,
         context=None if context is None else context["context"].get_group(),
-        pipeline=blocks["pipeline"].get_group() if axes.pipeline > 1 else None,
+        pipeline=_connected(blocks["pipeline"].get_group(), device) if axes.pipeline > 1 else None,
     )
+
+
+def _connected(group: Any, device: torch.device) -> Any:
+    """A group whose ranks know each other already.
+
+    NCCL makes a group's communicator in its first call, which must not be a batch of sends and
+    receives that only some of its ranks take part in (torch's manual, `batch_isend_irecv`).
+    """
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return group
 
 
 def _mesh(kind: str, sizes: dict[str, int]) -> DeviceMesh:

@@ -1,12 +1,10 @@
-"""Pipeline parallelism: which layers are whose, in which order microbatches pass, and the step.
+"""Pipeline parallelism: which layers are whose, and the step. Its order is schedule.py's."""
 
-Legend: P ranks of a pipeline, v stages of each, S = P*v stages; stage s lives on rank s % P.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,17 +13,19 @@ from torch import Tensor, nn
 from atoll.data.batch import Batch
 from atoll.models.parts import blocks_of
 from atoll.sharding.mesh import Meshes
+from atoll.sharding.schedule import (
+    BACKWARD,
+    FORWARD,
+    Action,
+    Exchange,
+    Program,
+    evaluation_programs,
+    training_programs,
+)
 from atoll.sharding.step_plan import StepPlan, set_gradient_sync
 
-FORWARD, BACKWARD = "forward", "backward"
-
-
-class Action(NamedTuple):
-    """One microbatch through one of this rank's stages, in one direction."""
-
-    direction: str
-    microbatch: int
-    stage: int
+# exchanges that may be under way: with more, nothing gains; with fewer, interleaved ranks wait
+EXCHANGES_IN_FLIGHT = 2
 
 
 class Placeholder(nn.Module):
@@ -96,117 +96,122 @@ def split_layers(model: Any, meshes: Meshes, stages_per_rank: int) -> None:
     model.stages = stages
 
 
-def schedule_1f1b(stages: Stages, microbatches: int) -> list[Action]:
-    """1F1B, and interleaved where a rank has several stages (Narayanan et al. 2021)."""
-    total = microbatches * stages.per_rank
-    forward = [_action(FORWARD, i, stages) for i in range(total)]
-    backward = [_action(BACKWARD, i, stages) for i in range(total)]
-    behind = stages.ranks - stages.rank - 1
-    if stages.per_rank > 1:
-        behind = 2 * behind + (stages.per_rank - 1) * stages.ranks
-    ahead = min(behind, total)
-    actions = forward[:ahead]
-    for position in range(total - ahead):
-        actions += [forward[ahead + position], backward[position]]
-    return actions + backward[total - ahead :]
-
-
 def pipeline(model: Any, batches: Sequence[Batch], scale: float, plan: StepPlan) -> Tensor:
     """Gradient accumulation over the microbatches; returns this rank's summed loss, unscaled."""
     stages: Stages = model.stages
-    p2p = P2P(stages, plan.compute_dtype)
-    actions = schedule_1f1b(stages, len(batches))
+    program = training_programs(stages.ranks, stages.per_rank, len(batches))[stages.rank]
+    last_backwards = _last_backwards(program)
     total = torch.zeros((), device=batches[0].tokens_BT.device)
     activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-    for position, action in enumerate(actions):
+
+    def compute(action: Action, received: Tensor | None) -> Tensor | None:
         key = (action.microbatch, action.stage)
         if action.direction == FORWARD:
-            received = p2p.receive(action, _hidden_shape(model, batches[action.microbatch]))
+            if received is not None:
+                received.requires_grad_()
             out = model(batches[action.microbatch], plan.compute_dtype, received, action.stage)
             activations[key] = (received, out)
             if stages.is_last(action.stage):
-                total += out.detach()
-            else:
-                p2p.send(action, out.detach())
-            continue
-        received, out = activations.pop(key)
-        later = (other for other in actions[position + 1 :] if other.direction == BACKWARD)
-        set_gradient_sync(model, plan, last=all(other.stage != action.stage for other in later))
-        if stages.is_last(action.stage):
+                total.add_(out.detach())
+            return out.detach()
+        taken, out = activations.pop(key)
+        set_gradient_sync(model, plan, last=action in last_backwards)
+        if received is None:
             (out * scale).backward()
         else:
-            out.backward(p2p.receive(action, tuple(out.shape)))
-        if received is not None:
-            assert received.grad is not None
-            p2p.send(action, received.grad)
-    p2p.delivered()
+            out.backward(received)
+        return None if taken is None else taken.grad
+
+    _carry_out(program, compute, P2P(model, batches, plan.compute_dtype))
     return total
 
 
 def forward_only(model: Any, batch: Batch, plan: StepPlan) -> Tensor:
     """One microbatch through all stages: the summed loss on the last rank, zero elsewhere."""
     stages: Stages = model.stages
-    p2p = P2P(stages, plan.compute_dtype)
     loss = torch.zeros((), device=batch.tokens_BT.device)
-    for stage in stages.own:
-        action = Action(FORWARD, 0, stage)
-        received = p2p.receive(action, _hidden_shape(model, batch))
-        out = model(batch, plan.compute_dtype, received, stage)
-        if stages.is_last(stage):
-            loss = out
-        else:
-            p2p.send(action, out)
-    p2p.delivered()
+
+    def compute(action: Action, received: Tensor | None) -> Tensor:
+        out: Tensor = model(batch, plan.compute_dtype, received, action.stage)
+        if stages.is_last(action.stage):
+            loss.add_(out)
+        return out
+
+    program = evaluation_programs(stages.ranks, stages.per_rank)[stages.rank]
+    _carry_out(program, compute, P2P(model, [batch], plan.compute_dtype))
     return loss
 
 
+# (action, what it takes in) -> what it makes
+Compute = Callable[[Action, Tensor | None], Tensor | None]
+
+
+def _carry_out(program: Program, compute: Compute, p2p: "P2P") -> None:
+    stages = p2p.stages.count
+    for step in program:
+        if isinstance(step, Exchange):
+            p2p.start(step)
+            continue
+        made = compute(step, None if step.source(stages) is None else p2p.received(step))
+        if (target := step.target(stages)) is not None:
+            assert made is not None
+            p2p.made[target] = made
+    p2p.finish(0)
+
+
 class P2P:
-    """Hidden states to the next stage, their gradients to the one before."""
+    """Hidden states to the next stage, their gradients to the one before.
 
-    def __init__(self, stages: Stages, dtype: torch.dtype) -> None:
-        self.stages, self.dtype = stages, dtype
-        self.sent: list[tuple[Any, Tensor]] = []  # a message must live until it has arrived
+    Both ends know every message's shape and dtype from the microbatch: messages carry neither.
+    """
 
-    def send(self, action: Action, message: Tensor) -> None:
-        to = action.stage + (1 if action.direction == FORWARD else -1)
-        message = message.contiguous()
-        peer = to % self.stages.ranks
-        work = dist.isend(
-            message, group=self.stages.group, group_dst=peer, tag=self._tag(action.microbatch, to)
-        )
-        self.sent.append((work, message))
+    def __init__(self, model: Any, batches: Sequence[Batch], dtype: torch.dtype) -> None:
+        self.stages: Stages = model.stages
+        self.shapes = [_hidden_shape(model, batch) for batch in batches]
+        self.device, self.dtype = batches[0].tokens_BT.device, dtype
+        self.made: dict[Action, Tensor] = {}
+        # what is under way, oldest first: a message's memory must live until it has arrived
+        self.under_way: deque[tuple[list[Any], dict[Action, Tensor]]] = deque()
+        self.arrived: dict[Action, Tensor] = {}
 
-    def receive(self, action: Action, shape: tuple[int, ...]) -> Tensor | None:
-        """What the neighbour sends for an action; the first stage receives tokens from nobody."""
-        source = action.stage + (-1 if action.direction == FORWARD else 1)
-        if source < 0:
-            return None
-        device = "cuda" if dist.get_backend(self.stages.group) == "nccl" else None
-        message = torch.empty(shape, dtype=self.dtype, device=device)
-        peer = source % self.stages.ranks
-        tag = self._tag(action.microbatch, action.stage)
-        dist.recv(message, group=self.stages.group, group_src=peer, tag=tag)
-        return message.requires_grad_(action.direction == FORWARD and torch.is_grad_enabled())
+    def start(self, exchange: Exchange) -> None:
+        """Send what was made and receive what is next, all in one batch."""
+        self.finish(EXCHANGES_IN_FLIGHT - 1)
+        operations, messages = [], {}
+        for sends, peer, action in exchange.transfers:
+            message = messages[action] = self._sent(action) if sends else self._empty(action)
+            call = dist.isend if sends else dist.irecv
+            operations.append(dist.P2POp(call, message, group=self.stages.group, group_peer=peer))
+        self.under_way.append((dist.batch_isend_irecv(operations), messages))
 
-    def delivered(self) -> None:
-        """Wait for all that was sent."""
-        for work, _ in self.sent:
-            work.wait()
-        self.sent.clear()
+    def received(self, action: Action) -> Tensor:
+        """What an action takes in, once it is here."""
+        while action not in self.arrived:
+            self.finish(len(self.under_way) - 1)
+        return self.arrived.pop(action)
 
-    def _tag(self, microbatch: int, stage: int) -> int:
-        return microbatch * self.stages.count + stage
+    def finish(self, remaining: int) -> None:
+        """Wait for the oldest exchanges, until so many remain."""
+        while len(self.under_way) > remaining:
+            works, messages = self.under_way.popleft()
+            for work in works:
+                work.wait()
+            own = self.stages.own
+            self.arrived |= {a: message for a, message in messages.items() if a.stage in own}
+
+    def _sent(self, action: Action) -> Tensor:
+        message = self.made.pop(action).contiguous()
+        assert (message.shape, message.dtype) == (self.shapes[action.microbatch], self.dtype)
+        return message
+
+    def _empty(self, action: Action) -> Tensor:
+        return torch.empty(self.shapes[action.microbatch], dtype=self.dtype, device=self.device)
 
 
-def _action(direction: str, position: int, stages: Stages) -> Action:
-    """The action at a position of a rank's forward or backward order: P microbatches a stage."""
-    group, inside = divmod(position, stages.ranks * stages.per_rank)
-    chunk, offset = divmod(inside, stages.ranks)
-    if stages.per_rank == 1:
-        return Action(direction, position, stages.rank)
-    if direction == BACKWARD:
-        chunk = stages.per_rank - 1 - chunk
-    return Action(direction, group * stages.ranks + offset, chunk * stages.ranks + stages.rank)
+def _last_backwards(program: Program) -> set[Action]:
+    """The last backward pass of each stage: it is the one that exchanges gradients."""
+    actions = [step for step in program if isinstance(step, Action)]
+    return set({a.stage: a for a in actions if a.direction == BACKWARD}.values())
 
 
 def _owners(model: Any, blocks: int, stages: int) -> dict[str, int]:

@@ -22,10 +22,13 @@ class StepPlan:
 def set_gradient_sync(model: nn.Module, plan: StepPlan, last: bool) -> None:
     """Tell an FSDP model whether the next backward pass is the last of the accumulated ones.
 
-    Gathered parameters are kept for the next microbatch only where the layout says so.
+    Exchanged at every microbatch, gradients are added up in shards, and their copies (HSDP)
+    averaged after the last. Gathered parameters are kept for the next microbatch only where the
+    layout says so.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last or plan.sync_every_microbatch)
+        model.set_requires_all_reduce(last)
         model.set_is_last_backward(last)
         if plan.keep_gathered:
             model.set_reshard_after_backward(last)

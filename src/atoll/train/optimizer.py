@@ -19,6 +19,13 @@ RANK_SCALES: dict[str, Callable[[int], float]] = {
     "sqrt": lambda ranks: math.sqrt(ranks),
     "linear": lambda ranks: float(ranks),
 }
+# (step, steps) of the decay -> how much is left of the way from the peak to its final fraction
+DECAYS: dict[str, Callable[[int, int], float]] = {
+    "constant": lambda step, steps: 1.0,
+    "cosine": lambda step, steps: 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / steps))),
+    # as Hugging Face's: the first step takes the peak, the last what stands one step before zero
+    "linear": lambda step, steps: max(0.0, (steps - step + 1) / steps),
+}
 
 
 @dataclass(frozen=True)
@@ -58,19 +65,16 @@ def make_optimizer(settings: Optimizer, model: nn.Module) -> NamedOptimizer:
 
 
 def learning_rate(settings: Optimizer, step: int, total_steps: int, ranks: int) -> float:
-    """The learning-rate schedule: linear warm-up, then cosine or constant; step 1 is the first.
+    """The learning-rate schedule: linear warm-up, then a decay; step 1 is the first.
 
     ranks: data-parallel ones, whose number the peak may be scaled with.
     """
     peak = settings.learning_rate * RANK_SCALES[settings.scale_with_ranks](ranks)
     if step <= settings.warmup_steps:
         return peak * step / settings.warmup_steps
-    if settings.decay == "constant":
-        return peak
     decay_steps = max(1, total_steps - settings.warmup_steps)
-    progress = min(1.0, (step - settings.warmup_steps) / decay_steps)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return peak * (settings.final_fraction + (1.0 - settings.final_fraction) * cosine)
+    share = DECAYS[settings.decay](step - settings.warmup_steps, decay_steps)
+    return peak * (settings.final_fraction + (1.0 - settings.final_fraction) * share)
 
 
 def take_step(

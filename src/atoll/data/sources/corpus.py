@@ -198,7 +198,7 @@ def _hub(data: Data, split: str, setting: str, count: int | None) -> Corpus:
             "data.source is hub, but data.hub is empty",
             "name a data set, or a folder saved with save_to_disk: data.hub=NAME",
         )
-    rows = hub.load(data.hub, data.hub_config, split, setting)
+    rows = hub.load(data, split, setting)
     fields = _fields(data)
     columns.refuse_columns(data.hub, rows.features.arrow_schema, fields)
     tables = rows.with_format("arrow")  # slices are tables

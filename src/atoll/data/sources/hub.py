@@ -2,35 +2,69 @@
 
 import hashlib
 import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import quote
 
 from atoll.errors import UserError
+from atoll.settings import Data
 
 SAMPLED_ROWS = 64
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+# the end of a file's name -> what `datasets` reads it with
+BUILDERS = {
+    ".arrow": "arrow",
+    ".csv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+    ".txt": "text",
+}
+ELSEWHERE = (
+    "check the name, config and split; where there is no network, save it elsewhere with "
+    "datasets' save_to_disk and set data.hub to that folder"
+)
+SCRIPT = (
+    "name its files, as data.hub_files.train=['FOLDER/*.json.gz'] data.hub_config=null, or a "
+    "converted branch where it has one, data.hub_revision=refs/convert/parquet"
+)
 
 
-def load(name: str, config: str | None, split: str, setting: str) -> Any:
-    """One split of a data set, memory-mapped.
+def load(data: Data, split: str, setting: str) -> Any:
+    """One split of a data set, memory-mapped, in the order that its shuffling gives.
 
     Raises `UserError` where it is unknown, has no such split, or cannot be reached.
     """
+    rows = _in_order(data, split, setting)
+    if data.hub_shuffle_seed is None:
+        return rows
+    return rows.shuffle(seed=data.hub_shuffle_seed, keep_in_memory=True)
+
+
+def fingerprint(rows: Any, field: str) -> str:
+    """A digest of the size and of evenly taken rows; the same on every machine."""
+    numbers = range(0, len(rows), max(1, len(rows) // SAMPLED_ROWS))
+    sampled = [rows[number][field] for number in numbers]
+    text = json.dumps([len(rows), rows.column_names, field, sampled])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _in_order(data: Data, split: str, setting: str) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
-    folder = Path(name).expanduser()
+    name, folder = str(data.hub), Path(str(data.hub)).expanduser()
+    words, more = _request(data, name, folder, split)
     try:
         if not any((folder / file).is_file() for file in ("state.json", "dataset_dict.json")):
-            source = str(folder) if folder.is_dir() else name
-            return datasets.load_dataset(source, config, split=split)
+            return datasets.load_dataset(*words, split=split, **more)
         saved = datasets.load_from_disk(str(folder))
     except Exception as error:  # the library raises many kinds, from many layers below it
         lines = str(error).strip().splitlines() or [""]
         raise UserError(
-            f"data.hub={name} (config {config}, {setting}={split}) cannot be loaded: "
+            f"data.hub={name} (config {data.hub_config}, {setting}={split}) cannot be loaded: "
             f"{type(error).__name__}: {lines[0][:300]}",
-            "check the name, config and split; where there is no network, save it elsewhere with "
-            "datasets' save_to_disk and set data.hub to that folder",
+            SCRIPT if "scripts are no longer supported" in lines[0] else ELSEWHERE,
         ) from error
     if not isinstance(saved, datasets.DatasetDict):
         return saved
@@ -42,9 +76,30 @@ def load(name: str, config: str | None, split: str, setting: str) -> Any:
     return saved[split]
 
 
-def fingerprint(rows: Any, field: str) -> str:
-    """A digest of the size and of evenly taken rows; the same on every machine."""
-    numbers = range(0, len(rows), max(1, len(rows) // SAMPLED_ROWS))
-    sampled = [rows[number][field] for number in numbers]
-    text = json.dumps([len(rows), rows.column_names, field, sampled])
-    return hashlib.sha256(text.encode()).hexdigest()
+def _request(
+    data: Data, name: str, folder: Path, split: str
+) -> tuple[tuple[str | None, ...], dict[str, Any]]:
+    """What `load_dataset` is asked for: a repository as it describes itself, or files of it."""
+    if not data.hub_files:
+        more = {} if data.hub_revision is None else {"revision": data.hub_revision}
+        return (str(folder) if folder.is_dir() else name, data.hub_config), more
+    if split not in data.hub_files:
+        raise UserError(
+            f"data.hub_files names no files of the split {split!r}; "
+            f"its splits are: {', '.join(data.hub_files)}",
+            f"data.hub_files.{split}=[PATTERN]",
+        )
+    revision = "" if data.hub_revision is None else f"@{quote(data.hub_revision, safe='')}"
+    root = str(folder) if folder.is_dir() else f"hf://datasets/{name}{revision}"
+    files = data.hub_files[split]
+    return (_builder(files[0]),), {"data_files": {split: [f"{root}/{file}" for file in files]}}
+
+
+def _builder(file: str) -> str:
+    kind = next((end for end in PurePosixPath(file).suffixes[::-1] if end not in COMPRESSED), "")
+    if kind not in BUILDERS:
+        raise UserError(
+            f"data.hub_files: unknown kind of file: {file}",
+            f"name files that end in {', '.join(BUILDERS)}, or these and {', '.join(COMPRESSED)}",
+        )
+    return BUILDERS[kind]

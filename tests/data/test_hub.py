@@ -1,0 +1,150 @@
+"""Data sets of the hub, from made-up repositories on disk that are laid out as the real ones."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from composing import ROOT
+from data_runs import make_run
+
+from atoll.config.compose import compose
+from atoll.data.sources import blocks, corpus
+from atoll.data.sources.corpus import Corpus
+from atoll.errors import UserError
+from atoll.settings import Data
+
+datasets = pytest.importorskip("datasets")
+SCRIPT = "import datasets\n\n\nclass Mc4(datasets.GeneratorBasedBuilder):\n    pass\n"
+# data -> the files of its repository: (those of its training split, of its validation, others)
+LAYOUTS = {
+    "clean_mc4_it": (
+        [f"clean-mc4-it/c4-it.tfrecord-{n:05d}-of-01024.json.gz" for n in (0, 1, 99)],
+        ["clean-mc4-it/c4-it-validation.tfrecord-00000-of-00008.json.gz"],
+        [
+            "clean-mc4-it/c4-it.tfrecord-00100-of-01024.json.gz",
+            "clean-mc4-it/c4-it.tfrecord-01000-of-01024.json.gz",
+            "clean-mc4-it/c4-it-validation.tfrecord-00001-of-00008.json.gz",
+        ],
+    ),
+    "mc4_cs": (
+        [f"multilingual/c4-cs.tfrecord-{n:05d}-of-01024.json.gz" for n in (0, 99, 100, 199)],
+        ["multilingual/c4-cs-validation.tfrecord-00000-of-00002.json.gz"],
+        [
+            "multilingual/c4-cs.tfrecord-00200-of-01024.json.gz",
+            "multilingual/c4-csb.tfrecord-00000-of-01024.json.gz",
+            "multilingual/c4-cs-validation.tfrecord-00001-of-00002.json.gz",
+            "en/c4-train.00000-of-01024.json.gz",
+        ],
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def documents(text: Corpus | None) -> list[str]:
+    assert text is not None
+    return [
+        document for block in blocks.blocks(text, 100) for document in blocks.read(text, block)[0]
+    ]
+
+
+def repository(folder: Path, files: list[str]) -> Path:
+    """A data set's repository: a script of its name, and rows that say which file they are of."""
+    folder.mkdir(parents=True)
+    (folder / f"{folder.name}.py").write_text(SCRIPT)
+    (folder / "README.md").write_text("---\nlicense: odc-by\n---\n")
+    for name in files:
+        (folder / name).parent.mkdir(exist_ok=True)
+        rows = [
+            {"text": f"{name} {row}", "timestamp": "2020-02-22T22:24:31Z", "url": "u"}
+            for row in range(2)
+        ]
+        with gzip.open(folder / name, "wt") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_repository_with_a_script_is_read_by_its_files(name: str, tmp_path: Path) -> None:
+    train, validation, others = LAYOUTS[name]
+    folder = repository(tmp_path / name, [*train, *validation, *others])
+    data = compose(
+        [f"data={name}", f"data.hub={folder}", "facility=laptop"], ROOT / "hydra_conf"
+    ).run.data
+    assert documents(corpus.train_corpus(data)) == [
+        f"{file} {row}" for file in train for row in (0, 1)
+    ]
+    held_out = documents(corpus.validation_corpus(data))
+    assert held_out == [f"{file} {row}" for file in validation for row in (0, 1)]
+    assert (data.max_documents, data.validation.max_documents) == (10_000_000, 12_000)
+
+
+def hub(tmp_path: Path, folder: Path, **more: object) -> Data:
+    return make_run(tmp_path, {"source": "hub", "hub": str(folder), **more}).data
+
+
+def test_a_script_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    folder = repository(tmp_path / "scripted", ["train.json.gz"])
+    with pytest.raises(UserError, match="scripts are no longer supported") as caught:
+        corpus.train_corpus(hub(tmp_path, folder))
+    assert "data.hub_files" in caught.value.hint and "refs/convert/parquet" in caught.value.hint
+    data = hub(tmp_path, folder, hub_files={"train": "train.json.gz"})
+    assert documents(corpus.train_corpus(data)) == ["train.json.gz 0", "train.json.gz 1"]
+
+
+def test_files_that_are_not_named_or_not_there(tmp_path: Path) -> None:
+    folder = repository(tmp_path / "scripted", ["train.json.gz"])
+    data = hub(tmp_path, folder, hub_files={"train": ["train.json.gz"]}, hub_split="dev")
+    with pytest.raises(UserError, match="names no files of the split 'dev'"):
+        corpus.train_corpus(data)
+    with pytest.raises(UserError, match="cannot be loaded"):
+        corpus.train_corpus(hub(tmp_path, folder, hub_files={"train": ["none.json.gz"]}))
+    with pytest.raises(UserError, match=r"unknown kind of file: train\.rar"):
+        corpus.train_corpus(hub(tmp_path, folder, hub_files={"train": ["train.rar"]}))
+
+
+def test_names_of_the_hub_become_addresses_of_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = []
+
+    def load_dataset(kind: str, config: object = None, **more: object) -> object:
+        asked.append((kind, config, more))
+        return datasets.Dataset.from_dict({"text": ["a"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    parts = {"source": "hub", "hub": "a/b"}
+    files = {"train": ["x/*.parquet"]}
+    for more in (
+        {"hub_files": files},
+        {"hub_files": files, "hub_revision": "refs/convert/parquet"},
+        {"hub_revision": "v2", "hub_config": "tiny"},
+    ):
+        corpus.train_corpus(make_run(tmp_path, parts | more).data)
+    addresses = [
+        "hf://datasets/a/b/x/*.parquet",
+        "hf://datasets/a/b@refs%2Fconvert%2Fparquet/x/*.parquet",
+    ]
+    for (kind, _, more), address in zip(asked, addresses, strict=False):
+        assert kind == "parquet" and more["data_files"] == {"train": [address]}
+    assert asked[2] == ("a/b", "tiny", {"split": "train", "revision": "v2"})
+
+
+def test_the_same_documents_as_datasets_shuffle_and_select(tmp_path: Path) -> None:
+    rows = {
+        split: datasets.Dataset.from_dict({"text": [f"{split} {n}" for n in range(size)]})
+        for split, size in (("train", 3000), ("test", 1500))
+    }
+    datasets.DatasetDict(rows).save_to_disk(str(tmp_path / "yelp"))
+    line = ["data=yelp_review_full", f"data.hub={tmp_path / 'yelp'}", "facility=laptop"]
+    data = compose(line, ROOT / "hydra_conf").run.data
+    for split, text in (
+        ("train", corpus.train_corpus(data)),
+        ("test", corpus.validation_corpus(data)),
+    ):
+        expected = rows[split].shuffle(seed=42).select(range(1024))["text"]
+        assert documents(text) == list(expected)
