@@ -30,7 +30,7 @@ BENCH_TESTBED := image_start compose_and_submit srun_to_first_collective
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two benchmarks at once would measure each other
-.PHONY: help setup demo demo-federation test test-full test-image test-image-full mutants \
+.PHONY: help setup demo demo-federation rehearse test test-full test-image test-image-full mutants \
 	testbed testbed-down streamflow lint format bench bench-testbed bench-gpu gpu-travel lock clean distclean
 
 help: ## Show this list
@@ -76,6 +76,10 @@ test: $(READY) ## Try every feature once, at most 20 minutes (ARGS="-k launch" f
 test-full: $(READY) ## Every test, and every one that an image can run inside one: two hours
 	$(BIN)/python -m pytest --full $(ARGS)
 	$(MAKE) test-image-full
+
+rehearse: $(READY) ## A small job under the constraints of every facility, on the testbed
+	@code=0; for file in hydra_conf/facility/*.yaml; do name=$$(basename $$file .yaml); \
+		echo "$$name"; $(BIN)/python -m atoll rehearse facility=$$name $(ARGS) || code=1; done; exit $$code
 
 image-%: $(READY) ## Build images/%.sif: cpu, cuda, cuda_compat, rocm or lumi
 	$(BIN)/python -m atoll image build $* $(if $(IMAGE_CACHE),--cache '$(IMAGE_CACHE)') $(ARGS)

@@ -52,5 +52,5 @@ def test_a_failed_job_is_told_by_its_first_complaint_and_last_line() -> None:
 
 def test_without_a_testbed_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "MARIADB_SOCKET", Path("/nowhere"))
-    with pytest.raises(command.UserError, match="no testbed on this machine|as root"):
+    with pytest.raises(command.UserError, match=r"this machine|of its own"):
         command.check_testbed()

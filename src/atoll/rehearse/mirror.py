@@ -83,10 +83,11 @@ def mirror_of(run: Run) -> Mirror:
     named = [str(submit[flag]) for flag in ("partition", "q", "qos") if submit.get(flag)]
     queues = {name: facility.limits.queues.get(name, Queue()) for name in named}
     queues |= facility.limits.queues
+    hosts = expand_hosts(facility.node_names or DEFAULT_HOSTS)
     return Mirror(
         cluster=re.sub(r"\W", "_", f"rehearsal_{facility.name}"),
         account=facility.account or ACCOUNT,
-        hosts=expand_hosts(facility.node_names or DEFAULT_HOSTS)[:LIVE_NODES],
+        hosts=[host.split(".")[0] for host in hosts[:LIVE_NODES]],
         node_count=max(LIVE_NODES, run.nodes),
         cores=facility.node.cores or DEFAULT_CORES,
         memory_mib=_memory_mib(run),

@@ -23,7 +23,7 @@ DEADLINE_SECONDS = 300.0
 # What the small job takes over from the line that was typed; the rest is about size.
 KEPT = ("facility", "sharding", "launcher", "precision", "restart", "image.bind_source")
 SIZES = ("nodes=", "ranks_per_node=", "name=", "experiment=")
-OPENPBS = "Slurm's qsub reads it; OpenPBS itself is neither in Debian nor on PyPI"
+NO_OPENPBS = "neither Debian nor PyPI has OpenPBS"
 
 
 @dataclass(frozen=True)
@@ -107,19 +107,19 @@ def ask_for_whole_job(rehearsal: Rehearsal, mirror: Mirror) -> Row:
     """Queue the job as typed, held back, and cancel it: does the scheduler take the line."""
     run, environment = rehearsal.run, rehearsal.environment
     folder, batch_file = rehearsal.stage.folder, config_tree().parent / "sbatch" / "train.sbatch"
+    argv, held = {"slurm": (slurm.sbatch_argv, "--hold"), "pbs": (pbs.qsub_argv, "-h")}[
+        run.facility.scheduler
+    ]
+    program, *words = argv(run, batch_file, folder)
+    done = run_command([program, held, *words], environment=environment)
+    taken = done.returncode == 0
+    if taken:
+        run_command(["scancel", done.stdout.split(";")[0].strip()], environment=environment)
+    asked = f"{mirror.default_partition}, {run.nodes} nodes"
+    seen = f"{program} took the whole line: {asked}" if taken else done.last_line
     if run.facility.scheduler == "pbs":
-        program, *words = pbs.qsub_argv(run, batch_file, folder)
-        done = run_command([program, "-h", *words], environment=environment)
-        state = PASSED if done.returncode == 0 else UNKNOWN
-        return Row(state, "scheduler", f"{done.last_line}; {OPENPBS}")
-    program, *words = slurm.sbatch_argv(run, batch_file, folder)
-    done = run_command([program, "--hold", *words], environment=environment)
-    if done.returncode != 0:
-        return Row(DIFFERS, "scheduler", done.last_line)
-    job = done.stdout.strip().split(";")[0]
-    run_command(["scancel", job], environment=environment)
-    asked = f"partition {mirror.default_partition}, {run.nodes} nodes"
-    return Row(PASSED, "scheduler", f"sbatch of this machine takes the whole line: {asked}")
+        return Row(UNKNOWN, "scheduler", f"{seen}; this qsub is Slurm's: {NO_OPENPBS}")
+    return Row(PASSED if taken else DIFFERS, "scheduler", seen)
 
 
 def run_small_job(rehearsal: Rehearsal) -> list[Row]:
@@ -173,7 +173,7 @@ def small_words(rehearsal: Rehearsal, image: Path | None) -> list[str]:
     if facility.scheduler != "none":
         words += [f"facility.account={facility.account or ACCOUNT}", "facility.walltime_minutes=10"]
     if facility.scheduler == "pbs":
-        words += [f"facility.submit.l=['nodes={nodes}:ppn={RANKS_PER_NODE}']"]
+        words += [f"facility.submit.l=['nodes={nodes}:ppn={RANKS_PER_NODE},walltime=00:10:00']"]
     if image is None:
         return [*words, "image=none"]
     return [*words, "image=cpu", f"image.file={image}", "image.bind_source=true"]
