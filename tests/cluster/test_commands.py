@@ -10,13 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atoll.cluster import submit
-from atoll.cluster.container import binds, container_prefix
+from atoll.cluster.container import container_prefix
 from atoll.cluster.job_script import launch_script
 from atoll.cluster.launchers import LAUNCHERS, TASKS_PER_NODE, launch_step
 from atoll.cluster.pbs import qsub_argv
 from atoll.cluster.pbs import requeue_function as requeue_on_pbs
 from atoll.cluster.slurm import as_words, sbatch_argv, sbatch_exports
 from atoll.cluster.slurm import requeue_function as requeue_on_slurm
+from atoll.config.binds import binds
 
 ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable

@@ -163,6 +163,23 @@ def test_network_variables_belong_to_facilities_alone():
         }
 
 
+def test_module_folders_come_before_what_is_loaded_from_them(composed):
+    text = dry_run(composed(*line("polaris")).run)
+    use, load = "module use /soft/modulefiles", "module load spack-pe-base"
+    assert text.index("source /etc/profile") < text.index(use) < text.index(load)
+    assert text.index("module load apptainer") < text.index("set -euo pipefail")
+
+
+def test_the_host_s_plugin_and_its_libraries_are_where_nccl_looks(composed):
+    text = dry_run(composed(*line("polaris")).run)
+    plugin = values("polaris")["network"]["plugin"]
+    assert f"export NCCL_NET_PLUGIN={plugin}\n" in text
+    assert (
+        f"--bind {Path(plugin).parent} --bind /soft/libraries/hwloc/lib:/opt/atoll/fabric/0" in text
+    )
+    assert "/opt/atoll/fabric" in (ROOT / "containers" / "atoll.def").read_text()
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
         own = Path(name) / "hydra_conf"

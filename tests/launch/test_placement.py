@@ -81,6 +81,25 @@ def test_slurm_step_without_node_id() -> None:
     assert placed(environ).node_rank == 2
 
 
+@pytest.mark.parametrize(
+    ("host", "suffix", "address"),
+    [
+        ("x3006c0s13b1n0", ".hsn.cm.site.gov", "x3006c0s13b1n0.hsn.cm.site.gov"),
+        ("x3006c0s13b1n0.hsn.cm.site.gov", ".hsn.cm.site.gov", "x3006c0s13b1n0.hsn.cm.site.gov"),
+        ("n1.cluster.org", ".ib.cluster.org", "n1.ib.cluster.org"),
+        ("n1.cluster.org", "i", "n1i.cluster.org"),
+        ("n1", "-ib0", "n1-ib0"),
+    ],
+)
+def test_a_node_file_with_full_names_doubles_no_suffix(
+    host: str, suffix: str, address: str, tmp_path: Path
+) -> None:
+    node_file = tmp_path / "nodes"
+    node_file.write_text(f"{host}\nother.cluster.org\n")
+    found = placed({**PALS, "PBS_NODEFILE": str(node_file)}, suffix=suffix)
+    assert found.master_address == address
+
+
 def test_suffix_and_port_of_a_facility() -> None:
     found = placed(STEP, port=3442, suffix="i.cluster")
     assert (found.master_address, found.master_port) == ("g1n03i.cluster", 3442)

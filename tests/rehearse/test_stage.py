@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 from atoll.rehearse.stage import Stage
+from atoll.settings.machine import Modules
 
 
 def test_a_bind_keeps_its_destination_and_gets_an_empty_source(tmp_path: Path) -> None:
@@ -17,9 +18,11 @@ def test_a_bind_keeps_its_destination_and_gets_an_empty_source(tmp_path: Path) -
 
 def test_a_module_brings_the_programs(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
-    stage.write_modules(["singularity/4.1.0-slurm"])
+    stage.write_modules(Modules(load=["singularity/4.1.0-slurm"]))
     text = (tmp_path / "modulefiles/singularity/4.1.0-slurm").read_text()
     assert text == f"#%Module1.0\nprepend-path PATH {tmp_path}/bin\n"
+    stage.write_modules(Modules(use=["/soft/modulefiles"], load=["apptainer"]))
+    assert (tmp_path / "facility/soft/modulefiles/apptainer").exists()
 
 
 def mpiexec(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

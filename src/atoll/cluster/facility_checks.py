@@ -40,7 +40,7 @@ def runtime(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
         name = container_runtime(environment)
     except UserError as error:
         # some facilities have it on the nodes only, as a module
-        state = UNKNOWN if run.facility.modules else WRONG
+        state = UNKNOWN if run.facility.modules.load else WRONG
         yield Finding(state, "container", error.found, error.hint)
         return
     version = answer_lines([name, "--version"], environment)

@@ -46,7 +46,9 @@ def launch_script(
     entrypoint: `module:function` for all ranks to call, in place of the whole training.
     """
     scheduler = run.facility.scheduler
-    modules = [["module", "load", name] for name in run.facility.modules]
+    named = run.facility.modules
+    modules = [["module", "use", folder] for folder in named.use]
+    modules += [["module", "load", name] for name in named.load]
     queued = scheduler in REQUEUE
     return (
         HEADER
@@ -61,6 +63,8 @@ def launch_script(
 def preparation(run: Run, run_folder: Path) -> list[list[str]]:
     """What comes before any rank: the facility's variables, and the image's checks."""
     variables = dict(run.facility.environment)
+    if run.facility.network.plugin is not None:
+        variables["NCCL_NET_PLUGIN"] = str(run.facility.network.plugin)
     if run.facility.node_network is False:
         variables |= OFFLINE
     return [

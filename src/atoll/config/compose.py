@@ -28,6 +28,7 @@ from omegaconf.errors import (
 )
 
 from atoll.commands import VerbParser
+from atoll.config.binds import check_binds
 from atoll.config.bundle import with_bundle
 from atoll.config.identity import derived_name
 from atoll.config.paths import with_absolute_paths, with_image_file
@@ -130,7 +131,9 @@ def compose(overrides: Sequence[str], tree: Path | None = None) -> Composition:
     if not named:
         run = run.model_copy(update={"name": derived_name(run, _stated(tree))})
         sources["name"] = DERIVED
-    return Composition(with_bundle(run), sources)
+    run = with_bundle(run)
+    check_binds(run)
+    return Composition(run, sources)
 
 
 def check_model(run: Run) -> None:

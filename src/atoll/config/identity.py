@@ -41,7 +41,7 @@ def derived_name(run: Run, stated: Mapping[str, Any]) -> str:
             "facility": True,
             "restart": True,
             "monitor": True,
-            "image": {"file", "verify_key", "bind_source"},
+            "image": {"file", "verify_key", "bind_source", "needs", "network_plugins"},
             "data": {"workers"},
         },
     )

@@ -39,18 +39,31 @@ def master_address(
     if placement.node_count == 1:
         return LOOPBACK
     if step_task_count(environ) > 1 and "SLURM_STEP_NODELIST" in environ:
-        return expand_hosts(environ["SLURM_STEP_NODELIST"])[0] + suffix
+        return on_fabric(expand_hosts(environ["SLURM_STEP_NODELIST"])[0], suffix)
     if "PBS_NODEFILE" in environ:
         hosts = node_file_hosts(environ["PBS_NODEFILE"])
         _refuse_head_elsewhere(placement.rank, hostname, hosts)
-        return hosts[0] + suffix
+        return on_fabric(hosts[0], suffix)
     if "SLURM_JOB_NODELIST" in environ:
-        return expand_hosts(environ["SLURM_JOB_NODELIST"])[0] + suffix
+        return on_fabric(expand_hosts(environ["SLURM_JOB_NODELIST"])[0], suffix)
     raise UserError(
         f"{placement.world_size} ranks on {placement.node_count} nodes ({placement.source}), and "
         f"no list of nodes in the environment of {hostname}",
         "set MASTER_ADDR to the host of rank 0",
     )
+
+
+def on_fabric(host: str, suffix: str) -> str:
+    """A node's name on the fast network; some schedulers list short names, others full ones.
+
+    A suffix that begins with a dot is a domain: it takes the place of the one that a full name
+    has. Any other (JSC's `i`) belongs to the node's own name.
+    """
+    node, dot, domain = host.partition(".")
+    if not suffix.startswith("."):
+        return f"{node}{suffix}{dot}{domain}"
+    is_full = domain.split(".")[-1] == suffix.split(".")[-1]
+    return node + suffix if is_full else host + suffix
 
 
 def master_port(placement: Placement, environ: Mapping[str, str], port_override: int | None) -> int:

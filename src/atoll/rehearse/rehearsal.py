@@ -153,7 +153,6 @@ def small_words(rehearsal: Rehearsal, image: Path | None) -> list[str]:
     facility = run.facility
     nodes = LIVE_NODES if facility.scheduler != "none" else 1
     kept = [w for w in rehearsal.overrides if w.startswith(KEPT) and not w.startswith(SIZES)]
-    binds = ",".join(stage.bind(bind) for bind in facility.binds)
     queues = [f"facility.limits.queues.{name}.min_nodes=1" for name in facility.limits.queues]
     words = [
         f"experiment={_small_experiment(rehearsal.overrides)}",
@@ -167,7 +166,7 @@ def small_words(rehearsal: Rehearsal, image: Path | None) -> list[str]:
         "facility.node.architecture=x86_64",
         "facility.limits.min_nodes=1",
         *queues,
-        f"facility.binds=[{binds}]",
+        *stage.stand_ins(facility),
         "generation.prompt=null",
     ]
     if facility.scheduler != "none":
@@ -185,10 +184,10 @@ def what_job_showed(
     """The rows of what a job that ended well went through."""
     facility = run.facility
     rows = []
-    if facility.modules:
+    if facility.modules.load:
         refused = [line for line in output.splitlines() if "module" in line.lower()]
         state = DIFFERS if refused else PASSED
-        named = f"module load {' '.join(facility.modules)}"
+        named = f"module load {' '.join(facility.modules.load)}"
         rows.append(Row(state, "modules", "; ".join([named, *refused[:1]])))
     if facility.binds:
         hidden = ", ".join(facility.binds)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from atoll.commands import run_command
 from atoll.errors import UserError
+from atoll.settings.machine import Facility, Modules
 
 # Slurm looks for an address that is not the loopback's before it listens (AI_ADDRCONFIG).
 OWN_ADDRESS = "10.255.255.1/32"
@@ -76,11 +77,27 @@ class Stage:
         source, _, rest = bind.partition(":")
         return f"{self.stand_in(source)}:{rest or source}"
 
-    def write_modules(self, names: Iterable[str]) -> None:
-        """A module file for each name, in the older syntax that all module systems read."""
+    def stand_ins(self, facility: Facility) -> list[str]:
+        """The settings by which a run finds the stand-ins of its facility's paths."""
+        network, use = facility.network, facility.modules.use
+        plugin = [] if network.plugin is None else [str(self.stand_in(str(network.plugin)))]
+        lists = {
+            "binds": [self.bind(bind) for bind in facility.binds],
+            "modules.use": [str(self.stand_in(folder)) for folder in use],
+            "network.libraries": [str(self.stand_in(folder)) for folder in network.libraries],
+        }
+        words = [f"facility.{name}=[{','.join(paths)}]" for name, paths in lists.items()]
+        return [*words, *(f"facility.network.plugin={path}" for path in plugin)]
+
+    def write_modules(self, modules: Modules) -> None:
+        """A module file for each name, in the older syntax that all module systems read.
+
+        They are found in the last folder that the job is told to use, if there is one.
+        """
+        folders = [self.modules, *(self.stand_in(folder) for folder in modules.use)]
         self.modules.mkdir(exist_ok=True)
-        for name in names:
-            file = self.modules / name
+        for name in modules.load:
+            file = folders[-1] / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(MODULE_FILE.format(programs=self.programs))
 

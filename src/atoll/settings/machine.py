@@ -20,6 +20,7 @@ SECRET_NAME = re.compile(
     r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIALS?)(_|$)", re.IGNORECASE
 )
 SubmitFlag = str | int | bool | list[str | int] | None
+Capability = Annotated[str, Field(pattern=r"^(\d+\.\d|gfx[0-9a-f]+)$")]
 Port = Annotated[int, Field(ge=1024, le=65535)]
 
 
@@ -29,6 +30,9 @@ class Node(Settings):
     devices: Count
     device: Literal["cpu", "cuda", "rocm", "xpu"]
     architecture: Literal["x86_64", "aarch64"] = "x86_64"
+    compute_capability: Capability | None = Field(
+        None, description="of one device: NVIDIA's as 8.0, AMD's as gfx90a"
+    )
     device_memory_gib: Positive | None = None
     cores: Count | None = None
     memory_gib: Positive | None = None
@@ -38,6 +42,25 @@ class Node(Settings):
     device_watts: Positive | None = Field(
         None, description="the most one device draws, to estimate energy where none is measured"
     )
+
+
+class Network(Settings):
+    """What carries messages between nodes, and what of the host NCCL or RCCL needs for it."""
+
+    fabric: Literal["ethernet", "infiniband", "slingshot"] | None = None
+    plugin: Path | None = Field(
+        None, description="the host's plugin (libnccl-net.so) where the image has none for it"
+    )
+    libraries: list[str] = Field(
+        [], max_length=4, description="folders of the host's libraries that the plugin needs"
+    )
+
+
+class Modules(Settings):
+    """What a job does with the facility's module command first, in this order."""
+
+    use: list[str] = Field([], description="folders of module files to look in as well")
+    load: list[str] = []
 
 
 class Queue(Settings):
@@ -70,13 +93,14 @@ class Facility(Settings):
     node: Node
     step: list[str] = Field([], description="flags of the step, as they are")
     task_binding: list[str] = Field([], description="those that hold for one task per device only")
-    modules: list[str] = Field([], description="modules that a job loads first")
+    modules: Modules = Modules()
     container: Literal["apptainer", "singularity"] = "apptainer"
     environment: dict[VariableName, VariableText] = {}
     task_folders: dict[VariableName, str] = Field(
         {}, description="variable -> the folder in which each task makes one of its own"
     )
     binds: list[str] = []
+    network: Network = Network()
     limits: Limits = Limits()
     requeue: bool = Field(True, description="may a job put itself back in the queue")
     node_network: bool | None = Field(None, description="do compute nodes reach the internet")
@@ -113,6 +137,12 @@ class Image(Settings):
     file: Path | None = None
     run_flags: list[str] = []
     device: Literal["cpu", "cuda", "rocm"] = "cpu"
+    network_plugins: list[str] = Field(
+        [], description="what NCCL_NET may name, beside NCCL's own: plugins the image brings"
+    )
+    needs: list[str] = Field(
+        [], description="paths of its base that no bind may hide, beside those of every image"
+    )
     bind_source: bool = Field(False, description="run the clone's code instead of the image's")
     verify_key: Path | None = Field(None, description="a public key the image must be signed with")
 

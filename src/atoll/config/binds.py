@@ -1,0 +1,76 @@
+"""Which of the host's folders a container sees; none may hide what its image needs."""
+
+import os
+from pathlib import Path, PurePosixPath
+
+from atoll.errors import UserError
+from atoll.settings import Run
+
+PACKAGE, PACKAGE_INSIDE = Path(__file__).parents[1], "/opt/atoll/src/atoll"
+FABRIC = "/opt/atoll/fabric"  # 0 to 3 stand first in every image's LD_LIBRARY_PATH
+# What every image keeps its programs and ours in; `image.needs` adds what its base has elsewhere.
+NEEDED = ("/opt/atoll", "/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/.singularity.d")
+
+
+def binds(run: Run) -> list[str]:
+    """The facility's mounts, then the folders of the run itself, links followed."""
+    own = [run.folders.runs, run.folders.prepared, *_given_files(run)]
+    folders: dict[str, str] = {}
+    for path in sorted({str(path) for path in own}):
+        inside_another = any(path.startswith(f"{other}/") for other in folders)
+        if not inside_another:
+            folders[path] = bound(path)
+    source = [f"{PACKAGE}:{PACKAGE_INSIDE}"] if run.image.bind_source else []
+    return [*run.facility.binds, *_fabric(run), *source, *folders.values()]
+
+
+def _fabric(run: Run) -> list[str]:
+    """The host's plugin where it is, and the libraries it needs where the image looks for them."""
+    network = run.facility.network
+    plugin = [] if network.plugin is None else [str(network.plugin.parent)]
+    libraries = [f"{folder}:{FABRIC}/{i}" for i, folder in enumerate(network.libraries)]
+    return [*plugin, *libraries]
+
+
+def bound(path: str) -> str:
+    """The bind of a folder under the name it was given, wherever its links lead."""
+    real = os.path.realpath(path)
+    return path if real == path else f"{real}:{path}"
+
+
+def check_binds(run: Run) -> None:
+    """Refuse a mount over a folder that the image needs: what lies below it is hidden."""
+    if run.image.file is None:
+        return
+    for bind in binds(run):
+        inside = _inside(bind)
+        hidden = [path for path in (*NEEDED, *run.image.needs) if _covers(inside, path)]
+        if hidden:
+            raise UserError(
+                f"bind {bind} hides {', '.join(hidden)} of image={run.image.name}",
+                f"bind what is needed below {inside}, in facility.binds, or use another folder",
+            )
+
+
+def _inside(bind: str) -> str:
+    """Where a bind SOURCE[:TARGET[:OPTIONS]] lies in the container."""
+    source, _, rest = bind.partition(":")
+    return os.path.normpath(rest.partition(":")[0] or source)
+
+
+def _covers(folder: str, path: str) -> bool:
+    return PurePosixPath(path).is_relative_to(folder)
+
+
+def _given_files(run: Run) -> list[Path]:
+    """The folders of the model, tokenizer and text files that a run names by path."""
+    named = [run.model.source, run.tokenizer.path, *run.data.files, *run.data.validation.files]
+    named += [str(run.folders.bundle)] if run.folders.bundle else []
+    paths = [Path(name) for name in named if name and name.startswith("/")]
+    return [path if path.is_dir() else _first_folder(path) for path in paths]
+
+
+def _first_folder(path: Path) -> Path:
+    """The folder above a file, or above the first star of a pattern."""
+    plain = [part for part in path.parents if not set("*?[") & set(str(part))]
+    return plain[0]
