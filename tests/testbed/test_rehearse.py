@@ -1,4 +1,4 @@
-"""Rehearsals: a small job under each facility's constraints, in a Slurm that takes what it takes."""
+"""Rehearsals: a small job under the constraints of each facility, on a Slurm that has them."""
 
 import json
 import os

@@ -49,17 +49,17 @@ class Network(Settings):
 
     fabric: Literal["ethernet", "infiniband", "slingshot"] | None = None
     plugin: Path | None = Field(
-        None, description="the host's plugin (libnccl-net.so) where the image has none for it"
+        default=None, description="the host's plugin (libnccl-net.so) where the image has none for it"
     )
     libraries: list[str] = Field(
-        [], max_length=4, description="folders of the host's libraries that the plugin needs"
+        default=[], max_length=4, description="folders of the host's libraries that the plugin needs"
     )
 
 
 class Modules(Settings):
     """What a job does with the facility's module command first, in this order."""
 
-    use: list[str] = Field([], description="folders of module files to look in as well")
+    use: list[str] = Field(default=[], description="folders of module files to look in as well")
     load: list[str] = []
 
 
