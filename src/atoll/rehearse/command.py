@@ -21,6 +21,7 @@ device names in a real Slurm, its binds, modules, node names and variables, and 
 # Its own network (the daemons' ports, and no way out), mounts (/etc/hosts) and processes (all of
 # them end with the first).
 NAMESPACES = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+LMOD = Path("/etc/profile.d/lmod.sh")  # the module command
 INSIDE = "ATOLL_REHEARSAL"
 
 
@@ -57,9 +58,9 @@ def check_testbed() -> None:
         )
     programs = ("slurmctld", "slurmd", "slurmdbd", "mariadb", "unshare", "ip")
     missing = [name for name in programs if shutil.which(name) is None]
-    if missing or not MARIADB_SOCKET.exists():
-        what = f"{', '.join(missing)} not found" if missing else f"no {MARIADB_SOCKET}"
-        raise UserError(f"no testbed on this machine: {what}", "make testbed")
+    missing += [str(path) for path in (LMOD, MARIADB_SOCKET) if not path.exists()]
+    if missing:
+        raise UserError(f"no testbed on this machine: no {', '.join(missing)}", "make testbed")
 
 
 def show(rows: list[Row], as_json: bool) -> None:

@@ -49,10 +49,13 @@ class Network(Settings):
 
     fabric: Literal["ethernet", "infiniband", "slingshot"] | None = None
     plugin: Path | None = Field(
-        default=None, description="the host's plugin (libnccl-net.so) where the image has none for it"
+        default=None,
+        description="the host's plugin (libnccl-net.so) where the image has none for it",
     )
     libraries: list[str] = Field(
-        default=[], max_length=4, description="folders of the host's libraries that the plugin needs"
+        default=[],
+        max_length=4,
+        description="folders of the host's libraries that the plugin needs",
     )
 
 
