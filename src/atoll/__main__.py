@@ -29,6 +29,7 @@ VERBS = {
     "site": ("atoll.campaign.site", "one round at one facility, a step further"),
     "aggregate": ("atoll.federation.aggregate", "the next global model from updates"),
     "make-delta": ("atoll.federation.make_delta", "a run's update to its global model"),
+    "untrained": ("atoll.train.untrained", "the model a run would begin with, and nothing else"),
     "apply-delta": ("atoll.federation.apply_delta", "a facility's copy of the global model"),
     "generate": ("atoll.train.generate", "continue a prompt with a run, checkpoint or adapter"),
 }

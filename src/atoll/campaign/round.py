@@ -7,6 +7,7 @@ for the engines that start each step by itself. A step that is done already does
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from atoll.campaign.transfer import Unreachable, ask, atoll_here, fetch, run_ver
 from atoll.commands import VerbParser
 from atoll.errors import UserError
 from atoll.settings.federation import Site
+
+# what is sent of a global model -> what of it is not: a facility's export has the master's weights
+FIRST = {"master": (), "export": ("*.safetensors",)}
+LATER: dict[str, tuple[str, ...]] = {"delta": ()}
 
 
 def main(argv: list[str]) -> int:
@@ -88,7 +93,7 @@ def _take(store: CampaignStore, number: int, site: Site) -> None:
             return
         partial, began = update.with_name(".update.partial"), time.time()
         fetch(store.campaign, site, f"{site.folder}/rounds/{round_name(asked)}/update", partial)
-        size = _size(partial)
+        size = sum(path.stat().st_size for path in _files(partial))
         try:
             check_update(store, number, site, partial)
         except UserError as error:
@@ -137,9 +142,9 @@ def _send_models(store: CampaignStore, number: int, site: Site, have: int) -> No
     for before in range(have + 1, store.asked_round(number, site)):
         model, target = store.model(before), f"{site.folder}/incoming/{round_name(before)}"
         began, size = time.time(), 0
-        for part in ("master", "export") if before == 0 else ("delta",):
-            send(store.campaign, site, model / part, f"{target}/{part}")
-            size += _size(model / part)
+        for part, left_out in (FIRST if before == 0 else LATER).items():
+            send(store.campaign, site, model / part, f"{target}/{part}", left_out)
+            size += sum(path.stat().st_size for path in _files(model / part, left_out))
         staged = model.with_name(f".manifest-for-{site.name}")
         staged.mkdir(exist_ok=True)
         shutil.copy(model / "manifest.json", staged / "manifest.json")
@@ -148,8 +153,9 @@ def _send_models(store: CampaignStore, number: int, site: Site, have: int) -> No
         store.journal(number).append("sent", facility=site.name, bytes=size, seconds=seconds)
 
 
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+def _files(folder: Path, left_out: Sequence[str] = ()) -> list[Path]:
+    files = [path for path in folder.iterdir() if path.is_file()]
+    return [path for path in files if not any(map(path.match, left_out))]
 
 
 def check_update(store: CampaignStore, number: int, site: Site, folder: Path) -> None:

@@ -4,6 +4,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from atoll.commands import run_command
@@ -87,15 +88,18 @@ def _output(campaign: Campaign, site: Site, argv: list[str]) -> str:
     raise UserError(f"{site.name}: {found}", hint)
 
 
-def send(campaign: Campaign, site: Site, source: Path, target: str) -> None:
-    """Copy a folder to a facility; what is there already is not sent again."""
+def send(
+    campaign: Campaign, site: Site, source: Path, target: str, left_out: Sequence[str] = ()
+) -> None:
+    """Copy a folder but for some files to a facility; what is there already is not sent again."""
+    excludes = [f"--exclude={pattern}" for pattern in left_out]
     if site.host is None:
         Path(target).mkdir(parents=True, exist_ok=True)
-        _rsync(campaign, site, f"{source}/", f"{target}/")
+        _rsync(campaign, site, f"{source}/", f"{target}/", *excludes)
     else:  # the folders above: rsync's own --mkpath came with 3.2.3, RHEL 8 has 3.1.3
         program = f"mkdir -p {shlex.quote(target)} && rsync"
         far = f"{site.host}:{target}/"
-        _rsync(campaign, site, f"{source}/", far, f"--rsync-path={program}")
+        _rsync(campaign, site, f"{source}/", far, f"--rsync-path={program}", *excludes)
 
 
 def fetch(campaign: Campaign, site: Site, source: str, target: Path) -> None:

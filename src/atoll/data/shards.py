@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from atoll.data.vocabulary import Vocabulary
 from atoll.errors import UserError
 from atoll.run_dir import sha256_of, sync_folder, write_whole
 
@@ -65,6 +66,10 @@ class TokenPlan(Record):
     end_id: int | None
     pad_id: int
     dtype: Literal["uint16", "uint32"]
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.vocabulary_tokens, self.end_id, self.pad_id, self.tokenizer_sha256)
 
 
 class TokenManifest(TokenPlan):

@@ -89,6 +89,12 @@ def prepare(run: Run, log: Log) -> Path:
     return folder
 
 
+def make_tokenizer(run: Run, folder: Path) -> None:
+    """Save the tokenizer of a run, and make no tokens; text is read where it is made of it."""
+    sources = [] if vocabulary.origin(run) else _sources(run)
+    encode.tokenizer_maker(run, [_cut(run, source) for source in sources], folder)(None)
+
+
 def open_prepared(
     run: Run, *, verify: bool = False, rank: int = 0, world_size: int = 1
 ) -> TokenManifest:

@@ -1,6 +1,5 @@
 """`atoll apply-delta`: a facility's copy of a round's global model, from the one before."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -10,11 +9,8 @@ from atoll.commands import VerbParser
 from atoll.errors import UserError
 from atoll.federation import global_model
 from atoll.federation.error_feedback import read_decoded
-from atoll.federation.global_model import (
-    begin,
-    publish,
-)
-from atoll.federation.tensors import Stretch, TensorReader, files_of
+from atoll.federation.global_model import begin, publish
+from atoll.federation.tensors import Stretch, TensorReader
 
 
 def main(argv: list[str]) -> int:
@@ -48,7 +44,7 @@ def take_whole(came: Path, out: Path) -> str:
     """A copy of a whole global model, in fp32; its digest, computed from the files."""
     partial = begin(out)
     shutil.copytree(came / "master", partial / "master")
-    _link_export(came / "export", partial)
+    global_model.link_export(came / "export", partial)
     return publish(partial, out, {})
 
 
@@ -64,13 +60,5 @@ def apply_delta(base: Path, delta: Path, codec: str, out: Path) -> str:
             return before.values(stretch) + read_decoded(encoded, codec, stretch)
 
         global_model.write_master(partial, before.layout, values_of)
-    _link_export(base / "export", partial)
+    global_model.link_export(base / "export", partial)
     return publish(partial, out, {})
-
-
-def _link_export(export_before: Path, partial: Path) -> None:
-    """A Hugging Face folder of the fp32 weights, which are there once under two names."""
-    (partial / "export").mkdir()
-    global_model.copy_beside_weights(export_before, partial / "export", "float32")
-    for path in files_of(partial / "master"):
-        os.link(path, partial / "export" / path.name)

@@ -9,6 +9,7 @@ GLOBAL/
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +39,7 @@ def first_global(model: Path, out: Path, about: dict[str, Any]) -> str:
     partial = begin(out)
     with TensorReader(model) as reader:
         write_master(partial, reader.layout, reader.values)
-    shutil.copytree(model, partial / "export", ignore=shutil.ignore_patterns("adapter", ".*"))
+    link_export(model, partial)
     return publish(partial, out, about)
 
 
@@ -58,6 +59,14 @@ def copy_beside_weights(export: Path, into: Path, dtype: str) -> None:
                 values = json.loads(content)
                 content = json.dumps(values | {"dtype": dtype}, indent=1).encode()
             run_dir.write_whole(into / path.name, content)
+
+
+def link_export(before: Path, partial: Path) -> None:
+    """A Hugging Face folder of the fp32 weights, which are there once under two names."""
+    (partial / "export").mkdir()
+    copy_beside_weights(before, partial / "export", "float32")
+    for path in files_of(partial / "master"):
+        os.link(path, partial / "export" / path.name)
 
 
 def begin(out: Path) -> Path:

@@ -72,10 +72,10 @@ def assemble(run: Run, run_folder: Path, world: World) -> TrainState:
     training = run_on_all_ranks(world, lambda: open_samples(run.data, prepared, "train"))
     validation = run_on_all_ranks(world, lambda: open_samples(run.data, prepared, "validation"))
     task = TASKS[run.task.name]
-    config = run_on_all_ranks(world, lambda: task.config(run, manifest))
+    config = run_on_all_ranks(world, lambda: task.config(run, manifest.vocabulary))
     dtype, reason = run_on_all_ranks(world, lambda: compute_dtype(run.precision, world.device))
     say(world, f"compute dtype {reason}")
-    empty = task.model(config, run, manifest)
+    empty = task.model(config, run, manifest.vocabulary)
     model, wrapped = build_sharded(run, config, empty, world, dtype)
     optimizer = run_on_all_ranks(world, lambda: make_optimizer(run.optimizer, model))
     if run.sharding.step_engine == "deepspeed":

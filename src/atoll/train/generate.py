@@ -76,8 +76,8 @@ def from_checkpoint(path: Path, run: Run) -> TextGenerator:
     alone = World(0, 1, cpu)
     manifest = open_prepared(run)
     task = TASKS[run.task.name]
-    config = task.config(run, manifest)
-    model = task.model(config, run, manifest)
+    config = task.config(run, manifest.vocabulary)
+    model = task.model(config, run, manifest.vocabulary)
     adapt(model.hf, run.model.model_copy(update={"quantisation": "none"}))
     shapes = {name: tuple(p.shape) for name, p in model.hf.named_parameters()}
     materialize(model, cpu)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atoll.data.batch import Batch
-from atoll.data.shards import TokenManifest
+from atoll.data.vocabulary import Vocabulary
 from atoll.models.build import build_config, build_model, classifier_config
 from atoll.models.classifier import summed_loss
 from atoll.models.loss import IGNORED
@@ -33,8 +33,8 @@ class BatchResult:
 class TaskDefinition:
     """The parts of a run that depend on what is learned."""
 
-    config: Callable[[Run, TokenManifest], Any]
-    model: Callable[[Any, Run, TokenManifest], Any]
+    config: Callable[[Run, Vocabulary], Any]
+    model: Callable[[Any, Run, Vocabulary], Any]
     result: Callable[
         [Any, Batch, Tensor], BatchResult
     ]  # (model, batch, what its forward pass gave)
@@ -42,13 +42,13 @@ class TaskDefinition:
     figures: Callable[[Run, float, Tensor | None, Tensor | None], dict[str, float]]
 
 
-def _causal_config(run: Run, manifest: TokenManifest) -> Any:
+def _causal_config(run: Run, vocabulary: Vocabulary) -> Any:
     # no pad id: an embedding's padding row is never learned, and here it is the end's as well
-    special = {"bos_token_id": manifest.end_id, "eos_token_id": manifest.end_id}
-    return build_config(run.model, manifest.vocabulary_tokens, run.data.sequence_tokens, special)
+    special = {"bos_token_id": vocabulary.end_id, "eos_token_id": vocabulary.end_id}
+    return build_config(run.model, vocabulary.tokens, run.data.sequence_tokens, special)
 
 
-def _causal_model(config: Any, run: Run, manifest: TokenManifest) -> Any:
+def _causal_model(config: Any, run: Run, vocabulary: Vocabulary) -> Any:
     return build_model(config, run.training)
 
 
@@ -62,14 +62,14 @@ def _perplexity(
     return {"perplexity": math.exp(min(loss, 700.0))}
 
 
-def _classifier_config(run: Run, manifest: TokenManifest) -> Any:
+def _classifier_config(run: Run, vocabulary: Vocabulary) -> Any:
     assert run.data.classes is not None
-    tokens = (manifest.vocabulary_tokens, run.data.sequence_tokens)
-    return classifier_config(run.model, run.data.classes, *tokens, manifest.pad_id)
+    tokens = (vocabulary.tokens, run.data.sequence_tokens)
+    return classifier_config(run.model, run.data.classes, *tokens, vocabulary.pad_id)
 
 
-def _classifier_model(config: Any, run: Run, manifest: TokenManifest) -> Any:
-    return build_model(config, run.training, separator_id=manifest.end_id)
+def _classifier_model(config: Any, run: Run, vocabulary: Vocabulary) -> Any:
+    return build_model(config, run.training, separator_id=vocabulary.end_id)
 
 
 def _row_result(model: Any, batch: Batch, logits_BL: Tensor) -> BatchResult:

@@ -1,0 +1,85 @@
+"""`atoll untrained RUN.yaml FOLDER`: the model a run would begin with, as a Hugging Face folder.
+
+Neither a rank nor a step: weights are copied, converted or drawn, one file in memory at a time, and
+no text is read unless the tokenizer is made of it.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from atoll import run_dir
+from atoll.commands import VerbParser
+from atoll.data import vocabulary
+from atoll.data.shards import tokenizer_folder
+from atoll.data.tokenize import make_tokenizer
+from atoll.models import export
+from atoll.models.build import weights_for
+from atoll.models.safetensor_files import file_name, write_tensors
+from atoll.settings import Run, load_run
+from atoll.train.tasks import TASKS
+
+
+def main(argv: list[str]) -> int:
+    """Write the model that a run's settings name, before any training."""
+    parser = VerbParser("untrained", main.__doc__)
+    parser.add_argument("run_file", type=Path, help="a run's settings: run.yaml")
+    parser.add_argument("folder", type=Path)
+    arguments = parser.read(argv)
+    write_untrained(load_run(arguments.run_file), arguments.folder)
+    return 0
+
+
+def write_untrained(run: Run, final: Path) -> None:
+    """The folder, whole or not at all; bit for bit what a run of no steps exports.
+
+    Raises `UserError` where the model or its tokenizer cannot be had, or do not fit each other.
+    """
+    with _tokenizer(run) as tokenizer:
+        _write(run, tokenizer, final)
+
+
+def _write(run: Run, tokenizer: Path, final: Path) -> None:
+    task, words = TASKS[run.task.name], vocabulary.describe(tokenizer)
+    config = task.config(run, words)
+    hf = task.model(config, run, words).hf
+    dtype, partial = getattr(torch, run.export.dtype), export.start(final)
+    sizes = {name: p.numel() * dtype.itemsize for name, p in hf.named_parameters()}
+    files = export.plan_files(sizes, int(run.export.max_file_gib * 2**30), 1)
+    began = time.monotonic()
+    for number, names in enumerate(files):
+        path = partial / file_name(number, len(files))
+        _write_file(run, config, path, {name: hf.get_parameter(name).shape for name in names})
+        seconds = time.monotonic() - began
+        print(f"{path.name}: {len(names)} tensors, {seconds:.0f} s", flush=True)
+    total = sum(sizes.values())
+    export.write_rest(partial, config, type(hf).__name__, dtype, files, total, tokenizer)
+    export.publish(partial, final)
+
+
+@contextmanager
+def _tokenizer(run: Run) -> Iterator[Path]:
+    """The folder of the run's tokenizer: its bundle's, or one that is loaded or made."""
+    if run.folders.bundle is not None:
+        yield tokenizer_folder(run_dir.prepared(run))
+        return
+    with TemporaryDirectory() as folder:
+        make_tokenizer(run, Path(folder))
+        yield Path(folder)
+
+
+@torch.no_grad()
+def _write_file(run: Run, config: Any, path: Path, shapes: dict[str, torch.Size]) -> None:
+    """One file's tensors; the source is opened for each, or what is mapped would stay in memory."""
+    dtype = getattr(torch, run.export.dtype)
+    tensors = {}
+    with weights_for(run.model, config, run.seed) as read:
+        for name, shape in shapes.items():
+            values = read(name, tuple(slice(0, size) for size in shape)).float()
+            tensors[name] = values.to(dtype, copy=True).contiguous()
+    write_tensors(path, tensors)
