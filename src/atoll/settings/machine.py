@@ -49,17 +49,18 @@ class Network(Settings):
 
     fabric: Literal["ethernet", "infiniband", "slingshot"] | None = None
     plugin: Path | None = Field(
-        None, description="the host's plugin (libnccl-net.so) where the image has none for it"
+        default=None,
+        description="the host's plugin (libnccl-net.so) where the image has none for it",
     )
     libraries: list[str] = Field(
-        [], max_length=4, description="folders of the host's libraries that the plugin needs"
+        default=[], max_length=4, description="folders of libraries that the plugin needs"
     )
 
 
 class Modules(Settings):
     """What a job does with the facility's module command first, in this order."""
 
-    use: list[str] = Field([], description="folders of module files to look in as well")
+    use: list[str] = Field(default=[], description="folders of module files to look in as well")
     load: list[str] = []
 
 
@@ -134,6 +135,9 @@ class Image(Settings):
     file: Path | None = None
     run_flags: list[str] = []
     device: Literal["cpu", "cuda", "rocm"] = "cpu"
+    capabilities: list[str] = Field(
+        [], description="the devices it was built for, as 8.0, 12.0+PTX or gfx90a"
+    )
     network_plugins: list[str] = Field(
         [], description="what NCCL_NET may name, beside NCCL's own: plugins the image brings"
     )
