@@ -14,7 +14,14 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-SHAPE = ["facility=laptop", "ranks_per_node=1", "sharding=single", "data=python_stdlib"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPE = [
+    "facility=laptop",
+    f"facility.node.device={DEVICE}",
+    "ranks_per_node=1",
+    "sharding=single",
+    "data=python_stdlib",
+]
 SHAPE += ["data.sequence_tokens=512", "training.microbatch_samples=8"]
 SHAPE += ["training.global_batch_samples=8", "training.steps=4", "evaluation.max_samples=1"]
 

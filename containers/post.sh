@@ -1,7 +1,7 @@
 #!/bin/bash
 # What %post does: keep the vendor's torch, install the lock around it, say what is inside.
 #   post.sh TITLE TORCH COMPAT LABELS
-# TORCH is a requirement where the base brings none; LABELS are words KEY=VALUE.
+# TORCH is what pip installs where the base brings none; LABELS are words KEY=VALUE.
 set -euo pipefail
 exec 2>&1
 title=$1 torch=$2 compat=$3 labels=$4
@@ -36,11 +36,12 @@ if [[ $torch != none ]]; then
     python3 -m venv "$atoll/venv"
     PATH=$atoll/venv/bin:$PATH
     python3 -m pip install -qq --require-hashes --no-deps -r "$locks/build.txt"
-    python3 -m pip install -qq "$torch"
+    read -ra words <<< "$torch" # a requirement, and where pip finds it
+    python3 -m pip install -qq "${words[@]}"
 fi
 before=$(state)
 [[ $before == *torch* ]] || stop "the base of $title has no torch" "choose a base that has one"
-problems_before=$(problems)
+problems > /tmp/problems.txt
 mkdir -p $atoll/sbom
 python3 -m pip freeze > $atoll/sbom/vendor.txt
 
@@ -55,7 +56,7 @@ python3 -m compileall -q --invalidation-mode unchecked-hash $atoll/src
 
 replaced=$(comm -23 <(printf '%s\n' "$before" | sort) <(state | sort))
 [[ -z $replaced ]] || stop "the lock replaced the base's $replaced" "take that out of image.txt"
-new=$(comm -13 <(printf '%s\n' "$problems_before") <(problems) | grep -v '^No broken' || true)
+new=$(problems | python3 $atoll/containers/pip_check.py /tmp/problems.txt "$locks/image.txt")
 [[ -z $new ]] || stop "the lock does not fit this base: $new" "another base, or make lock"
 
 # A virtual environment made from this image must see its packages.
@@ -74,4 +75,4 @@ python3 $atoll/containers/sbom.py "$title" > $atoll/sbom/sbom.cdx.json
     python3 $atoll/containers/sbom.py --labels
     printf 'atoll.cuda.compat %s\n' "$compat"
 } >> "$label_file"
-rm -rf /tmp/lock.txt /var/lib/apt/lists/* /var/cache/apt/archives/*.deb
+rm -rf /tmp/lock.txt /tmp/problems.txt /var/lib/apt/lists/* /var/cache/apt/archives/*.deb

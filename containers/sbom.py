@@ -6,6 +6,7 @@ Runs inside the image, with its own Python and nothing else.
 import importlib.metadata
 import json
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -45,6 +46,18 @@ def sbom(title: str) -> dict[str, object]:
     }
 
 
+def built_for(flags: str) -> str:
+    """torch's own list, sm_80 sm_90a compute_120 gfx90a, as 8.0 9.0 12.0+PTX gfx90a."""
+    words = []
+    for kind, number in re.findall(r"\b(sm_|compute_|gfx)([0-9a-f]+)", flags):
+        if kind == "gfx":
+            words.append(kind + number)
+        else:
+            digits = number.rstrip("abcdef")
+            words.append(f"{digits[:-1]}.{digits[-1]}{'+PTX' if kind == 'compute_' else ''}")
+    return " ".join(words)
+
+
 def labels() -> dict[str, str]:
     """The versions that a job compares with its node."""
     import torch
@@ -55,6 +68,7 @@ def labels() -> dict[str, str]:
         "atoll.architecture": platform.machine(),
         "atoll.cuda": torch.version.cuda,
         "atoll.rocm": torch.version.hip,
+        "atoll.devices": built_for(getattr(torch._C, "_cuda_getArchFlags", str)() or ""),
     }
     return {name: str(value) for name, value in found.items() if value}
 

@@ -16,6 +16,7 @@ from atoll.cluster.launchers import launch_step
 from atoll.cluster.submit import check, dry_run
 from atoll.config.compose import compose
 from atoll.errors import UserError
+from atoll.settings.capability import runs_on
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -161,6 +162,72 @@ def test_network_variables_belong_to_facilities_alone():
             "MIOPEN_USER_DB_PATH",
             "MIOPEN_CUSTOM_CACHE_DIR",
         }
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"generic_slurm"}))
+def test_a_facility_states_its_hardware(name):
+    """Whoever plans, binds and chooses an image needs all of it; `generic_slurm` is one's own."""
+    facility, wanted = values(name), {"devices"}
+    if facility["node"]["device"] != "cpu":
+        wanted |= {"device_memory_gib", "cores", "memory_gib"}
+        assert facility["network"]["fabric"] in ("infiniband", "slingshot")
+    if facility["node"]["device"] in ("cuda", "rocm"):
+        wanted |= {"compute_capability"}
+    assert {key for key in wanted if facility["node"].get(key) is None} == set()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_image_of_a_facility_is_for_its_devices(name, composed):
+    run = composed(*line(name)).run
+    device, built_for = run.facility.node.compute_capability, run.image.capabilities
+    assert device is None or run.image.name == "none" or runs_on(device, built_for)
+
+
+def test_v100_and_cuda_13_are_refused_with_the_reason(composed):
+    with pytest.raises(UserError) as caught:
+        composed(*line("iris"), "image=cuda")
+    assert "image=cuda was built for 7.5, 8.0" in caught.value.found
+    assert "the devices of iris are 7.0" in caught.value.found
+    assert "image=cuda12" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("device", "built_for", "runs"),
+    [
+        ("7.0", ["7.5", "8.0"], False),
+        ("8.6", ["8.0"], True),
+        ("8.0", ["8.6"], False),
+        ("9.0", ["8.0"], False),
+        ("9.0", ["8.0+PTX"], True),
+        ("10.3", ["9.0", "10.0"], True),
+        ("7.0", ["7.5+PTX"], False),
+        ("gfx90a", ["gfx908", "gfx90a"], True),
+        ("gfx90a", ["gfx942"], False),
+        ("gfx90a", ["9.0"], False),
+    ],
+)
+def test_what_a_device_runs(device, built_for, runs):
+    assert runs_on(device, built_for) is runs
+
+
+def test_setonix_asks_for_packs_and_srun_states_the_rest(composed):
+    queue, _, script = dry_run(composed(*line("setonix")).run).partition("\n")
+    assert "--gres=gpu:8 --exclusive" in queue
+    for flag in ("--ntasks-per-node", "--cpus-per-task", "--mem", "--gpus"):
+        assert f"{flag}=" not in queue and flag not in queue.replace("--gpus-per-node", flag)
+    [srun] = [text for text in script.splitlines() if "srun" in text]
+    for flag in ("--nodes=2", "--ntasks=16", "--cpus-per-task=8", "--gres=gpu:8"):
+        assert flag in srun
+    assert "--gpus-per-task=1 --gpu-bind=closest" in srun
+
+
+def test_nccl_net_without_its_plugin_is_refused(composed):
+    with pytest.raises(UserError) as caught:
+        composed(*line("polaris"), "facility.network.plugin=null")
+    assert "NCCL_NET=AWS Libfabric is set" in caught.value.found
+    assert "facility.network.plugin=FILE" in caught.value.hint
+    composed(*line("lumi"), "++facility.environment.NCCL_NET='AWS Libfabric'")
+    composed(*line("leonardo"), "++facility.environment.NCCL_NET=IB")
 
 
 def test_module_folders_come_before_what_is_loaded_from_them(composed):

@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from atoll import run_dir
 from atoll.errors import UserError
 from atoll.images import build as image
 from atoll.images import check as image_check
 from atoll.images import package_sources
 from atoll.images.recipe import build_arguments, recipe, recipe_keys, stage
+from atoll.settings import dumped
 
 ROOT = Path(__file__).parents[2]
 BASES = ROOT / "containers" / "bases"
@@ -40,7 +43,7 @@ def sif(path: Path, architecture: bytes = b"02") -> Path:
 
 
 def test_every_base_answers_what_the_recipe_asks():
-    assert NAMES == ["cpu", "cuda", "cuda_compat", "lumi", "rocm"]
+    assert NAMES == ["cpu", "cuda", "cuda12", "cuda_compat", "lumi", "rocm"]
     asked = recipe_keys((ROOT / "containers" / "atoll.def").read_text())
     for name in NAMES:
         one = recipe(ROOT, name, None, "zstd")
@@ -56,8 +59,6 @@ def test_the_recipe_is_what_every_runtime_can_read():
 
 
 def test_every_image_of_the_configuration_has_a_base():
-    import yaml
-
     for path in (ROOT / "hydra_conf" / "image").glob("*.yaml"):
         args_file = yaml.safe_load(path.read_text()).get("args_file")
         assert (args_file is None) == (path.stem == "none")
@@ -280,6 +281,67 @@ def test_a_cuda_that_the_driver_cannot_run_is_refused(cuda, driver, compatible, 
 )
 def test_a_cuda_that_the_driver_runs_is_not(cuda, driver, compatible):
     image_check.check_driver(cuda, driver, compatible)
+
+
+@pytest.mark.parametrize(("rocm", "driver"), [("7.2.1", "6.3"), ("6.0.3", "6.3"), ("7.0", "7.2.9")])
+def test_a_rocm_is_compared_with_its_driver(rocm, driver):
+    if rocm == "7.0":  # two releases away
+        return image_check.check_rocm(rocm, driver)
+    with pytest.raises(
+        UserError, match=rf"ROCm {rocm[:3]}; the driver here is of ROCm 6.3, .*6.1 to"
+    ):
+        image_check.check_rocm(rocm, driver)
+
+
+def test_lumi_s_own_words_on_its_driver_and_what_nobody_knows():
+    for rocm in ("6.1", "6.3.3", "7.0.51831-abc"):
+        image_check.check_rocm(rocm, "6.3")
+    image_check.check_rocm("10.0", "6.3")
+
+
+def test_an_image_without_kernels_for_the_device_is_refused(composed, tmp_path, monkeypatch):
+    run = composed("facility=iris", "image.file=/images/x.sif", "facility.account=x").run
+    folder = tmp_path / "run"
+    run_dir.write_whole(run_dir.settings_file(folder), yaml.safe_dump(dumped(run)))
+    monkeypatch.setattr(image_check, "LABELS", tmp_path / "labels.json")
+    monkeypatch.setattr(image_check, "nvidia_capability", lambda: None)
+    for built_for, fits in (("5.0 6.0 7.0", True), ("7.5 8.0 12.0+PTX", False)):
+        (tmp_path / "labels.json").write_text(json.dumps({"atoll.devices": built_for}))
+        if fits:
+            image_check.check_inside(folder)
+            continue
+        with pytest.raises(UserError, match=r"built for 7.5, .*; the device here is 7.0"):
+            image_check.check_inside(folder)
+
+
+def test_the_label_of_devices_is_torch_s_own_list():
+    sys.path.insert(0, str(ROOT / "containers"))
+    import sbom
+
+    assert sbom.built_for("sm_75 sm_80 sm_90a compute_120") == "7.5 8.0 9.0 12.0+PTX"
+    assert sbom.built_for("gfx90a gfx942") == "gfx90a gfx942"
+
+
+def test_a_base_says_where_its_tag_was_seen():
+    for name in NAMES:
+        text = (BASES / f"{name}.args").read_text()
+        assert re.search(r"# Seen 2\d{3}-\d\d-\d\d|# Built and run here", text), name
+    assert re.search(r"^from=.*:full-u24\w+-\d{8}_\d{6}$", (BASES / "lumi.args").read_text(), re.M)
+
+
+def test_only_problems_of_our_packages_stop_a_build():
+    sys.path.insert(0, str(ROOT / "containers"))
+    import pip_check
+
+    lock = "transformers==5.0 \\\n    --hash=sha256:1\nhuggingface_hub==1.0\n"
+    before = "old 1 requires x, which is not installed.\n"
+    vendor = "torch-tensorrt 2.13 has requirement numpy<2, but you have numpy 2.1.\n"
+    extra = "jupyterlab 4 has requirement httpx<1, but you have httpx 1.0.\n"
+    own = "huggingface-hub 1.0 requires hf-xet, which is not installed.\n"
+    torch = "torch 2.13 has requirement sympy<1.14, but you have sympy 1.15.\n"
+    assert pip_check.ours(before, lock, before + vendor + extra) == []
+    assert pip_check.ours(before, lock, before + own + torch) == [own.strip(), torch.strip()]
+    assert pip_check.ours("", lock, "No broken requirements found.\n") == []
 
 
 def test_what_an_image_holds_is_listed(tmp_path):

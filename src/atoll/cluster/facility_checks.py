@@ -66,6 +66,40 @@ def image(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
         yield _checked("image", str(run.image.file), check_image, run)
 
 
+def node(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """What the facility says of its nodes, and what the image was built for."""
+    stated, image = run.facility.node, run.image
+    if stated.device == "cpu":
+        return
+    wanted = ("device_memory_gib", "cores", "memory_gib", "compute_capability")
+    for name in (name for name in wanted if getattr(stated, name) is None):
+        yield Finding(UNKNOWN, "node", f"{name} is not stated", f"facility.node.{name}=VALUE")
+    if stated.compute_capability and image.capabilities:
+        found = (
+            f"{stated.compute_capability}; image={image.name} has {' '.join(image.capabilities)}"
+        )
+        yield Finding(OK, "devices", found)  # what does not fit was refused when composing
+
+
+def network(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """What carries messages between nodes: NCCL and RCCL reach Slingshot by a plugin alone."""
+    stated, brought = run.facility.network, run.image.network_plugins
+    if run.facility.node.device == "cpu" or stated.fabric is None:
+        return
+    if stated.plugin is not None:
+        seen = stated.plugin.is_file()
+        where = "" if seen else " is not seen here: a job says whether nodes see it"
+        yield Finding(
+            OK if seen else UNKNOWN, "network", f"{stated.fabric}, {stated.plugin}{where}"
+        )
+    elif stated.fabric == "slingshot" and not brought:
+        hint = "facility.network.plugin=FILE, built there as docs/facilities.md says"
+        found = f"neither the facility nor image={run.image.name} has a plugin for slingshot"
+        yield Finding(UNKNOWN, "network", found, hint)
+    else:
+        yield Finding(OK, "network", ", ".join([stated.fabric, *brought]))
+
+
 def folders(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
     """Each folder can be written, and has room."""
     written = [pair for pair in run.folders if pair[0] != "bundle"]
@@ -183,6 +217,8 @@ QUESTIONS: tuple[Question, ...] = (
     runtime,
     fuse,
     image,
+    node,
+    network,
     folders,
     facility_limits,
     account,

@@ -30,6 +30,7 @@ from omegaconf.errors import (
 from atoll.commands import VerbParser
 from atoll.config.binds import check_binds
 from atoll.config.bundle import with_bundle
+from atoll.config.fit import check_fit
 from atoll.config.identity import derived_name
 from atoll.config.paths import with_absolute_paths, with_image_file
 from atoll.config.provenance import DERIVED, annotated, leaves, origins
@@ -133,6 +134,7 @@ def compose(overrides: Sequence[str], tree: Path | None = None) -> Composition:
         sources["name"] = DERIVED
     run = with_bundle(run)
     check_binds(run)
+    check_fit(run)
     return Composition(run, sources)
 
 

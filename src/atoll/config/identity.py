@@ -7,7 +7,7 @@ from typing import Any
 from atoll import run_dir
 from atoll.config.provenance import leaves
 from atoll.errors import UserError
-from atoll.settings import Run, dumped, load_run
+from atoll.settings import Image, Run, dumped, load_run
 
 # A run that resumes may use other nodes, strategies, cadences and folders; these decide its
 # losses, and stay.
@@ -41,7 +41,7 @@ def derived_name(run: Run, stated: Mapping[str, Any]) -> str:
             "facility": True,
             "restart": True,
             "monitor": True,
-            "image": {"file", "verify_key", "bind_source", "needs", "network_plugins"},
+            "image": set(Image.model_fields) - {"name", "args_file", "run_flags", "device"},
             "data": {"workers"},
         },
     )

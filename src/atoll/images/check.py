@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 from atoll import run_dir
+from atoll.commands import run_command
 from atoll.errors import UserError
 from atoll.settings import Run, load_run
+from atoll.settings.capability import runs_on
 
 # The header of a SIF file (sylabs/sif, pkg/sif/sif.go): a launch line of 32 bytes, the magic
 # word, a version, then the architecture in two digits.
@@ -17,6 +19,10 @@ ARCHITECTURES = {b"02": "x86_64", b"04": "aarch64"}
 # version compatibility), and with the forward-compatible libraries of the image first.
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
 LEAST_DRIVER_COMPAT = {11: 418, 12: 450, 13: 535}
+# AMD tests a driver with the userland of two releases before and after its own (ROCm's user and
+# kernel-space support matrix; LUMI's guide says the same of its driver 6.3: 6.1 to 7.0).
+ROCM_RELEASES = ["5.5", "5.6", "5.7", "6.0", "6.1", "6.2", "6.3", "6.4", "7.0", "7.1", "7.2"]
+MOST_ROCM_RELEASES = 2
 LABELS = Path("/.singularity.d/labels.json")
 
 
@@ -53,9 +59,38 @@ def check_inside(run_folder: Path) -> None:
     node = run.facility.node
     check_architecture(platform.machine(), node.architecture, str(run.image.file))
     labels = json.loads(LABELS.read_text())
+    device = nvidia_capability() or node.compute_capability
+    if device and labels.get("atoll.devices"):
+        check_devices(device, labels["atoll.devices"].split())
     cuda, driver = labels.get("atoll.cuda"), nvidia_driver() or run.facility.driver
     if run.image.device == "cuda" and cuda and driver:
         check_driver(cuda, driver, compatible=labels.get("atoll.cuda.compat") == "yes")
+    if run.image.device == "rocm" and labels.get("atoll.rocm") and run.facility.driver:
+        check_rocm(labels["atoll.rocm"], run.facility.driver)
+
+
+def check_devices(device: str, built_for: list[str]) -> None:
+    """Refuse an image whose torch has no kernels for the device that is here."""
+    if not runs_on(device, built_for):
+        raise UserError(
+            f"the image's torch was built for {', '.join(built_for)}; the device here is {device}",
+            "an image for it: image=cuda12 has 5.0 to 9.0, docs/facilities.md names the others",
+        )
+
+
+def check_rocm(rocm: str, driver: str) -> None:
+    """Refuse a ROCm more than two releases away from the driver's, where both are known."""
+    inside, outside = (".".join(version.split(".")[:2]) for version in (rocm, driver))
+    if not {inside, outside} <= set(ROCM_RELEASES):
+        return
+    at = ROCM_RELEASES.index(outside)
+    near = ROCM_RELEASES[max(0, at - MOST_ROCM_RELEASES) : at + MOST_ROCM_RELEASES + 1]
+    if inside not in near:
+        raise UserError(
+            f"the image has ROCm {inside}; the driver here is of ROCm {outside}, "
+            f"which runs {near[0]} to {near[-1]}",
+            f"an image with ROCm {outside}: another `from` in containers/bases",
+        )
 
 
 def check_driver(cuda: str, driver: str, compatible: bool) -> None:
@@ -74,6 +109,14 @@ def check_driver(cuda: str, driver: str, compatible: bool) -> None:
     raise UserError(
         f"the image has CUDA {cuda}, which needs driver {least}; here is {driver}", hint
     )
+
+
+def nvidia_capability() -> str | None:
+    """The compute capability of the first device here, as NVIDIA's own tool states it."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    done = run_command(query, timeout_seconds=30)
+    found = re.match(r"\d+\.\d", done.stdout)
+    return found[0] if found and done.returncode == 0 else None
 
 
 def nvidia_driver() -> str | None:

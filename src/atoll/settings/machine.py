@@ -53,9 +53,7 @@ class Network(Settings):
         description="the host's plugin (libnccl-net.so) where the image has none for it",
     )
     libraries: list[str] = Field(
-        default=[],
-        max_length=4,
-        description="folders of the host's libraries that the plugin needs",
+        default=[], max_length=4, description="folders of libraries that the plugin needs"
     )
 
 
@@ -140,6 +138,9 @@ class Image(Settings):
     file: Path | None = None
     run_flags: list[str] = []
     device: Literal["cpu", "cuda", "rocm"] = "cpu"
+    capabilities: list[str] = Field(
+        [], description="the devices it was built for, as 8.0, 12.0+PTX or gfx90a"
+    )
     network_plugins: list[str] = Field(
         [], description="what NCCL_NET may name, beside NCCL's own: plugins the image brings"
     )

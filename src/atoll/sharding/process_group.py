@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from atoll.errors import UserError
-from atoll.launch import Placement, device_index
+from atoll.launch import Placement
 from atoll.settings import Run
+from atoll.sharding.own_device import own_device
 
 Result = TypeVar("Result")
 
@@ -47,7 +48,7 @@ def joined(run: Run, placement: Placement) -> Iterator[World]:
             f"({run.nodes} nodes x {run.ranks_per_node})",
             "start the run through its launch.sh, or set nodes and ranks_per_node",
         )
-    device = _own_device(placement)
+    device = own_device(run, placement)
     if run.deterministic:
         _be_deterministic()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -134,16 +135,6 @@ def say(world: World, text: str) -> None:
 
 def _as_user_error(error: UserError | OSError) -> UserError:
     return error if isinstance(error, UserError) else disk_error(error)
-
-
-def _own_device(placement: Placement) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    index = device_index(
-        placement.local_rank, placement.local_world_size, torch.cuda.device_count()
-    )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
 
 
 def _be_deterministic() -> None:
