@@ -19,14 +19,18 @@ def container_prefix(run: Run) -> list[str]:
 
 def binds(run: Run) -> list[str]:
     """The facility's mounts, then the folders of the run itself, links followed."""
-    own = [run.folders.runs, run.folders.prepared, *_given_files(run)]
     folders: dict[str, str] = {}
-    for path in sorted({str(path) for path in own}):
+    for path in sorted({str(path) for path in own_folders(run)}):
         inside_another = any(path.startswith(f"{other}/") for other in folders)
         if not inside_another:
             folders[path] = bound(path)
     source = [f"{PACKAGE}:{PACKAGE_INSIDE}"] if run.image.bind_source else []
     return [*run.facility.binds, *source, *folders.values()]
+
+
+def own_folders(run: Run) -> list[Path]:
+    """The folders that a run itself reads and writes."""
+    return [run.folders.runs, run.folders.prepared, *_given_files(run)]
 
 
 def bound(path: str) -> str:
