@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -69,16 +70,22 @@ class Clone:
         path.with_suffix(".py").write_text(stand_in + VERB.format(name=verb))
 
     def _make_environment(self) -> None:
+        """An environment that holds the clone's code, and what this one has installed."""
         python = self.root / ".venv" / "bin" / "python"
         python.parent.mkdir(parents=True)
-        python.write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
-        python.chmod(0o755)
+        python.symlink_to(os.path.realpath(sys.executable))
+        home = Path(os.path.realpath(sys.executable)).parent
+        (self.root / ".venv" / "pyvenv.cfg").write_text(f"home = {home}\n")
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        packages = self.root / ".venv" / "lib" / version / "site-packages"
+        packages.mkdir(parents=True)
+        lines = [str(self.root / "src"), sysconfig.get_path("purelib")]
+        (packages / "clone.pth").write_text("\n".join(lines))
 
     def type(self, *words: str, script: Path | None = None, **variables: str):
         """Type the batch file and its arguments, in the clone's folder."""
         kept = {name: text for name, text in os.environ.items() if not name.startswith("SLURM_")}
         kept["PATH"] = f"{self.programs}:{kept['PATH']}"
-        kept["PYTHONPATH"] = str(self.root / "src")
         return subprocess.run(
             [str(script or self.batch_file), *words],
             cwd=self.root,
@@ -153,7 +160,7 @@ def test_the_batch_file_becomes_the_run_so_that_signals_reach_it(clone):
         process = subprocess.Popen(
             [clone.batch_file, "facility=laptop"],
             cwd=clone.root,
-            env=os.environ | {"PYTHONPATH": str(clone.root / "src")},
+            env=os.environ,
             stdout=file,
             stderr=file,
         )
@@ -340,3 +347,11 @@ def test_secrets_of_the_shell_are_in_no_file_of_the_run(clone):
     assert len(texts) == 2
     assert not [text for text in texts if "hf_very_secret" in text]
     assert "hf_very_secret" not in done.stdout + done.stderr
+
+
+def test_a_site_s_settings_of_python_are_not_ours(clone, tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "yaml.py").write_text("raise SystemExit('a yaml of the site')")
+    done = clone.type("facility=laptop", PYTHONPATH=str(tmp_path / "site"), PYTHONHOME="/opt/conda")
+    assert done.returncode == 0, done.stderr
+    assert not {"PYTHONPATH", "PYTHONHOME"} & set(clone.calls()[0]["environment"])

@@ -16,9 +16,10 @@ from atoll import run_dir
 
 APPTAINER = """\
 #!/bin/bash
-while [[ $1 != python3 ]]; do shift; done
-[[ $4 != image ]] || exit 0  # it looks for what only an image has
-exec {python} "${{@:2}}"
+printf '%s\\n' "$*" >> {log}
+[[ " $* " != *" image check "* ]] || exit 0  # it looks for what only an image has
+until [[ $1 == *.sif ]]; do shift; done
+exec "${{@:2}}"
 """
 SIF = bytes(32) + b"SIF_MAGIC\0" + b"01\0" + b"02\0" + bytes(32)
 SLURM = ("facility=generic_slurm", "facility.account=mine", "image=cpu")
@@ -28,9 +29,14 @@ SLURM = ("facility=generic_slurm", "facility.account=mine", "image=cpu")
 def clone(tmp_path):
     clone = Clone(tmp_path)
     shutil.rmtree(clone.root / ".venv")
-    runtime = clone.programs / "apptainer"
-    runtime.write_text(APPTAINER.format(python=sys.executable))
-    runtime.chmod(0o755)
+    texts = {
+        "apptainer": APPTAINER.format(log=tmp_path / "apptainer.log"),
+        "python3": f"#!/bin/bash\nexport PYTHONPATH={shlex.quote(str(clone.root / 'src'))}\n"
+        f'exec {sys.executable} "$@"\n',
+    }
+    for name, text in texts.items():
+        (clone.programs / name).write_text(text)
+        (clone.programs / name).chmod(0o755)
     (clone.root / "images").mkdir()
     (clone.root / "images" / "cpu.sif").write_bytes(SIF)
     clone.add_program("sbatch", "4711;a_cluster")
@@ -133,3 +139,61 @@ def test_a_refusal_deletes_nothing_that_was_there_before(clone):
     assert clone.type(*SLURM, SLURM_SAYS=REFUSED).returncode == 2
     assert checkpoint.is_dir()
     assert run_dir.settings_file(folder).is_file() and run_dir.launch_script(folder).is_file()
+
+
+def verb(clone: Clone, *words: str, **variables: str):
+    return clone.type(*words, script=clone.root / "sbatch" / "atoll", **variables)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("compose", "facility=laptop", "image=cpu"),
+        ("plan", "facility=laptop", "image=cpu"),
+        ("evaluate", "--dry-run", "facility=laptop", "image=cpu"),
+        ("report", "--help"),
+        ("status", "--help"),
+        ("doctor", "--help"),
+        ("federate", "--help"),
+    ],
+)
+def test_verbs_need_no_environment(words, clone):
+    done = verb(clone, *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+    assert clone.called() == []
+
+
+def test_status_asks_the_machine_s_own_scheduler(clone):
+    clone.add_program("squeue", "RUNNING|None")
+    clone.add_program("sacct", "")
+    assert clone.type(*SLURM).returncode == 0
+    done = verb(clone, "status", str(only_run(clone)))
+    assert done.returncode == 0, done.stderr
+    assert ": running, job 4711" in done.stdout
+    assert ["squeue", "--noheader"] in [argv[:2] for argv in clone.called()]
+
+
+def test_folders_elsewhere_are_there_while_an_image_composes(clone, tmp_path):
+    elsewhere = tmp_path / "scratch" / "runs"
+    (tmp_path / "scratch").mkdir()
+    done = clone.type(*SLURM, f"folders.runs={elsewhere}")
+    assert done.returncode == 0, done.stderr
+    assert elsewhere.is_dir()
+    composing = (tmp_path / "apptainer.log").read_text().splitlines()[-1]
+    assert f"--bind {tmp_path / 'scratch'} " in composing
+
+
+def test_an_environment_that_cannot_start_leaves_it_to_the_image(clone):
+    python = clone.root / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/bash\necho libpython3.11.so: cannot open >&2\nexit 127\n")
+    python.chmod(0o755)
+    done = clone.type("--dry-run", *SLURM)
+    assert done.returncode == 0
+    assert "cannot start: libpython3.11.so: cannot open; going on in " in done.stderr
+    shutil.rmtree(clone.root / "images")
+    done = clone.type("--dry-run", *SLURM)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 2
+    assert "libpython3.11.so" in done.stderr and "make setup" in done.stderr

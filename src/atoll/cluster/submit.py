@@ -11,8 +11,9 @@ from pathlib import Path
 
 from atoll import run_dir
 from atoll.cluster import limits, pbs, slurm
+from atoll.cluster.hand_over import hand_over
 from atoll.cluster.job_script import launch_script
-from atoll.cluster.scheduler import queued, refusal, without_outer_job
+from atoll.cluster.scheduler import queued, without_outer_job
 from atoll.commands import VerbParser
 from atoll.config.compose import Composition, compose_all, config_tree, overrides_parser
 from atoll.config.identity import check_same_run
@@ -33,8 +34,6 @@ SUBMISSIONS = {"slurm": slurm.sbatch_argv, "pbs": pbs.qsub_argv}
 
 def main(argv: list[str]) -> int:
     """Submit one run, or with --multirun one for each combination."""
-    if argv[:1] == ["--refused"]:
-        return refused(*argv[1:])
     arguments = _parser("submit", ABOUT).read(argv)
     return _submit(arguments, arguments.overrides)
 
@@ -60,7 +59,7 @@ def _parser(verb: str, about: str) -> VerbParser:
     parser.add_argument("--dry-run", action="store_true", help=only_print)
     parser.add_argument("--here", action="store_true", help=here)
     parser.add_argument("--sbatch-env", action="store_true", help=exports)
-    parser.add_argument("--hand-over", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--hand-over", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
@@ -82,8 +81,8 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     for composition in compositions:
         last = composition is compositions[-1]
-        if arguments.hand_over:
-            print(hand_over(composition, here, last))
+        if arguments.hand_over and _runs_here(composition.run, here):
+            hand_over(composition.run, arguments.hand_over, write_run_folder(composition, here))
         elif code := start(composition, here, last, environment):
             return code
     return 0
@@ -94,35 +93,6 @@ def dry_run(run: Run, here: bool = False) -> str:
     folder = run_dir.folder(run)
     queue = "" if _runs_here(run, here) else shlex.join(_submission(run)) + "\n\n"
     return f"{queue}# {run_dir.launch_script(folder)}\n{_script(run, here)}"
-
-
-def hand_over(composition: Composition, here: bool, last: bool) -> str:
-    """Write the run's folder; what the shell that called us from inside an image is to run.
-
-    One word on a line, then what to do with them: none is ever read as shell text.
-    """
-    run, folder = composition.run, run_dir.folder(composition.run)
-    if run.image.file is None:
-        raise UserError(
-            f"no environment for image={run.image.name}: this clone has an image and no .venv",
-            "choose an image, as image=cpu, or make setup",
-        )
-    new = "known" if folder.exists() else "new"
-    write_run_folder(composition, here)
-    if _runs_here(run, here):
-        action, words = "exec" if last else "command", ["bash", str(run_dir.launch_script(folder))]
-    else:
-        run_dir.restarts_file(folder).unlink(missing_ok=True)
-        action, words = "queue", [run.facility.scheduler, str(folder), new, *_submission(run)]
-    escaped = [word.replace("\\", "\\\\").replace("\n", "\\n") for word in words]
-    return "".join(f"@atoll:word {word}\n" for word in escaped) + f"@atoll:{action}"
-
-
-def refused(folder: str, age: str, program: str, words: str) -> int:
-    """What the shell that we handed a command to calls when the scheduler refused it."""
-    if age == "new":
-        _discard(Path(folder))
-    raise refusal(program, words)
 
 
 def _discard(folder: Path) -> None:

@@ -14,14 +14,18 @@ NEEDED = ("/opt/atoll", "/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/
 
 def binds(run: Run) -> list[str]:
     """The facility's mounts, then the folders of the run itself, links followed."""
-    own = [run.folders.runs, run.folders.prepared, *_given_files(run)]
     folders: dict[str, str] = {}
-    for path in sorted({str(path) for path in own}):
+    for path in sorted({str(path) for path in own_folders(run)}):
         inside_another = any(path.startswith(f"{other}/") for other in folders)
         if not inside_another:
             folders[path] = bound(path)
     source = [f"{PACKAGE}:{PACKAGE_INSIDE}"] if run.image.bind_source else []
     return [*run.facility.binds, *_fabric(run), *source, *folders.values()]
+
+
+def own_folders(run: Run) -> list[Path]:
+    """The folders that a run itself reads and writes."""
+    return [run.folders.runs, run.folders.prepared, *_given_files(run)]
 
 
 def _fabric(run: Run) -> list[str]:

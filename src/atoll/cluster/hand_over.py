@@ -1,0 +1,43 @@
+"""What `sbatch/atoll`, on a machine with an image alone, is told by the Atoll inside that image.
+
+Both are files of words that end with a NUL: nothing is read from what a person is shown.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from atoll import run_dir
+from atoll.config.binds import own_folders
+from atoll.config.compose import combinations, compose, config_tree
+from atoll.errors import UserError
+from atoll.settings import Run
+
+
+def hand_over(run: Run, file: Path, folder: Path) -> None:
+    """Leave the path of a run's launch.sh in `file`: the run takes place outside the image.
+
+    Raises `UserError` where the run has no image: it would need an environment of the clone.
+    """
+    if run.image.file is None:
+        raise UserError(
+            f"no environment for image={run.image.name}: this clone has an image and no .venv",
+            "choose an image, as image=cpu, or make setup",
+        )
+    print(f"run {run.name} in {folder}", flush=True)
+    with open(file, "a") as scripts:
+        scripts.write(f"{run_dir.launch_script(folder)}\0")
+
+
+def folders(overrides: Sequence[str]) -> list[str]:
+    """Every folder that composing the runs of these words looks at or writes to."""
+    runs = [compose(words).run for words in combinations(overrides, config_tree())]
+    named = {path for run in runs for path in (*own_folders(run), run.folders.images)}
+    named |= {run.image.file.parent for run in runs if run.image.file is not None}
+    return sorted(map(str, named))
+
+
+if __name__ == "__main__":
+    file, *words = sys.argv[1:]
+    settings = [word for word in words if not word.startswith("-") and "=" in word]
+    Path(file).write_text("".join(f"{folder}\0" for folder in folders(settings)))

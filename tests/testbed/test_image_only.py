@@ -1,0 +1,57 @@
+"""Every verb that a person types, in a clone that has an image and nothing else."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from testbed_site import USER
+
+SLURM = ("facility=testbed", "nodes=1", "training.global_batch_samples=2", "model=llama_tiny")
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Runs on a file system of their own, as a facility's scratch is."""
+    folder = Path(tempfile.mkdtemp(prefix="atoll-scratch-", dir="/srv"))
+    shutil.chown(folder, USER, USER)
+    yield folder / "runs"
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("compose", *SLURM),
+        ("plan", *SLURM),
+        ("submit", "--dry-run", *SLURM),
+        ("submit", "--sbatch-env", *SLURM),
+        ("submit", "--help"),
+        ("evaluate", "--dry-run", *SLURM, "model.source=texts"),
+    ],
+)
+def test_what_only_prints_queues_nothing(words, site):
+    jobs = site.shell("squeue --noheader --me --format=%i")
+    assert site.type("sbatch/atoll", *words)
+    assert site.shell("squeue --noheader --me --format=%i") == jobs
+    assert not (site.clone / "runs" / "refused").exists()
+
+
+def test_a_run_elsewhere_is_queued_and_told_of(site, runs):
+    place = (f"folders.runs={runs}", "name=elsewhere", "facility.submit.hold=true")
+    answer = site.type("sbatch/train.sbatch", *SLURM, *place)
+    job = answer.split()[1].rstrip(":")
+    assert job.isdigit(), answer
+    folder = runs / "elsewhere"
+    try:
+        assert (folder / "jobs.txt").read_text() == f"slurm {job}\n"
+        assert "queued, job" in site.type("sbatch/atoll", "status", str(folder))
+    finally:
+        site.type("scancel", job)
+    assert "cancelled" in site.type("sbatch/atoll", "status", str(folder))
+
+
+def test_the_doctor_asks_this_machine(site, runs):
+    answer = site.type("sbatch/atoll", "doctor", *SLURM, f"folders.runs={runs}", check=False)
+    assert "apptainer" in answer.lower()
+    assert "Traceback" not in answer
