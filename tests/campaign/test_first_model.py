@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_federate import MODEL, TINY, settings
 
-from atoll.campaign.coordinator import make_first_model
+from atoll.campaign.first_model import make_first_model
 from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.errors import UserError
 

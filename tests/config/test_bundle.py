@@ -56,7 +56,7 @@ def test_another_model_learns_from_the_bundles_tokens(
 
 def test_another_models_tokens_must_mean_the_same(bundle: Path, trained: Path, composed) -> None:
     (trained / "tokenizer.json").write_text('{"other": 1}')
-    with pytest.raises(UserError, match="tokens of the bundle .* another tokenizer than"):
+    with pytest.raises(UserError, match=r"tokens of the bundle .* another tokenizer than"):
         composed(*words(f"folders.bundle={bundle}", f"model.source={trained}"))
 
 
