@@ -125,7 +125,8 @@ def signed(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted campaign, whose facilities sign."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("whole") / "größe, a b"
+    folder.mkdir()
     keys(folder, *TEXT)
     finished(folder, **signed(folder))
     return folder

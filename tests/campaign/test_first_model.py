@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_federate import MODEL, TINY, settings
 
-from atoll.campaign.coordinator import make_first_model
+from atoll.campaign.first_model import make_first_model
 from atoll.campaign.store import CampaignStore, checked_campaign
+from atoll.config.compose import path_word
 from atoll.errors import UserError
 
 NO_TEXT = "data.files=[/nowhere/*.txt]"
@@ -33,7 +34,8 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> CampaignStore:
     """Begun from a configuration; the tokenizer is made of the text."""
-    store = store_of(tmp_path_factory.mktemp("drawn"), [*TINY, *MODEL, "data.files=[json/*]"])
+    folder = tmp_path_factory.mktemp("drawn") / "größe, a b"
+    store = store_of(folder, [*TINY, *MODEL, "data.files=[json/*]"])
     make_first_model(store)
     return store
 
@@ -70,9 +72,9 @@ def test_half_precision_and_older_names_become_a_masters(
 def test_what_is_drawn_is_what_a_run_would_begin_with(drawn: CampaignStore) -> None:
     """A run of no steps exports the same bytes; and one tensor is there under both its names."""
     run = drawn.folder / "runs" / "same"
-    words = [*drawn.campaign.start, "name=same", f"folders.runs={run.parent}", "training.steps=0"]
-    words += ["export.untrained=true", "export.dtype=float32", "evaluation.max_samples=1"]
-    words += [f"folders.prepared={drawn.folder}"]
+    words = [*drawn.campaign.start, "name=same", "training.steps=0", "evaluation.max_samples=1"]
+    words += ["export.untrained=true", "export.dtype=float32"]
+    words += [path_word("folders.runs", run.parent), path_word("folders.prepared", drawn.folder)]
     done = subprocess.run(
         [sys.executable, "-m", "atoll", "submit", *words], capture_output=True, text=True
     )
@@ -114,7 +116,11 @@ def test_memory_is_that_of_a_file_and_a_block_not_of_the_model(
     tokenizer = drawn.model(0) / "export"
     own = ["hidden_size=512", "intermediate_size=1408", "num_hidden_layers=14"]
     start = [*TINY, *MODEL, *(f"model.config.{word}" for word in own), NO_TEXT]
-    start += [f"tokenizer.path={tokenizer}", "export.max_file_gib=0.03", "export.dtype=float32"]
+    start += [
+        path_word("tokenizer.path", tokenizer),
+        "export.max_file_gib=0.03",
+        "export.dtype=float32",
+    ]
     words = [*start, "name=x", f"folders.runs={tmp_path}"]
     compose = [sys.executable, "-m", "atoll", "compose", *words]
     text = subprocess.run(compose, capture_output=True, text=True, check=True).stdout

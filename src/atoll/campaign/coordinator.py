@@ -5,23 +5,16 @@ Killed at any moment and started again, a campaign goes on where it was: a facil
 same question, and does nothing twice.
 """
 
-import shutil
-import subprocess
 import time
 from pathlib import Path
 
-import yaml
-
-from atoll import run_dir
 from atoll.campaign import streamflow
-from atoll.campaign.journal import alone
+from atoll.campaign.dry_run import dry_run
+from atoll.campaign.first_model import make_first_model
 from atoll.campaign.round import average, go_on
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
-from atoll.campaign.transfer import atoll_here, run_verb
-from atoll.cluster.launchers import atoll_command
 from atoll.commands import VerbParser
-from atoll.config.compose import campaign_values, compose
-from atoll.errors import UserError
+from atoll.config.compose import campaign_values
 
 ABOUT = """Rounds of training at the facilities of a federation, averaged on this machine. The same
 command run again goes on where it stopped."""
@@ -32,13 +25,12 @@ def main(argv: list[str]) -> int:
     parser = VerbParser("federate", ABOUT)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="federation=NAME, …")
     parser.add_argument("--status", action="store_true", help="where it stands, round by round")
-    parser.add_argument("--dry-run", action="store_true", help="print the settings, do nothing")
+    parser.add_argument("--dry-run", action="store_true", help="compose, check, print, no more")
     arguments = parser.read(argv)
     campaign = checked_campaign(campaign_values(arguments.overrides))
     store = CampaignStore(campaign, Path(campaign.folder).absolute() / campaign.name)
     if arguments.dry_run:
-        settings = campaign.model_dump(mode="json")
-        print(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), end="")
+        print(dry_run(store), end="")
     elif arguments.status:
         print("\n".join(status_lines(store)))
     else:
@@ -63,32 +55,6 @@ def run(store: CampaignStore) -> int:
             break
     print(f"the model: {store.model(last) / 'export'}")
     return 0
-
-
-def make_first_model(store: CampaignStore) -> None:
-    """The model of round 0: what a run of `start` would begin with, copied, converted or drawn."""
-    with alone(store.round(0)):
-        if store.has_model(0):
-            return
-        composition = compose(start_words(store))
-        settings, model = store.round(0) / "run.yaml", store.round(0) / "untrained"
-        run_dir.write_whole(settings, composition.as_yaml())
-        words = ["untrained", str(settings), str(model)]
-        # a person sees how far it is
-        code = subprocess.run([*atoll_command(composition.run), *words]).returncode
-        if code:
-            raise UserError(f"the first model ended with exit code {code}", "see the lines above")
-        words = ["apply-delta", str(model), str(store.model(0)), "--first"]
-        run_verb([*atoll_here(), *words], "the model of round 0")
-        shutil.rmtree(model)
-
-
-def start_words(store: CampaignStore) -> list[str]:
-    """The settings of the run whose first weights are the campaign's; no such run is made."""
-    folder = store.round(0)
-    own = ["name=start", f"folders.runs={folder}", f"folders.prepared={folder}"]
-    # a file is in memory while it is written
-    return ["export.max_file_gib=1", *store.campaign.start, *own, "export.dtype=float32"]
 
 
 def collect_here(store: CampaignStore, number: int) -> None:

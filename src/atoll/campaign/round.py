@@ -18,7 +18,7 @@ from atoll.campaign.store import CampaignStore, load_store
 from atoll.campaign.transfer import Unreachable, ask, atoll_here, fetch, run_verb, send
 from atoll.commands import VerbParser
 from atoll.errors import UserError
-from atoll.settings.federation import Site
+from atoll.settings.federation import Campaign, Site
 
 # what is sent of a global model -> what of it is not: a facility's export has the master's weights
 FIRST = {"master": (), "export": ("*.safetensors",)}
@@ -124,17 +124,22 @@ def request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
         "codec": campaign.codec,
         "attempts": campaign.attempts,
         "signing_key": site.signing_key,
-        "overrides": [
-            *campaign.train,
-            *site.overrides,
-            "model=from_path",
-            f"training.steps={campaign.steps}",
-            "training.epochs=null",
-            f"training.global_batch_samples={campaign.batch_samples}",
-            "training.device_batch_samples=null",
-            f"training.consumed_samples={(number - 1) * campaign.steps * campaign.batch_samples}",
-        ],
+        "overrides": training_words(campaign, number, site),
     }
+
+
+def training_words(campaign: Campaign, number: int, site: Site) -> list[str]:
+    """The settings of a facility's run of a round, but for the folders there."""
+    return [
+        *campaign.train,
+        *site.overrides,
+        "model=from_path",
+        f"training.steps={campaign.steps}",
+        "training.epochs=null",
+        f"training.global_batch_samples={campaign.batch_samples}",
+        "training.device_batch_samples=null",
+        f"training.consumed_samples={(number - 1) * campaign.steps * campaign.batch_samples}",
+    ]
 
 
 def _send_models(store: CampaignStore, number: int, site: Site, have: int) -> None:

@@ -25,7 +25,7 @@ from atoll.campaign.transfer import atoll_here, complaint, run_verb
 from atoll.cluster.launchers import atoll_command
 from atoll.cluster.status import status
 from atoll.commands import VerbParser, run_command
-from atoll.config.compose import compose
+from atoll.config.compose import compose, path_word
 from atoll.errors import UserError
 from atoll.settings import Run
 
@@ -166,8 +166,8 @@ def _apply_delta(folder: Path, before: int, came: Path, base: Path) -> None:
 def _container_side(folder: Path) -> list[str]:
     """Atoll where there is torch: in the image that the runs use, or here."""
     newest = sorted((folder / "rounds").glob("*/journal.jsonl"))[-1].parent
-    own = [f"folders.runs={folder / 'runs'}", f"model.source={folder}", "name=site"]
-    run = compose([*_request(newest)["overrides"], *own]).run
+    own = [path_word("folders.runs", folder / "runs"), path_word("model.source", folder)]
+    run = compose([*_request(newest)["overrides"], *own, "name=site"]).run
     bound = run.model_copy(update={"folders": run.folders.model_copy(update={"prepared": folder})})
     return atoll_command(bound)
 
@@ -191,10 +191,10 @@ def _overrides(folder: Path, number: int, request: dict[str, Any], base: Path) -
     return [
         *request["overrides"],
         f"name={request['campaign']}-{round_name(number)}-{request['facility']}",
-        f"model.source={base / 'export'}",
-        f"tokenizer.path={tokenizer}",
-        f"folders.runs={folder / 'runs'}",
-        f"folders.prepared={folder / 'prepared'}",
+        path_word("model.source", base / "export"),
+        path_word("tokenizer.path", tokenizer),
+        path_word("folders.runs", folder / "runs"),
+        path_word("folders.prepared", folder / "prepared"),
         "export.dtype=float32",
         "generation.prompt=null",
     ]

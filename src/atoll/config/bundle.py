@@ -1,5 +1,7 @@
 """A bundle: one folder with all that a run reads, for facilities without a network.
 
+A run whose model is another folder that is here, as in a campaign's rounds, takes the tokens alone.
+
 BUNDLE/
   request.yaml   the run it is made for, written first
   model/         weights (safetensors), config and tokenizer, where the model has a source
@@ -11,6 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from atoll import run_dir
 from atoll.errors import UserError
 from atoll.settings import Run
@@ -19,15 +23,19 @@ from atoll.settings import Run
 def with_bundle(run: Run) -> Run:
     """The run with its model read from the bundle it names; any other run stays as it is.
 
-    Raises `UserError` where the bundle is incomplete, cut short or made for another run.
+    Raises `UserError` where the bundle is incomplete, cut short or made for another run, or where
+    its tokens mean something else to the run's own model.
     """
     folder = run.folders.bundle
     if folder is None:
         return run
     manifest = read_manifest(folder)
-    _refuse_another(run, folder, manifest)
+    own_model = _has_own_model(run, manifest)
+    _refuse_another(_as_made(run, folder, manifest) if own_model else run, folder, manifest)
     _refuse_wrong_sizes(folder, manifest)
-    if run.model.source is None:
+    if own_model:
+        _refuse_another_tokenizer(run, folder)
+    if run.model.source is None or own_model:
         return run
     model = run.model.model_copy(update={"source": str(folder / "model"), "revision": None})
     return run.model_copy(update={"model": model})
@@ -52,6 +60,32 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}", "copy the bundle again") from None
     return manifest
+
+
+def _has_own_model(run: Run, manifest: dict[str, Any]) -> bool:
+    source = run.model.source
+    bundled = manifest["made_for"]["model.source"]
+    return source is not None and source != bundled and Path(source).is_dir()
+
+
+def _as_made(run: Run, folder: Path, manifest: dict[str, Any]) -> Run:
+    """The run with the bundle's model and tokenizer: what is left to compare is the text."""
+    made = manifest["made_for"]
+    source = {"source": made["model.source"], "revision": made["model.revision"]}
+    request = yaml.safe_load(run_dir.bundle_request(folder).read_text())
+    tokenizer = run.tokenizer.model_copy(update={"path": request["tokenizer"]["path"]})
+    model = run.model.model_copy(update=source)
+    return run.model_copy(update={"model": model, "tokenizer": tokenizer})
+
+
+def _refuse_another_tokenizer(run: Run, folder: Path) -> None:
+    own = Path(run.tokenizer.path or str(run.model.source)) / "tokenizer.json"
+    theirs = folder / "tokens" / "tokenizer" / "tokenizer.json"
+    if own.is_file() and run_dir.sha256_of(own) != run_dir.sha256_of(theirs):
+        raise UserError(
+            f"the tokens of the bundle {folder} were made with another tokenizer than {own}",
+            "make the bundle with this model's tokenizer: tokenizer.path=FOLDER",
+        )
 
 
 def _refuse_another(run: Run, folder: Path, manifest: dict[str, Any]) -> None:

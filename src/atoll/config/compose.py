@@ -138,6 +138,12 @@ def compose(overrides: Sequence[str], tree: Path | None = None) -> Composition:
     return Composition(run, sources)
 
 
+def path_word(name: str, path: Path) -> str:
+    """`NAME=PATH` as Hydra's grammar reads it back, whatever letters are in the path."""
+    escaped = str(path).replace("'", "\\'")
+    return f"{name}='{escaped}'"
+
+
 def check_model(run: Run) -> None:
     """Refuse what cannot be divided, where this machine knows the model's shape."""
     config = known_config(run.model)

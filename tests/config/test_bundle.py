@@ -1,0 +1,71 @@
+"""A bundle gives its model and tokens to the run it was made for, and its tokens to others."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from atoll import run_dir
+from atoll.config.bundle import made_for
+from atoll.errors import UserError
+
+MODEL = ["model=from_path", "model.source=hub/model", "model.revision=abc"]
+
+
+def words(*more: str) -> list[str]:
+    return ["facility=laptop", "data=python_stdlib", *MODEL, *more]
+
+
+@pytest.fixture
+def bundle(here: Path, composed) -> Path:
+    """As `atoll prepare` leaves it, but for the tokens themselves."""
+    folder, run = here / "bundle", composed(*words())
+    tokenizer = folder / "tokens" / "tokenizer"
+    for path in (tokenizer, folder / "model"):
+        path.mkdir(parents=True)
+        (path / "tokenizer.json").write_text("{}")
+    run_dir.write_whole(run_dir.bundle_request(folder), run.as_yaml())
+    manifest = {"made_for": made_for(run.run), "files": {}}
+    run_dir.write_whole(run_dir.bundle_manifest(folder), json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture
+def trained(here: Path) -> Path:
+    """A model that came of the bundle's: another folder, the same tokenizer."""
+    folder = here / "trained"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_the_model_is_the_bundles(bundle: Path, composed) -> None:
+    run = composed(*words(f"folders.bundle={bundle}")).run
+    assert run.model.source == str(bundle / "model") and run.model.revision is None
+
+
+def test_another_model_learns_from_the_bundles_tokens(
+    bundle: Path, trained: Path, composed
+) -> None:
+    """As in a campaign's round: the model is the coordinator's, the text the facility's."""
+    own = [f"model.source={trained}", "model.revision=null", f"tokenizer.path={trained}"]
+    run = composed(*words(f"folders.bundle={bundle}", *own)).run
+    assert run.model.source == str(trained)
+    assert run_dir.prepared(run) == bundle / "tokens"
+
+
+def test_another_models_tokens_must_mean_the_same(bundle: Path, trained: Path, composed) -> None:
+    (trained / "tokenizer.json").write_text('{"other": 1}')
+    with pytest.raises(UserError, match=r"tokens of the bundle .* another tokenizer than"):
+        composed(*words(f"folders.bundle={bundle}", f"model.source={trained}"))
+
+
+@pytest.mark.parametrize("change", ["data.document=line", "seed=1", "model.revision=other"])
+def test_a_bundle_of_other_settings_is_refused(
+    bundle: Path, trained: Path, composed, change: str
+) -> None:
+    with pytest.raises(UserError, match="was made with"):
+        composed(*words(f"folders.bundle={bundle}", change))
+    if not change.startswith("model"):
+        with pytest.raises(UserError, match="was made with data="):
+            composed(*words(f"folders.bundle={bundle}", f"model.source={trained}", change))
