@@ -14,7 +14,7 @@ NEEDED = ("/opt/atoll", "/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/
 
 def binds(run: Run) -> list[str]:
     """The facility's mounts, then the folders of the run itself, links followed."""
-    own = [run.folders.runs, run.folders.prepared, *_given_files(run)]
+    own = [run.folders.runs, run.folders.prepared, *run.folders.caches.values(), *_given_files(run)]
     folders: dict[str, str] = {}
     for path in sorted({str(path) for path in own}):
         inside_another = any(path.startswith(f"{other}/") for other in folders)

@@ -60,17 +60,17 @@ def joined(run: Run, placement: Placement) -> Iterator[World]:
             yield World(0, 1, device)
         return
     with nccl_log(placement) as log:
-        groups = _started(run, placement, device, backend, log)
+        host, checkpoint = _started(run, placement, device, backend, log)
         networks = tuple(networks_of(log))
     try:
-        yield World(placement.rank, placement.world_size, device, *groups, networks=networks)
+        yield World(placement.rank, placement.world_size, device, host, checkpoint, networks)
     finally:
         dist.destroy_process_group()
 
 
 def _started(
     run: Run, placement: Placement, device: torch.device, backend: str, log: Path | None
-) -> list[Any]:
+) -> tuple[Any, Any]:
     """Start the process group and its two of gloo, up to a first collective on the devices."""
     timeout = timedelta(minutes=run.training.timeout_minutes)
     try:
@@ -87,7 +87,8 @@ def _started(
             torch.cuda.synchronize(device)
     except dist.DistBackendError as error:
         raise failed_start(log, error, os.environ) from error
-    return [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
+    host, checkpoint = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    return host, checkpoint
 
 
 def check_transport(run: Run, world: World) -> None:
