@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from atoll.config.compose import compose
+from atoll.config.paths import CACHES
 
 ROOT = Path(__file__).parents[1]
 
@@ -16,6 +17,8 @@ def here(tmp_path, monkeypatch):
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
+    for name in CACHES:
+        monkeypatch.delenv(name, raising=False)
     return folder
 
 

@@ -127,6 +127,36 @@ def test_names_of_the_hub_want_a_cache_and_a_token(composed, site, tmp_path):
     assert "hf_secret" not in str(with_token)
 
 
+def test_a_cache_that_no_container_sees_is_told(composed, site, tmp_path, monkeypatch):
+    words = (*SLURM, "image=cpu", "model=from_path", "model.source=meta/llama")
+    environment = site(apptainer="echo apptainer version 1.4.5")
+
+    def told(run) -> list[str]:
+        asked = all_findings(run, environment)
+        return [f.found for f in asked if f.subject == "hub cache" and "not bound" in f.found]
+
+    [found] = told(composed(*words).run)
+    assert str(tmp_path / "hub") in found
+    (tmp_path / "hub").mkdir()
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    assert told(composed(*words).run) == []
+
+
+def test_a_facility_without_a_plugin_for_its_fabric_is_told(composed, site):
+    run = composed("facility=frontier", "facility.account=a", "folders.runs=/tmp").run
+    finding = found(run, site(), "network")
+    assert finding.state == UNKNOWN
+    assert "facility.network.plugin=FILE" in finding.hint
+    with_plugin = composed("facility=polaris", "nodes=10", "training.global_batch_samples=40").run
+    assert "not seen here" in found(with_plugin, site(), "network").found
+
+
+def test_a_container_that_comes_with_a_module_is_unknown_and_the_job_goes_on(composed, site):
+    words = ("facility=polaris", "nodes=10", "training.global_batch_samples=40")
+    run = composed(*words, "folders.runs=/tmp", "folders.prepared=/tmp").run
+    assert found(run, site(), "container").state == UNKNOWN
+
+
 def test_a_folder_that_cannot_be_made(composed, site):
     run = composed(*SLURM, "folders.prepared=/proc/atoll").run
     finding = found(run, site(), "prepared")

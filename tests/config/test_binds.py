@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from atoll.cluster.job_script import launch_script
+from atoll.config.binds import binds
 from atoll.errors import UserError
 
 FACILITIES = Path(__file__).parents[2] / "hydra_conf" / "facility"
@@ -37,6 +39,20 @@ def test_a_bind_beside_or_below_it_is_not(bind, composed):
 def test_a_run_s_own_folders_are_binds_too(composed):
     with pytest.raises(UserError, match="bind /usr hides /usr of image=cuda"):
         composed(*LINE, "data=text_files", "data.files=/usr/words.txt")
+
+
+def test_the_hub_s_caches_are_bound_and_exported(composed, tmp_path, monkeypatch):
+    cache = tmp_path / "scratch" / "hf"
+    cache.mkdir(parents=True)
+    monkeypatch.setenv("HF_HOME", str(cache))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "nowhere"))
+    run = composed(*LINE).run
+    assert run.folders.caches == {"HF_HOME": cache}
+    assert str(cache) in binds(run)
+    script = launch_script(run, Path("/runs/x"))
+    assert f"export HF_HOME={cache}\n" in script
+    assert f"--bind {cache} " in script
+    assert run.name == composed(*LINE, "folders.caches.HF_HOME=/tmp").run.name
 
 
 def test_without_an_image_nothing_is_hidden(composed):

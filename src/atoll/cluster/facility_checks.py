@@ -102,7 +102,7 @@ def network(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
 
 def folders(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
     """Each folder can be written, and has room."""
-    written = [pair for pair in run.folders if pair[0] != "bundle"]
+    written = [pair for pair in run.folders if pair[0] not in ("bundle", "caches")]
     for setting, folder in written:
         nearest = next(path for path in (folder, *folder.parents) if path.exists())
         free_gib = shutil.disk_usage(nearest).free / 2**30
@@ -196,6 +196,10 @@ def offline(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
     hub = {kind: name for kind, name in named.items() if name and not name.startswith("/")}
     home = Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     cache = Path(environment.get("HF_HUB_CACHE") or home / "hub")
+    own = [path for path in (*run.folders.caches.values(), Path.home()) if path.is_dir()]
+    if run.image.file is not None and not any(cache.is_relative_to(path) for path in own):
+        hint = f"folders.caches.HF_HOME={home}, or make the folder: a job then binds it"
+        yield Finding(UNKNOWN, "hub cache", f"{cache} is not bound into the container", hint)
     for kind, name in hub.items():
         folder = cache / f"{kind}--{name.replace('/', '--')}"
         if folder.is_dir():

@@ -67,6 +67,7 @@ def preparation(run: Run, run_folder: Path) -> list[list[str]]:
         variables["NCCL_NET_PLUGIN"] = str(run.facility.network.plugin)
     if run.facility.node_network is False:
         variables |= OFFLINE
+    variables |= {name: str(path) for name, path in run.folders.caches.items()}
     return [
         *(["export", f"{name}={text}"] for name, text in variables.items()),
         *_image_checks(run, run_folder),

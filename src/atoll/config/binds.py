@@ -25,7 +25,12 @@ def binds(run: Run) -> list[str]:
 
 def own_folders(run: Run) -> list[Path]:
     """The folders that a run itself reads and writes."""
-    return [run.folders.runs, run.folders.prepared, *_given_files(run)]
+    return [
+        run.folders.runs,
+        run.folders.prepared,
+        *run.folders.caches.values(),
+        *_given_files(run),
+    ]
 
 
 def _fabric(run: Run) -> list[str]:

@@ -4,6 +4,7 @@
 """
 
 import itertools
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ from atoll.config.binds import check_binds
 from atoll.config.bundle import with_bundle
 from atoll.config.fit import check_fit
 from atoll.config.identity import derived_name
-from atoll.config.paths import with_absolute_paths, with_image_file
+from atoll.config.paths import with_absolute_paths, with_caches, with_image_file
 from atoll.config.provenance import DERIVED, annotated, leaves, origins
 from atoll.errors import UserError
 from atoll.plan.choose import choose, options
@@ -132,7 +133,7 @@ def compose(overrides: Sequence[str], tree: Path | None = None) -> Composition:
     if not named:
         run = run.model_copy(update={"name": derived_name(run, _stated(tree))})
         sources["name"] = DERIVED
-    run = with_bundle(run)
+    run = with_caches(with_bundle(run), os.environ)
     check_binds(run)
     check_fit(run)
     return Composition(run, sources)

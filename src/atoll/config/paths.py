@@ -1,10 +1,14 @@
 """Paths of a run that hold wherever its job will run."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from atoll.settings import Run
+
+# Where Hugging Face's libraries keep what they fetched (manuals of huggingface_hub, datasets).
+CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
 
 
 def with_absolute_paths(run: Run, start: Path) -> Run:
@@ -17,7 +21,7 @@ def with_absolute_paths(run: Run, start: Path) -> Run:
     are_files = data.source != "python_stdlib"
     held_out = [absolute(file, start) for file in data.validation.files]
     updates: dict[str, dict[str, Any]] = {
-        "folders": {name: path(folder) for name, folder in run.folders},
+        "folders": {name: path(folder) for name, folder in run.folders if name != "caches"},
         "image": {"file": path(image.file), "verify_key": path(image.verify_key)},
         "model": {"source": path_or_name(model.source, start)},
         "tokenizer": {"path": path_or_name(tokenizer.path, start)},
@@ -28,6 +32,14 @@ def with_absolute_paths(run: Run, start: Path) -> Run:
     }
     groups = {name: getattr(run, name).model_copy(update=new) for name, new in updates.items()}
     return run.model_copy(update=groups)
+
+
+def with_caches(run: Run, environment: Mapping[str, str]) -> Run:
+    """The run with the shell's own caches of the hub, so that its job and container have them."""
+    named = {name: Path(environment[name]) for name in CACHES if environment.get(name)}
+    here = {name: path for name, path in named.items() if path.is_absolute() and path.is_dir()}
+    folders = run.folders.model_copy(update={"caches": {**here, **run.folders.caches}})
+    return run.model_copy(update={"folders": folders})
 
 
 def with_image_file(run: Run) -> Run:

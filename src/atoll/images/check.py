@@ -20,7 +20,7 @@ ARCHITECTURES = {b"02": "x86_64", b"04": "aarch64"}
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
 LEAST_DRIVER_COMPAT = {11: 418, 12: 450, 13: 535}
 # AMD tests a driver with the userland of two releases before and after its own (ROCm's user and
-# kernel-space support matrix; facilities with driver 6.3 say the same: 6.1 to 7.0).
+# kernel-space support matrix, and a site's own guide of its driver 6.3: 6.1 to 7.0).
 ROCM_RELEASES = ["5.5", "5.6", "5.7", "6.0", "6.1", "6.2", "6.3", "6.4", "7.0", "7.1", "7.2"]
 MOST_ROCM_RELEASES = 2
 LABELS = Path("/.singularity.d/labels.json")

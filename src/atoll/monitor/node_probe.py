@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import re
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,8 +14,7 @@ from atoll.launch import Placement
 from atoll.monitor.bandwidth import Speed, measure
 from atoll.settings import Facility, load_run
 from atoll.sharding.process_group import World, gathered, joined, say
-
-DEBUG_FILE = "nccl-%h-%p.log"
+from atoll.sharding.transport import FABRICS, HINT, SOCKET, networks_in
 
 
 @dataclass(frozen=True)
@@ -37,15 +35,10 @@ class Report:
 def main(run_folder: Path, placement: Placement) -> int:
     """Report, measure, compare with what was stated; 1 if something is wrong."""
     run = load_run(run_dir.settings_file(run_folder))
-    log = run_folder / DEBUG_FILE
-    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
-    os.environ["NCCL_DEBUG_FILE"] = str(log)
     with joined(run, placement) as world:
         reports = gathered(world, report(world, run.facility))
         speeds = measure(world) if world.size > 1 else []
-        transports = sorted(
-            {word for words in gathered(world, transport(world, log)) for word in words}
-        )
+        transports = sorted({word for words in gathered(world, transport(world)) for word in words})
         wrong = faults(reports, transports, run.facility)
         if world.rank == 0:
             content = {
@@ -92,20 +85,18 @@ def missing_interfaces(facility: Facility, known: Path = Path("/sys/class/net"))
     ]
 
 
-def transport(world: World, log: Path) -> list[str]:
+def transport(world: World) -> list[str]:
     """What carried the messages: of NCCL from its own log, else gloo's TCP."""
     if world.size == 1:
         return []
     if world.device.type != "cuda":
         return ["gloo over TCP"]
-    own = str(log).replace("%h", socket.gethostname()).replace("%p", str(os.getpid()))
-    return transports_in(Path(own).read_text()) if Path(own).exists() else []
+    return [f"network {name}" for name in world.networks]
 
 
 def transports_in(text: str) -> list[str]:
     """The network plugin and the ways that lines of NCCL_DEBUG=INFO name."""
-    networks = re.findall(r"Using network (.+)", text)
-    return sorted({f"network {name.strip()}" for name in networks})
+    return [f"network {name}" for name in networks_in(text)]
 
 
 def faults(
@@ -128,9 +119,10 @@ def faults(
         found = f"no interface {', '.join(missing)} on the nodes"
         wrong.append((found, "fix NCCL_SOCKET_IFNAME in facility.environment"))
     fast = [name for name in ("NCCL_NET", "FI_MR_CACHE_MONITOR") if name in facility.environment]
-    if fast and "network Socket" in transports:
-        found = f"NCCL fell back to TCP, though {fast[0]} is set"
-        wrong.append((found, "the image or facility.binds lack the plugin for this network"))
+    fabric = facility.network.fabric
+    if f"network {SOCKET}" in transports and (fast or fabric in FABRICS):
+        known = f"{fast[0]} is set" if fast else f"the facility has {fabric}"
+        wrong.append((f"NCCL fell back to TCP, though {known}", HINT))
     return wrong
 
 

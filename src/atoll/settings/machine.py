@@ -179,3 +179,6 @@ class Folders(Settings):
     prepared: Path
     images: Path = Path("images")
     bundle: Path | None = None  # of `atoll prepare`, where nodes have no network
+    caches: dict[VariableName, Path] = Field(
+        default={}, description="of the hub's libraries, as HF_HOME: unset, those of the shell"
+    )

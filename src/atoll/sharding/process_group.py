@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from atoll.errors import UserError
 from atoll.launch import Placement
 from atoll.settings import Run
 from atoll.sharding.own_device import own_device
+from atoll.sharding.transport import failed_start, nccl_log, networks_of, refusal
 
 Result = TypeVar("Result")
 
@@ -34,6 +36,7 @@ class World:
     device: torch.device
     host_group: Any = None  # for objects, between the main threads; None in a single process
     checkpoint_group: Any = None  # between the threads that save
+    networks: tuple[str, ...] = ()  # that NCCL uses between nodes, as it says itself
 
 
 @contextmanager
@@ -56,20 +59,45 @@ def joined(run: Run, placement: Placement) -> Iterator[World]:
         with _alone(run, backend):
             yield World(0, 1, device)
         return
-    timeout = timedelta(minutes=run.training.timeout_minutes)
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://{placement.master_address}:{placement.master_port}",
-        rank=placement.rank,
-        world_size=placement.world_size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
+    with nccl_log(placement) as log:
+        host, checkpoint = _started(run, placement, device, backend, log)
+        networks = tuple(networks_of(log))
     try:
-        groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
-        yield World(placement.rank, placement.world_size, device, *groups)
+        yield World(placement.rank, placement.world_size, device, host, checkpoint, networks)
     finally:
         dist.destroy_process_group()
+
+
+def _started(
+    run: Run, placement: Placement, device: torch.device, backend: str, log: Path | None
+) -> tuple[Any, Any]:
+    """Start the process group and its two of gloo, up to a first collective on the devices."""
+    timeout = timedelta(minutes=run.training.timeout_minutes)
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{placement.master_address}:{placement.master_port}",
+            rank=placement.rank,
+            world_size=placement.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        if device.type == "cuda":
+            dist.all_reduce(torch.zeros(1, device=device))
+            torch.cuda.synchronize(device)
+    except dist.DistBackendError as error:
+        raise failed_start(log, error, os.environ) from error
+    host, checkpoint = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    return host, checkpoint
+
+
+def check_transport(run: Run, world: World) -> None:
+    """Refuse, on all ranks, to train over TCP where the facility has a fabric."""
+    error = refusal(
+        run, sorted({name for some in gathered(world, world.networks) for name in some})
+    )
+    if error is not None:
+        raise SharedError(error.found, error.hint)
 
 
 @contextmanager

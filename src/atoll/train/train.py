@@ -12,7 +12,15 @@ from atoll.monitor.loggers import check_installed
 from atoll.monitor.observers import Observers, WatchedRun
 from atoll.monitor.watch import watching
 from atoll.settings import Run, load_run
-from atoll.sharding.process_group import SharedError, World, gathered, joined, run_on_all_ranks, say
+from atoll.sharding.process_group import (
+    SharedError,
+    World,
+    check_transport,
+    gathered,
+    joined,
+    run_on_all_ranks,
+    say,
+)
 from atoll.train import checkpoint
 from atoll.train.assemble import TrainState, assemble
 from atoll.train.evaluate import Evaluation, evaluate
@@ -43,6 +51,7 @@ def train(run: Run, run_folder: Path, world: World, stop_code: StopCode) -> int:
 
     Returns 0, or the exit code of a run that a signal stopped and that saved its state.
     """
+    check_transport(run, world)
     run_on_all_ranks(world, lambda: check_installed(run.loggers))
     train_state = assemble(run, run_folder, world)
     if train_state.total_steps == 0:
