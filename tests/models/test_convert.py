@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from atoll.errors import UserError
 from atoll.models import convert
@@ -202,9 +203,26 @@ def test_metas_llama_gives_the_same_logits(tmp_path: Path, shards: int) -> None:
     assert is_meta_llama(meta)
     with pytest.raises(UserError, match=r"no tokenizer\.model"):
         convert_llama(meta, ours)
-    (meta / "tokenizer.model").write_bytes(b"sentencepiece")
+    pieces = write_sentencepiece(meta / "tokenizer.model")
     convert_llama(meta, ours)
+    tokenizer = AutoTokenizer.from_pretrained(ours)
+    assert tokenizer.is_fast
+    assert tokenizer("a reef of coral")["input_ids"] == [1, *pieces.encode("a reef of coral")]
     loaded = AutoModelForCausalLM.from_pretrained(ours).eval()
     tokens = tiny.batch(1).tokens_BT
     torch.testing.assert_close(loaded(input_ids=tokens).logits, theirs(input_ids=tokens).logits)
     assert all(load_file(path) for path in ours.glob("*.safetensors"))
+
+
+def write_sentencepiece(path: Path) -> Any:
+    """A tokenizer in the form of Meta's, of a few words; what the library itself makes of it."""
+    words = ["a ring of islands", "one lagoon", "a reef of coral in the wind"]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(words * 20),
+        model_prefix=str(path.with_suffix("")),
+        model_type="bpe",
+        vocab_size=90,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_file=str(path))

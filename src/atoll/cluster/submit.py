@@ -5,12 +5,14 @@ import fcntl
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from atoll import run_dir
 from atoll.cluster import limits, pbs, slurm
+from atoll.cluster.fit import check_fit, unknown_fit
 from atoll.cluster.hand_over import hand_over
 from atoll.cluster.job_script import launch_script
 from atoll.cluster.scheduler import queued, without_outer_job
@@ -78,6 +80,10 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
             check_image(composition.run)
     if arguments.dry_run:
         print("\n".join(dry_run(composition.run, here) for composition in compositions), end="")
+        print(
+            "".join(f"\n# {note}" for each in compositions if (note := unknown_fit(each.run))),
+            end="",
+        )
         return 0
     for composition in compositions:
         last = composition is compositions[-1]
@@ -85,6 +91,8 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
             hand_over(composition.run, arguments.hand_over, write_run_folder(composition, here))
         elif code := start(composition, here, last, environment):
             return code
+        # once it is queued: what the scheduler refuses is two lines
+        print(unknown_fit(composition.run), end="", file=sys.stderr)
     return 0
 
 
@@ -111,13 +119,14 @@ def with_allocated_nodes(overrides: list[str], environment: Mapping[str, str]) -
 
 
 def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
-    """Refuse what the facility, the allocation or the run's own past does not allow."""
+    """Refuse what the facility, its devices, the allocation or the run's own past do not allow."""
     limits.check_supported(run)
     limits.check_nodes(run)
     if here:
         limits.check_allocation(run, limits.allocated_nodes(environment))
     elif run.facility.scheduler != "none":
         limits.check_queue(run)
+    check_fit(run)
     check_same_run(run, run_dir.folder(run))
 
 

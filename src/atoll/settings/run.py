@@ -3,7 +3,14 @@
 from pydantic import model_validator
 
 from atoll.settings.axes import Axes, axes_of
-from atoll.settings.fields import Count, CountOrZero, LoggerNames, Settings, Word
+from atoll.settings.fields import (
+    Count,
+    CountOrZero,
+    LoggerNames,
+    OverrideNames,
+    Settings,
+    Word,
+)
 from atoll.settings.learning import (
     Checkpoint,
     Data,
@@ -55,6 +62,7 @@ class Run(Settings):
     export: Export
     generation: Generation
     monitor: Monitor
+    override: OverrideNames = []  # checks that are left out
     loggers: LoggerNames  # where figures go beside metrics.jsonl, in the run's folder
 
     @property

@@ -1,0 +1,73 @@
+"""Ask the planner before a run is queued: what its devices cannot hold is refused here."""
+
+from atoll.config.compose import config_tree, shardings
+from atoll.errors import UserError
+from atoll.plan.choose import USABLE, fits
+from atoll.plan.memory import memory_of
+from atoll.plan.nearest import nearest
+from atoll.plan.shapes import FAMILIES, Shape, known_config, shape_of
+from atoll.settings import Run
+
+
+def check_fit(run: Run) -> None:
+    """Refuse a run that does not fit, with the nearest that does.
+
+    Raises `UserError`. Where it is not known whether it fits, `unknown_fit` tells.
+    """
+    shape = _shape(run)
+    if shape is None or not _is_asked(run) or _unknown(run, shape):
+        return
+    memory = memory_of(run, shape)
+    if fits(run, memory) is False:
+        raise _too_large(run, shape, memory.peak_gib)
+
+
+def unknown_fit(run: Run) -> str:
+    """One line for a job of which the planner cannot tell whether it fits, else nothing."""
+    if not _is_asked(run) or run.facility.scheduler == "none":
+        return ""
+    why = _unknown(run, _shape(run))
+    return f"whether it fits is not known: {why}\n" if why else ""
+
+
+def _is_asked(run: Run) -> bool:
+    return "fit" not in run.override and run.training.steps != 0
+
+
+def _shape(run: Run) -> Shape | None:
+    config = known_config(run.model)
+    return shape_of(config) if config and config.get("model_type") in FAMILIES else None
+
+
+def _unknown(run: Run, shape: Shape | None) -> str:
+    """Why the planner cannot tell, or nothing."""
+    node = run.facility.node
+    memory = "memory_gib" if node.device == "cpu" else "device_memory_gib"
+    if shape is None:
+        return f"this machine does not know the shape of {run.model.source or run.model.name}"
+    if run.sharding.engine == "deepspeed":
+        return "DeepSpeed spreads what it holds its own way"
+    if run.model.lora is not None:
+        return "adapters leave most weights without gradients"
+    if getattr(node, memory) is None:
+        return f"facility.node.{memory} is not set"
+    if run.sharding.offload and node.memory_gib is None:
+        return "facility.node.memory_gib is not set"
+    return ""
+
+
+def _too_large(run: Run, shape: Shape, needed_gib: float) -> UserError:
+    node = run.facility.node
+    stated = node.device_memory_gib
+    if node.device == "cpu":
+        stated = (node.memory_gib or 0.0) / run.ranks_per_node
+    knows = "override=fit submits it as it is"
+    near = nearest(run, shape, shardings(config_tree()))
+    hint = f"no smaller microbatch, other sharding or more nodes would fit; {knows}"
+    if near is not None:
+        hint = f"this fits, with {near.peak_gib:.1f} GiB: {' '.join(near.words)}; {knows}"
+    return UserError(
+        f"{run.model.name} needs {needed_gib:.1f} of the {stated:g} GiB of a device, of which "
+        f"{USABLE:.0%} can be filled",
+        hint,
+    )
