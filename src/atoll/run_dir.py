@@ -26,6 +26,16 @@ def launch_script(run_folder: Path) -> Path:
     return run_folder / "launch.sh"
 
 
+def job_script(run_folder: Path) -> Path:
+    """What `launch.sh` reads first: one job holds the run, hears of its time limit, goes on."""
+    return run_folder / "job.sh"
+
+
+def lease_folder(run_folder: Path) -> Path:
+    """Which job holds the run: of its files, all numbers, the highest."""
+    return run_folder / "lease"
+
+
 def stop_file(run_folder: Path) -> Path:
     """While it is there, the ranks save their state and stop: the job's time is nearly over."""
     return run_folder / "stop"
@@ -37,7 +47,7 @@ def restart_file(run_folder: Path) -> Path:
 
 
 def jobs_file(run_folder: Path) -> Path:
-    """The jobs that were queued for a run: a scheduler and an id in each line."""
+    """The jobs of a run: in each line a scheduler, an id, and `refused` if another held the run."""
     return run_folder / "jobs.txt"
 
 

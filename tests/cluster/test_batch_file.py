@@ -3,7 +3,6 @@
 tokenize, launch and generate, sbatch and srun are replaced; all that is between them is real.
 """
 
-import fcntl
 import json
 import os
 import shlex
@@ -169,14 +168,19 @@ def test_the_batch_file_becomes_the_run_so_that_signals_reach_it(clone):
 
 
 def test_a_run_is_not_started_twice_at_once(clone):
-    assert clone.type("facility=laptop", "name=x").returncode == 0
-    descriptor = os.open(clone.root / "runs" / "x", os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    done = clone.type("facility=laptop", "name=x")
-    os.close(descriptor)
+    clone.type("facility=laptop", "name=x", LAUNCH_CODE="75")
+    folder = clone.root / "runs" / "x"
+    script = [f"source {shlex.quote(str(folder / 'job.sh'))} {shlex.quote(str(folder))} none"]
+    line = ["bash", "-c", "\n".join(["set -euo pipefail", *script, "echo holds", "read -r"])]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        done = clone.type("facility=laptop", "name=x")
+        other.communicate(b"end\n")
     assert done.returncode == 2
     assert "run x is running already" in done.stderr
-    assert len(clone.called()) == 3
+    assert len(clone.called()) == 2
+    assert clone.type("facility=laptop", "name=x").returncode == 0
 
 
 def test_several_runs_take_turns_without_a_scheduler(clone):
@@ -344,7 +348,7 @@ def test_secrets_of_the_shell_are_in_no_file_of_the_run(clone):
     assert done.returncode == 0
     assert clone.calls()[0]["environment"]["HF_TOKEN"] == "hf_very_secret"
     texts = [path.read_text() for path in only_run(clone).rglob("*") if path.is_file()]
-    assert len(texts) == 2
+    assert len(texts) == 4  # run.yaml, launch.sh, job.sh, lease/1
     assert not [text for text in texts if "hf_very_secret" in text]
     assert "hf_very_secret" not in done.stdout + done.stderr
 

@@ -14,7 +14,6 @@ from atoll.cluster.container import container_prefix
 from atoll.cluster.job_script import launch_script
 from atoll.cluster.launchers import LAUNCHERS, TASKS_PER_NODE, launch_step
 from atoll.cluster.pbs import qsub_argv
-from atoll.cluster.pbs import requeue_function as requeue_on_pbs
 from atoll.cluster.slurm import as_words, sbatch_argv, sbatch_exports
 from atoll.cluster.slurm import requeue_function as requeue_on_slurm
 from atoll.config.binds import binds
@@ -30,6 +29,7 @@ LAPTOP = f"""\
 #!/bin/bash
 # What this run does. Written when it was submitted; started again, it goes on where it stopped.
 set -euo pipefail
+source /runs/x/job.sh /runs/x none
 {PYTHON} -m atoll tokenize /runs/x
 {PYTHON} -m atoll launch --fork 2 /runs/x
 {PYTHON} -m atoll generate /runs/x
@@ -49,23 +49,12 @@ GENERIC_SLURM = f"""\
 #!/bin/bash
 # What this run does. Written when it was submitted; started again, it goes on where it stopped.
 set -euo pipefail
-stop_file=/runs/x/stop restart_file=/runs/x/restart
-rm -f "$stop_file" "$restart_file"
-trap 'touch "$stop_file"' USR2
-wait_for() {{
-    "$@" &
-    local task=$!
-    while kill -0 "$task" 2> /dev/null; do wait "$task" || true; done
-    wait "$task"
-}}
 requeue() {{
-    printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\\n' \\
-        "$SLURM_JOB_ID"
     scontrol requeue "$SLURM_JOB_ID" && return 0
     for name in "${{!SLURM_@}}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
-    {SBATCH}
+    note_job "$({SBATCH})"
 }}
-trap 'if [[ -e $restart_file ]]; then requeue; exit 200; fi' EXIT
+source /runs/x/job.sh /runs/x slurm
 export NCCL_SOCKET_IFNAME=hsn0,hsn1
 {PYTHON} -m atoll tokenize /runs/x
 wait_for srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 \
@@ -207,10 +196,10 @@ def test_a_run_goes_on_in_this_job_or_in_the_next(composed):
     queued = shlex.join(sbatch_argv(run, Path("b"), RUN))
     lines = [line.strip() for line in requeue_on_slurm(run, RUN, Path("b")).splitlines()]
     assert lines[-4] == 'scontrol requeue "$SLURM_JOB_ID" && return 0'
-    assert lines[-2:] == [queued, "}"]
+    assert lines[-2:] == [f'note_job "$({queued})"', "}"]
     taken = requeue_on_slurm(changed(run, requeue=False), RUN, None)
     assert "scontrol" not in taken
-    assert taken.splitlines()[-2:] == ["    false", "}"]
+    assert taken.splitlines()[-2:] == ['    note_job "$(false)"', "}"]
 
 
 def qsub(run, **submit):
@@ -235,14 +224,14 @@ def test_the_command_of_a_pbs_cluster(composed):
 
 
 def test_pbs_s_time_is_watched_by_the_job_itself(composed):
-    run = changed(composed(*SLURM).run, walltime_minutes=90, submit={})
-    text = requeue_on_pbs(run, RUN, Path("b"))
-    assert text.startswith(f'(sleep {90 * 60 - 180} && touch "$stop_file") &\nrequeue() {{\n')
+    run = composed("facility=testbed_pbs", "facility.walltime_minutes=59", "name=x").run
+    assert "/job.sh " in (text := launch_script(run, RUN, Path("b")))
+    assert f"\nsource /runs/x/job.sh /runs/x pbs {59 * 60 - 180}\n" in text
     words = shlex.join(qsub_argv(run, Path("b"), RUN)[1:])
-    assert f'    qsub -W depend=afterany:"$job" {words}\n}}\n' in text
-    endless = requeue_on_pbs(changed(run, walltime_minutes=None), RUN, None)
-    assert endless.startswith("requeue() {")
-    assert endless.endswith("    false\n}\n")
+    assert f'    note_job "$(qsub -W depend=afterany:"$job" {words})"\n' in text
+    endless = launch_script(changed(run, walltime_minutes=None), RUN)
+    assert "\nsource /runs/x/job.sh /runs/x pbs\n" in endless
+    assert '    note_job "$(false)"\n' in endless
 
 
 def test_a_container_stands_before_the_command_and_brings_its_own_python(composed):
@@ -301,6 +290,7 @@ def carrying(run, value):
 def test_values_stay_values_in_a_shell(value, composed, here):
     script = launch_script(carrying(composed(*SLURM).run, value), RUN)
     exports, _, _ = script.partition(f"{PYTHON} -m atoll")
+    exports = exports.replace("source /runs/x/job.sh /runs/x slurm\n", "")
     done = subprocess.run(
         ["bash", "-c", f'{exports}printf %s "$VALUE"'], capture_output=True, check=True
     )

@@ -1,6 +1,6 @@
 """Every facility: its full command, held by a golden text, and the limits it states.
 
-`python tests/host/test_facilities.py` writes the golden texts anew.
+`python tests/cluster/test_facilities.py` writes the golden texts anew.
 """
 
 import re

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from atoll import run_dir
-from atoll.cluster.job_script import launch_script
+from atoll.cluster.job_script import around_job, launch_script
 
 # A run's ranks: they end when told to, and say by a file that the run should go on.
 RANKS = """#!/bin/bash
@@ -22,6 +22,7 @@ exit 143
 PROGRAM = """#!/bin/bash
 echo {name} "$@" >> {log}
 env | grep ^SLURM_ >> {log}
+echo Welcome to the machine; echo "8;cluster"
 exit {code}
 """
 
@@ -33,7 +34,7 @@ def job(composed, tmp_path):
     def start(*overrides: str, leave_marker: bool = True, requeue_code: int = 0):
         run = composed("image=none", "name=x", *overrides).run
         folder = run_dir.folder(run)
-        folder.mkdir(parents=True)
+        run_dir.write_whole(run_dir.job_script(folder), around_job())
         log, bin_folder = tmp_path / "log", tmp_path / "bin"
         bin_folder.mkdir()
         leave = f"touch {run_dir.restart_file(folder)}" if leave_marker else ""
@@ -80,6 +81,8 @@ def test_where_no_job_is_taken_back_another_one_is_chained(words, job):
     assert chained.endswith("/clone/sbatch/train.sbatch " + chained.split()[-1])
     after = text.split(chained)[1]
     assert "SLURM_JOB_ID" not in after  # the next job is given what it needs by Slurm
+    jobs = run_dir.jobs_file(Path(chained.split()[-1]))
+    assert jobs.read_text() == "slurm 7\nslurm 8\n"  # where atoll status looks for the living one
 
 
 def test_ranks_that_fail_are_not_started_again(job):

@@ -14,28 +14,16 @@ HEADER = """#!/bin/bash
 STRICT = "set -euo pipefail\n"
 # A module system greets with unset variables and failing commands, so strictness comes after it.
 MODULES = "source /etc/profile\n"
-# The warning reaches this shell alone. A signal to all processes of the step would also end those
-# that hold its image open, and so the ranks; they look for a file instead.
-WAIT_FOR_RANKS = """\
-stop_file={stop_file} restart_file={restart_file}
-rm -f "$stop_file" "$restart_file"
-trap 'touch "$stop_file"' USR2
-wait_for() {{
-    "$@" &
-    local task=$!
-    while kill -0 "$task" 2> /dev/null; do wait "$task" || true; done
-    wait "$task"
-}}
-"""
-# A launcher has its own idea of an exit code when some of its tasks end before others, so the
-# ranks say by a file that their state is saved and the run should go on.
-REQUEUE_AT_END = """\
-trap 'if [[ -e $restart_file ]]; then requeue; exit {code}; fi' EXIT
-"""
 # The hub's libraries ask the network before they look beside them, and wait for its answer.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 # scheduler -> the shell function by which a job requeues the run.
 REQUEUE = {"slurm": slurm.requeue_function, "pbs": pbs.requeue_function}
+AROUND = Path(__file__).with_name("job.sh")
+
+
+def around_job() -> str:
+    """The text of a run's `job.sh`: what a job does around the commands of `launch.sh`."""
+    return AROUND.read_text().replace("@RESTART_CODE@", str(run_dir.RESTART_CODE))
 
 
 def launch_script(
@@ -54,7 +42,8 @@ def launch_script(
         HEADER
         + (MODULES + _lines(modules) if modules else "")
         + STRICT
-        + (_time_limit(run, run_folder, batch_file) if queued else "")
+        + (REQUEUE[scheduler](run, run_folder, batch_file) if queued else "")
+        + _around(run, run_folder)
         + _lines(preparation(run, run_folder))
         + _lines([_ranks(run, run_folder, entrypoint)] if entrypoint else training(run, run_folder))
     )
@@ -85,16 +74,13 @@ def training(run: Run, run_folder: Path) -> list[list[str]]:
     ]
 
 
-def _time_limit(run: Run, run_folder: Path, batch_file: Path | None) -> str:
-    """What the job does shortly before its time limit, and how the run is queued again."""
-    files = {
-        "stop_file": shlex.quote(str(run_dir.stop_file(run_folder))),
-        "restart_file": shlex.quote(str(run_dir.restart_file(run_folder))),
-    }
-    requeue = REQUEUE[run.facility.scheduler](run, run_folder, batch_file)
-    return (
-        WAIT_FOR_RANKS.format(**files) + requeue + REQUEUE_AT_END.format(code=run_dir.RESTART_CODE)
-    )
+def _around(run: Run, run_folder: Path) -> str:
+    """The line that reads job.sh; PBS warns nobody of the time limit, so its clock is there."""
+    facility, minutes = run.facility, run.facility.walltime_minutes
+    timed = facility.scheduler == "pbs" and minutes is not None
+    seconds = [str(60 * (minutes or 0) - run.restart.notice_seconds)] if timed else []
+    script = str(run_dir.job_script(run_folder))
+    return _lines([["source", script, str(run_folder), facility.scheduler, *seconds]])
 
 
 def _writes_text(run: Run) -> bool:

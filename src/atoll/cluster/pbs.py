@@ -6,16 +6,10 @@ from pathlib import Path
 from atoll.settings import Run
 from atoll.settings.machine import SubmitFlag
 
-# PBS warns nobody before the time is over: the shell looks at the clock.
-CLOCK = """\
-(sleep {seconds} && touch "$stop_file") &
-"""
 # PBS cannot requeue a running job: the run goes on in a job that waits for this one.
 REQUEUE = """\
 requeue() {{
-    local job=${{PBS_JOBID:-${{SLURM_JOB_ID:-}}}}
-    printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\\n' "$job"
-    {chain}
+    note_job "$({chain})"
 }}
 """
 
@@ -46,9 +40,7 @@ def requeue_function(run: Run, run_folder: Path, batch_file: Path | None) -> str
     if batch_file:
         qsub, *words = qsub_argv(run, batch_file, run_folder)
         chain = f'{qsub} -W depend=afterany:"$job" {shlex.join(words)}'
-    minutes = run.facility.walltime_minutes
-    clock = CLOCK.format(seconds=60 * minutes - run.restart.notice_seconds) if minutes else ""
-    return clock + REQUEUE.format(chain=chain)
+    return REQUEUE.format(chain=chain)
 
 
 def _resources(run: Run) -> list[str]:

@@ -21,6 +21,11 @@ SETTINGS_BEHIND = {
     "select": "facility.submit.l",
 }
 
+# alone on its line: 4711;cluster of sbatch --parsable, 4711.server of qsub
+JOB_ID = re.compile(
+    r"(?:Submitted batch job )?([0-9]+(?:\[[0-9]*\])?(?:\.[A-Za-z0-9._-]+)?)(?:;\S*)?$"
+)
+
 
 def queued(argv: Sequence[str], environment: Mapping[str, str]) -> str:
     """Queue a job and return its id.
@@ -35,7 +40,13 @@ def queued(argv: Sequence[str], environment: Mapping[str, str]) -> str:
         )
     if done.returncode != 0:
         raise refusal(argv[0], done.stderr or done.stdout or done.last_line)
-    return done.stdout.strip().split(";")[0]
+    ids = [match[1] for line in done.stdout.splitlines() if (match := JOB_ID.match(line.strip()))]
+    if not ids:
+        raise UserError(
+            f"{argv[0]} printed no job id: {done.last_line}",
+            "see squeue or qstat: the job may be queued",
+        )
+    return ids[-1]  # what a site greets with comes before it
 
 
 def answer_lines(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:

@@ -19,11 +19,9 @@ VARIABLES |= {"time": "SBATCH_TIMELIMIT", "mem": "SBATCH_MEM_PER_NODE"}
 # its end (--dependency=singleton). A new job must not inherit what this one was given.
 REQUEUE = """\
 requeue() {{
-    printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\\n' \\
-        "$SLURM_JOB_ID"
     {same_job}
     for name in "${{!SLURM_@}}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
-    {chain}
+    note_job "$({chain})"
 }}
 """
 

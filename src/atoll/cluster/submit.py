@@ -1,7 +1,6 @@
 """`atoll submit`: compose, check, write the run folder, hand it to the scheduler or run it here."""
 
 import argparse
-import fcntl
 import os
 import shlex
 import subprocess
@@ -14,7 +13,8 @@ from atoll import run_dir
 from atoll.cluster import limits, pbs, slurm
 from atoll.cluster.fit import check_fit, unknown_fit
 from atoll.cluster.hand_over import hand_over
-from atoll.cluster.job_script import launch_script
+from atoll.cluster.job_script import around_job, launch_script
+from atoll.cluster.lease import lease_of
 from atoll.cluster.scheduler import queued, without_outer_job
 from atoll.commands import VerbParser
 from atoll.config.compose import Composition, compose_all, config_tree, overrides_parser
@@ -105,8 +105,8 @@ def dry_run(run: Run, here: bool = False) -> str:
 
 def _discard(folder: Path) -> None:
     """Leave no trace of a refused run; whatever else is in its folder stays."""
-    run_dir.launch_script(folder).unlink(missing_ok=True)
-    run_dir.settings_file(folder).unlink(missing_ok=True)
+    for path in (run_dir.launch_script, run_dir.job_script, run_dir.settings_file):
+        path(folder).unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
 
@@ -133,11 +133,12 @@ def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
 def write_run_folder(
     composition: Composition, here: bool = False, entrypoint: str | None = None
 ) -> Path:
-    """Write `launch.sh`, then `run.yaml`, and return the run's folder."""
+    """Write `job.sh`, `launch.sh`, then `run.yaml`, and return the run's folder."""
     folder = run_dir.folder(composition.run)
     script = _script(composition.run, here, entrypoint)
     try:
         composition.run.folders.prepared.mkdir(parents=True, exist_ok=True)  # a bind needs it
+        run_dir.write_whole(run_dir.job_script(folder), around_job())
         run_dir.write_whole(run_dir.launch_script(folder), script)
         run_dir.write_whole(run_dir.settings_file(folder), composition.as_yaml())
     except OSError as error:
@@ -167,16 +168,14 @@ def start(
             f"job {_queue(composition, environment, entrypoint)}: {run_dir.folder(run)}", flush=True
         )
         return 0
-    lock = _locked(run) if run.facility.scheduler == "none" else None
+    if run.facility.scheduler == "none":
+        _refuse_second(run)
     folder = write_run_folder(composition, here, entrypoint)
     print(f"run {run.name} in {folder}", flush=True)
     command = ["bash", str(run_dir.launch_script(folder))]
     if last:
         os.execvp(command[0], command)  # signals reach the run, its exit code is ours
-    code = subprocess.run(command, pass_fds=[] if lock is None else [lock]).returncode
-    if lock is not None:
-        os.close(lock)
-    return code
+    return subprocess.run(command).returncode
 
 
 def _queue(composition: Composition, environment: Mapping[str, str], entrypoint: str | None) -> str:
@@ -214,19 +213,12 @@ def _runs_here(run: Run, here: bool) -> bool:
     return here or run.facility.scheduler == "none"
 
 
-def _locked(run: Run) -> int:
-    """Hold the run's folder until the last process of the run has ended."""
+def _refuse_second(run: Run) -> None:
+    """Refuse to start a run that goes on; launch.sh, which takes the lease, looks again."""
     folder = run_dir.folder(run)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    lease = lease_of(folder)
+    if lease is not None and lease.alive:
         raise UserError(
-            f"run {run.name} is running already in {folder}",
+            f"run {run.name} is running already in {folder}: process {lease.job} on {lease.node}",
             "wait for it or end it, or give this one another name: name=NAME",
-        ) from None
-    except OSError as error:
-        raise _unusable(folder, error) from None
-    os.set_inheritable(descriptor, True)
-    return descriptor
+        )

@@ -1,0 +1,210 @@
+# What every job of a run does around its commands. launch.sh reads it:
+#     source RUN/job.sh RUN SCHEDULER [SECONDS]       SECONDS: after which PBS's time is nearly over
+# One job holds the run, hears of its time limit, and goes on in another one.
+# shellcheck shell=bash
+run_folder=$1 scheduler=$2 clock_seconds=${3:-}
+stop_file=$run_folder/stop restart_file=$run_folder/restart lease_folder=$run_folder/lease
+renew_seconds=10 watch_seconds=60 lease=
+# A site's settings of Python would reach into the image; sbatch --export=NONE would reach srun.
+unset PYTHONHOME PYTHONPATH PYTHONSTARTUP SLURM_EXPORT_ENV
+
+case $scheduler in
+    slurm) job=${SLURM_JOB_ID:-0} ;;
+    pbs) job=${PBS_JOBID:-${SLURM_JOB_ID:-0}} ;;
+    *) job=$$ ;;
+esac
+# Process ids are compared within one boot and one space of them.
+machine=$(cat /proc/sys/kernel/random/boot_id):$(readlink /proc/self/ns/pid)
+node=${SLURMD_NODENAME:-$(uname -n)}
+
+# --- The lease: lease/N names the job that holds the run. The highest N holds; to take over is to
+# be the one who makes N+1, which any file system gives to one alone. No clock is compared with
+# another node's: a lease that nobody renews for watch_seconds is stale.
+
+started() { # PID: when it started, in ticks of the kernel; fails where it is gone
+    local stat words
+    { stat=$(< "/proc/$1/stat"); } 2> /dev/null || return 1
+    read -ra words <<< "${stat##*) }"
+    printf '%s\n' "${words[19]}"
+}
+newest_lease() {
+    local file newest=0
+    for file in "$lease_folder"/*; do
+        file=${file##*/}
+        [[ ! $file =~ ^[0-9]+$ ]] || ((file <= newest)) || newest=$file
+    done
+    printf '%s\n' "$newest"
+}
+scheduler_says() { # SCHEDULER JOB: alive, dead or unknown
+    local answer code=0
+    case $1 in
+        slurm) answer=$(squeue --noheader --states=all "--jobs=$2" --format=%T 2>&1) || code=$? ;;
+        pbs) answer=$(qstat "$2" 2>&1) || code=$? ;;
+        *) answer='' code=1 ;;
+    esac
+    case $1:$code:$answer in
+        *:*nvalid\ job\ id* | *:*nknown\ [Jj]ob* | *:*has\ finished*) echo dead ;;
+        slurm:0:RUNNING | slurm:0:S[UTI]* | slurm:0:RESIZING) echo alive ;;
+        slurm:0:COMPLETING | slurm:0:CONFIGURING) echo unknown ;;
+        slurm:0:*) echo dead ;; # ended, or waits to be started again
+        pbs:0:*\ [RSUE]\ *) echo alive ;;
+        pbs:0:*\ [FXCQHW]\ *) echo dead ;;
+        *) echo unknown ;;
+    esac
+}
+holder() { # the words of a lease: alive, dead or unknown
+    local scheduler_of=${1:-} job_of=${2:-} restarts_of=${3:-} pid=${5:-} start=${6:-} on=${7:-}
+    if [[ ${8:-} == ended ]]; then
+        echo dead
+    elif [[ $on == "$machine" ]]; then
+        if [[ $(started "$pid") == "$start" ]]; then echo alive; else echo dead; fi
+    elif [[ "$scheduler_of $job_of" == "$scheduler $job" ]]; then
+        # this job, started again elsewhere; Slurm counts its starts
+        if ((restarts_of < ${SLURM_RESTART_COUNT:-0})); then echo dead; else echo unknown; fi
+    else
+        scheduler_says "$scheduler_of" "$job_of"
+    fi
+}
+watched() { # LEASE: alive if it is renewed while we look, else dead
+    local before waited
+    before=$(< "$1") || true
+    for ((waited = 0; waited < watch_seconds; waited += 2)); do
+        sleep 2
+        if [[ $(cat "$1" 2> /dev/null || true) != "$before" ]]; then echo alive && return; fi
+    done
+    echo dead
+}
+refuse() { # the words of a lease
+    printf 'atoll: run %s is running already: %s job %s on %s holds %s\n' \
+        "${run_folder##*/}" "${1:-?}" "${2:-?}" "${4:-?}" "$lease_folder" >&2
+    printf '       wait for it or end it, or give this one another name: name=NAME\n' >&2
+    printf '%s %s refused\n' "$scheduler" "$job" >> "$run_folder/jobs.txt"
+    exit 2
+}
+read_lease() { # LEASE: its first line as words
+    read -ra words <<< "$(head -n 1 "$1" 2> /dev/null || true)"
+}
+take_lease() { # PID: of the one who renews it
+    local number words state
+    mkdir -p "$lease_folder"
+    for _ in 1 2 3 4 5; do
+        number=$(newest_lease)
+        if ((number > 0)); then
+            read_lease "$lease_folder/$number"
+            state=$(holder "${words[@]}")
+            if [[ $state == unknown ]]; then
+                state=$(watched "$lease_folder/$number")
+                read_lease "$lease_folder/$number"
+            fi
+            [[ $state != alive ]] || refuse "${words[@]}"
+            [[ ${words[7]:-} == ended || ${#words[@]} == 0 ]] ||
+                printf 'atoll: %s job %s on %s ended without a word; this job takes the run over\n' \
+                    "${words[0]}" "${words[1]}" "${words[3]}"
+        fi
+        lease=$lease_folder/$((number + 1))
+        owner="$scheduler $job ${SLURM_RESTART_COUNT:-0} $node $1 $(started "$1") $machine"
+        if ! (set -o noclobber && printf '%s\n' "$owner" > "$lease") 2> /dev/null; then
+            [[ ! -e $lease ]] || continue # another one was first
+            lease=
+            break
+        fi
+        if (($(newest_lease) > number + 1)); then rm -f "$lease" && continue; fi
+        for words in "$lease_folder"/*; do [[ $words == "$lease" ]] || rm -f "$words"; done
+        return
+    done
+    printf 'atoll: cannot write %s\n       free some space, or give another place: folders.runs=FOLDER\n' \
+        "$lease_folder" >&2
+    exit 2
+}
+write_lease() { # WORDS: whole or not at all
+    printf '%s\n' "$1" > "$lease_folder/.$job" && mv -f "$lease_folder/.$job" "$lease"
+}
+# Beside the job: renews the lease, and is PBS's clock. It ends with the last process that has its
+# pipe, which all processes of the job inherit; so no lease and no clock outlives its job.
+keep_lease() {
+    trap '' TERM INT HUP USR1 USR2
+    local clock_end=$((SECONDS + ${clock_seconds:-0})) word code
+    while true; do
+        code=0
+        read -r -t "$renew_seconds" word || code=$?
+        if ((code == 1)) || [[ $word == ended ]]; then break; fi
+        if ((code == 0)); then lease=$lease_folder/$word owner=$(head -n 1 "$lease_folder/$word"); fi
+        [[ -n ${lease:-} ]] || continue
+        if (($(newest_lease) > ${lease##*/})); then
+            printf 'atoll: another job has taken the run over; this one ends\n' >&2
+            pkill -TERM -P "$$" || true
+            return
+        fi
+        write_lease "$owner"$'\n'"renewed $(date +%s)" || true
+        if [[ -n $clock_seconds ]] && ((SECONDS >= clock_end)); then
+            touch "$stop_file"
+            clock_seconds=
+        fi
+    done
+    [[ -z ${lease:-} ]] || write_lease "$owner ended" || true
+}
+hold_run() {
+    [[ $clock_seconds == '' ]] || ((clock_seconds > renew_seconds)) || renew_seconds=1
+    exec {pipe}> >(keep_lease)
+    local keeper=$!
+    take_lease "$keeper"
+    printf '%s\n' "${lease##*/}" >&"$pipe"
+    rm -f "$stop_file" "$restart_file"
+    [[ $scheduler != none ]] || return 0
+    grep -qsE "^$scheduler ${job%%.*}(\.|$)" "$run_folder/jobs.txt" ||
+        printf '%s %s\n' "$scheduler" "$job" >> "$run_folder/jobs.txt"
+    # the output of a job that was queued by hand is where sbatch was typed
+    local output=$run_folder/$scheduler-$job.out typed
+    typed=$(readlink "/proc/$$/fd/1") || return 0
+    [[ ! -f $typed || -e $output || ${typed%/*} == "$run_folder" ]] || ln -s "$typed" "$output"
+}
+
+# --- The time limit. The warning reaches this shell alone: a signal to all processes of the step
+# would also end those that hold its image open, and so the ranks; they look for a file instead.
+
+wait_for() {
+    trap : TERM # a cancelled job's ranks have heard it too, and save
+    "$@" &
+    local task=$! code=0
+    while kill -0 "$task" 2> /dev/null; do wait "$task" || true; done
+    wait "$task" || code=$?
+    trap 'exit 143' TERM
+    return "$code"
+}
+note_job() { # OUTPUT of sbatch or qsub: the last line that is a job's id is the next job's
+    local line next=
+    while read -r line; do
+        line=${line#Submitted batch job } line=${line%%;*}
+        [[ ! $line =~ ^[0-9]+(\[[0-9]*\])?(\.[A-Za-z0-9._-]+)?$ ]] || next=$line
+    done <<< "$1"
+    [[ -n $next ]] || return 1
+    printf '%s %s\n' "$scheduler" "$next" >> "$run_folder/jobs.txt"
+    printf 'atoll: job %s goes on with the run\n' "$next"
+}
+# A launcher has its own idea of an exit code when some of its tasks end before others, so the
+# ranks say by a file that their state is saved and the run should go on.
+at_end() {
+    local code=$?
+    trap '' USR2
+    if [[ -n ${lease:-} ]]; then
+        write_lease "$owner ended" || true
+        (printf 'ended\n' >&"$pipe") 2> /dev/null || true # it may be gone
+        if [[ -e $restart_file && $scheduler != none ]]; then
+            printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\n' "$job"
+            code=@RESTART_CODE@
+            if requeue; then
+                rm -f "$restart_file"
+            else
+                printf 'atoll: the run could not be queued again\n       type the same line again\n' >&2
+                code=1
+            fi
+        fi
+    fi
+    exit "$code"
+}
+trap at_end EXIT
+if [[ $scheduler != none ]]; then
+    trap 'exit 143' TERM
+    trap 'touch "$stop_file"' USR2
+fi
+hold_run
