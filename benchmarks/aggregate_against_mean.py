@@ -128,7 +128,8 @@ def timed(argv: list[str], before: Before) -> float:
 
 def disk(folder: Path, updates: list[Path], before: Before) -> float:
     """Read what aggregate reads, and write as many bytes as it has written."""
-    sources = [path for one in [*updates, folder / "global-0" / "master"] for path in files(one)]
+    folders = [*updates, folder / "global-0" / "master"]
+    sources = [path for part in folders for path in files(part)]
     written = sum(path.stat().st_size for path in files(folder / "next"))
     before()
     start = time.perf_counter()
@@ -164,8 +165,8 @@ def peak_mebibytes(folder: Path, base: Path, updates: list[Path]) -> float:
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
     argv = [sys.executable, "-c", code, *command(base, updates, out)]
-    said = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
-    return int(said) / 1024
+    output = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+    return int(output) / 1024
 
 
 def wrong_values(folder: Path, updates: list[Path]) -> int:
@@ -173,10 +174,10 @@ def wrong_values(folder: Path, updates: list[Path]) -> int:
     wrong = 0
     for path in files(folder / "next" / "delta"):
         given = [load_file(file) for update in updates for file in files(update)]
-        for name, found in load_file(path).items():
-            parts = [one[name] for one in given if name in one]
+        for name, values in load_file(path).items():
+            parts = [update[name] for update in given if name in update]
             mean = sum(part.double() for part in parts) / len(updates)
-            wrong += int((found != mean.float()).sum())
+            wrong += int((values != mean.float()).sum())
     return wrong
 
 
@@ -189,8 +190,8 @@ def rows(
     aims = {("cold", "disk"): DISK_TIMES}
     aims |= {(how, PEER_NAME): 1 / FASTER for how in seconds}
     made = [
-        results.row(f"{case}, {how}", "s", found["aggregate"], peer, found[peer], "lower", target)
-        for how, found in seconds.items()
+        results.row(f"{case}, {how}", "s", times["aggregate"], peer, times[peer], "lower", target)
+        for how, times in seconds.items()
         for peer in (PEER_NAME, "disk")
         for target in [aims.get((how, peer))]
     ]

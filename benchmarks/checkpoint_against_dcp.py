@@ -52,13 +52,13 @@ def main() -> int:
             "DCP save": lambda: plain(folder, model, optimizer),
             "save_pretrained": lambda: pretrained(folder, model, optimizer),
         }
-        found: dict[str, list[dict[str, float]]] = {way: [] for way in saves}
+        turns: dict[str, list[dict[str, float]]] = {way: [] for way in saves}
         for number in range(arguments.rounds + 1):
             for way in list(saves)[:: 1 if number % 2 == 0 else -1]:
                 times = saves[way]()
                 if number:  # the first round warms up
-                    found[way].append(times)
-    met = results.record("checkpoint_against_dcp", rows(found))
+                    turns[way].append(times)
+    met = results.record("checkpoint_against_dcp", rows(turns))
     return int(arguments.check and not met)
 
 
@@ -159,9 +159,9 @@ def timed_cold(call: Callable[[], object]) -> float:
     return timed(call)
 
 
-def rows(found: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+def rows(by_way: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
     """Blocking against our own save; the rest against each peer."""
-    turns = {way: {k: [one[k] for one in all_] for k in all_[0]} for way, all_ in found.items()}
+    turns = {way: {k: [turn[k] for turn in all_] for k in all_[0]} for way, all_ in by_way.items()}
     mine = turns.pop("ours")
     made = [
         results.row(

@@ -37,13 +37,13 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("runs/codecs"))
     parser.add_argument("--check", action="store_true", help="fail where a target is missed")
     arguments = parser.parse_args()
-    folder, found = arguments.folder.absolute(), {}
+    folder, measured_by_codec = arguments.folder.absolute(), {}
     for codec in {*arguments.codecs, "int8"}:
         (folder / codec).mkdir(parents=True, exist_ok=True)
         os.chdir(folder / codec)
-        found[codec] = measured(codec, arguments)
-    rows, (size, loss) = [], found.pop("int8")
-    for peer, (bytes_, final) in found.items():
+        measured_by_codec[codec] = measured(codec, arguments)
+    rows, (size, loss) = [], measured_by_codec.pop("int8")
+    for peer, (bytes_, final) in measured_by_codec.items():
         of_bytes, of_loss = TARGETS[peer]
         case = f"int8, {arguments.rounds} rounds"
         values = ("MB", [size / 1e6], f"updates in {peer}", [bytes_ / 1e6])

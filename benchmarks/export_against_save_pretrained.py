@@ -41,13 +41,13 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             run = prepared(Path(folder), arguments.layers)
-            found = pool.run(measured, run, arguments.rounds, world=RANKS)[0]
+            turns_of = pool.run(measured, run, arguments.rounds, world=RANKS)[0]
     finally:
         pool.close()
     peer = "gathered save_pretrained"
     rows = []
     for number, (what, unit) in enumerate((("export", "s"), ("export, rise of memory", "MiB"))):
-        mine, theirs = ([turn[number] for turn in found[way]] for way in ("ours", "peer"))
+        mine, theirs = ([turn[number] for turn in turns_of[way]] for way in ("ours", "peer"))
         rows.append(results.row(what, unit, mine, peer, theirs, "lower", 1.0))
     met = results.record("export_against_save_pretrained", rows)
     return int(arguments.check and not met)
@@ -75,7 +75,7 @@ def measured(world: Any, run: Any, rounds: int) -> dict[str, list[tuple[float, f
     train_state = assemble(run, run_dir.folder(run), world)
     final = run_dir.export(train_state.run_folder)
     ways = {"ours": lambda: export_model(train_state), "peer": lambda: gathered(train_state, final)}
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    turns_of: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for number in range(rounds + 1):
         for way in list(ways)[:: 1 if number % 2 == 0 else -1]:
             if world.rank == 0:
@@ -83,8 +83,8 @@ def measured(world: Any, run: Any, rounds: int) -> dict[str, list[tuple[float, f
                 os.sync()
             turn = one_turn(ways[way])
             if number:  # the first round warms up
-                found[way].append(turn)
-    return found
+                turns_of[way].append(turn)
+    return turns_of
 
 
 def one_turn(way: Any) -> tuple[float, float]:
@@ -100,7 +100,7 @@ def one_turn(way: Any) -> tuple[float, float]:
 
 
 def status_mebibytes(name: str) -> float:
-    [line] = [one for one in STATUS.read_text().splitlines() if one.startswith(f"{name}:")]
+    [line] = [line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:")]
     return int(line.split()[1]) / 1024
 
 

@@ -75,8 +75,8 @@ def judged(campaign: Campaign, site: Site, name: str, model: Path) -> dict[str, 
     own += [f"training.global_batch_samples={campaign.batch_samples}"]
     atoll("evaluate", *of_site(campaign, site), *own)
     folder = run_dir.folder(compose([*of_site(campaign, site), *own]).run)
-    found: dict[str, Any] = json.loads(run_dir.result_file(folder).read_text())
-    return found
+    result: dict[str, Any] = json.loads(run_dir.result_file(folder).read_text())
+    return result
 
 
 def show(campaign: Campaign, table: dict[str, dict[str, Any]]) -> dict[str, float]:

@@ -42,13 +42,13 @@ def connection_ends(pid: int) -> int:
 
 def links(folder: Path) -> list[str]:
     """What a process has open; a file that is closed meanwhile is left out."""
-    found = []
+    targets = []
     for path in folder.iterdir():
         try:
-            found.append(os.readlink(path))
+            targets.append(os.readlink(path))
         except OSError:
             continue
-    return found
+    return targets
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ def called(side: str, folder: Path, limit_seconds: float) -> dict[str, Any]:
     with Running([sys.executable, str(script), side, str(folder)], folder / "log") as process:
         over = process.ended(limit_seconds)
     if outcome.is_file():
-        found: dict[str, Any] = json.loads(outcome.read_text())
-        return found
+        figures: dict[str, Any] = json.loads(outcome.read_text())
+        return figures
     return {"failed": why(folder / "log") if over else f"not done in {limit_seconds:.0f} s"}
 
 
@@ -55,7 +55,7 @@ def ours(case: Case, folder: Path, limit_seconds: float) -> dict[str, Any]:
     with Running([sys.executable, "-m", "atoll", "launch", str(folder)], folder / "log") as process:
         while time.monotonic() < until:
             over = process.ended(0.2)
-            records = [one for one in run_dir.metrics(folder) if one["event"] == "train"]
+            records = [record for record in run_dir.metrics(folder) if record["event"] == "train"]
             if records and records[-1]["step"] >= case.steps:
                 return rate_of(case, records)
             if over:
@@ -65,7 +65,7 @@ def ours(case: Case, folder: Path, limit_seconds: float) -> dict[str, Any]:
 
 def rate_of(case: Case, records: list[dict[str, Any]]) -> dict[str, Any]:
     """Between the line that ends the warm-up and the line that ends the timed steps."""
-    by_step = {one["step"]: one for one in records}
+    by_step = {record["step"]: record for record in records}
     begin, end = by_step[case.warmup_steps], by_step[case.steps]
     rate = (end["tokens"] - begin["tokens"]) / (end["time"] - begin["time"])
     return {"tokens_per_second": rate, "memory_gib": end["memory_gib"]}

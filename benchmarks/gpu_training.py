@@ -56,7 +56,7 @@ class Bench:
     cases: dict[str, Case]
     place: Place
     deadline: float
-    found: dict[Turn, list[dict[str, Any]]] = field(default_factory=dict)
+    outcomes: dict[Turn, list[dict[str, Any]]] = field(default_factory=dict)
     failed: dict[Turn, str] = field(default_factory=dict)
     seconds: dict[Turn, float] = field(default_factory=dict)
 
@@ -65,10 +65,10 @@ class Bench:
         return self.deadline - time.monotonic()
 
     def rates(self, turn: Turn) -> list[float]:
-        return [one["tokens_per_second"] for one in self.found.get(turn, [])]
+        return [outcome["tokens_per_second"] for outcome in self.outcomes.get(turn, [])]
 
     def memory_gib(self, turn: Turn) -> float:
-        return max(float(one["memory_gib"]) for one in self.found[turn])
+        return max(float(outcome["memory_gib"]) for outcome in self.outcomes[turn])
 
 
 def main() -> int:
@@ -122,7 +122,7 @@ def measured(bench: Bench, sides: Sequence[str], card: dict[str, Any]) -> list[d
         take(bench, turn, min(fair, bench.left, LONGEST_TURN_SECONDS))
     again = [(case, side) for case in bench.cases for side in reversed(sides)]
     dropped = []
-    for turn in (turn for turn in again if turn in bench.found):
+    for turn in (turn for turn in again if turn in bench.outcomes):
         if bench.left < 1.2 * bench.seconds[turn]:
             dropped.append(" ".join(turn))
             continue
@@ -146,7 +146,7 @@ def take(bench: Bench, turn: Turn, limit_seconds: float) -> None:
         bench.failed[turn] = outcome["failed"]
         print(f"{case:5} {side:10} {outcome['failed']}", flush=True)
         return
-    bench.found.setdefault(turn, []).append(outcome)
+    bench.outcomes.setdefault(turn, []).append(outcome)
     print(
         f"{case:5} {side:10} {outcome['tokens_per_second']:10,.0f} tokens/s "
         f"{outcome['memory_gib']:6.2f} GiB  ({bench.seconds[turn]:.0f} s)",
@@ -161,7 +161,7 @@ def rows_of(
     from results import row
 
     mine = (name, "ours")
-    if mine not in bench.found:
+    if mine not in bench.outcomes:
         print(f"{name}: ours has no rate, so nothing is compared: {bench.failed[mine]}", flush=True)
         return
     flops, memory = flops_per_token(bench.cases[name]), bench.memory_gib(mine)
@@ -169,18 +169,18 @@ def rows_of(
     shared |= {"microbatch": bench.cases[name].microbatch}
     reached = [rate * flops / 1e12 for rate in bench.rates(mine)]
     peak, target = card["peak_tflops"], MFU_TARGETS.get(name)
-    mfu = statistics.median(reached) / peak
-    yield row(
-        f"{name}, MFU", "TFLOP/s", reached, "peak", [peak], "higher", target, mfu=mfu, **shared
-    )
+    if peak is not None:
+        shared |= {"mfu": statistics.median(reached) / peak}
+        yield row(f"{name}, MFU", "TFLOP/s", reached, "peak", [peak], "higher", target, **shared)
     for side in (side for side in sides if side != "ours"):
         turn = (name, side)
-        if turn not in bench.found:
+        if turn not in bench.outcomes:
             print(f"{name} {side}: {bench.failed.get(turn, 'not run')}", flush=True)
             continue
         peers = bench.rates(turn)
-        more = shared | {"peer_memory_gib": bench.memory_gib(turn), "mfu": mfu}
-        more |= {"peer_mfu": statistics.median(peers) * flops / 1e12 / peak}
+        more = shared | {"peer_memory_gib": bench.memory_gib(turn)}
+        if peak is not None:
+            more |= {"peer_mfu": statistics.median(peers) * flops / 1e12 / peak}
         yield row(
             name, "tokens/s", bench.rates(mine), side, peers, "higher", TARGETS.get(side), **more
         )
@@ -225,18 +225,17 @@ def reported(rows: list[dict[str, Any]], dry_run: bool) -> bool:
 
     if not dry_run:
         return record("gpu_training", rows) and bool(rows)
-    for one in rows:
-        print(shown(one | {"target": None}), flush=True)
-    return bool(rows) and all(met(one | {"target": None}) for one in rows)
+    for row in rows:
+        print(shown(row | {"target": None}), flush=True)
+    return bool(rows) and all(met(row | {"target": None}) for row in rows)
 
 
 def described(card: dict[str, Any]) -> str:
     if "failed" in card:
         raise SystemExit(card["failed"])
-    return (
-        f"{card['name']}: peak {card['peak_tflops']:.3g} TFLOP/s ({card['peak_source']}), "
-        f"its large matrix product reaches {card['gemm_tflops']:.3g}"
-    )
+    peak, source = card["peak_tflops"], card["peak_source"]
+    known = source if peak is None else f"peak {peak:.3g} TFLOP/s ({source})"
+    return f"{card['name']}: {known}, its large matrix product reaches {card['gemm_tflops']:.3g}"
 
 
 if __name__ == "__main__":

@@ -106,9 +106,9 @@ def measured(case: Case, rounds: int) -> list[dict[str, Any]]:
         results.row(
             f"{title}: {WORDS[name]}",
             "s",
-            [getattr(one, name) for one in ours],
+            [getattr(timing, name) for timing in ours],
             "torchrun",
-            [getattr(one, name) for one in peer],
+            [getattr(timing, name) for timing in peer],
             "lower",
             getattr(targets, name),
         )

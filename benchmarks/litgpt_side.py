@@ -93,7 +93,7 @@ def batches(run: Any, placement: Any) -> Any:
     training = run.training
     wanted = training.steps * training.global_batch_samples
     ids = sample_ids(run.seed, len(samples), 0, wanted)
-    rows = torch.stack([samples.batch(np.array([one])).tokens_BT[0] for one in ids])
+    rows = torch.stack([samples.batch(np.array([number])).tokens_BT[0] for number in ids])
     for tokens_BT in rows[placement.rank :: placement.world_size].split(
         training.microbatch_samples
     ):

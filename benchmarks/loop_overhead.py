@@ -28,7 +28,7 @@ LIMIT = 1.02
 STRATEGIES = ("ddp", "full_shard")
 
 
-def rank_main(rank: int, port: int, rounds: int, found: Any) -> None:
+def rank_main(rank: int, port: int, rounds: int, times_of_strategies: Any) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
@@ -36,7 +36,7 @@ def rank_main(rank: int, port: int, rounds: int, found: Any) -> None:
         for strategy in STRATEGIES:
             times = measured(rank, strategy, rounds)
             if rank == 0:
-                found[strategy] = times
+                times_of_strategies[strategy] = times
     finally:
         dist.destroy_process_group()
 
@@ -128,10 +128,12 @@ def main() -> int:
     with multiprocessing.get_context("spawn").Manager() as manager:
         shared = manager.dict()
         multiprocessing.spawn(rank_main, args=(port, arguments.rounds, shared), nprocs=RANKS)
-        found = dict(shared)
+        times_of_strategies = dict(shared)
     rows = [
-        results.row(f"a step, {name}", "s", one["ours"], "bare torch", one["bare"], "lower", LIMIT)
-        for name, one in found.items()
+        results.row(
+            f"a step, {name}", "s", times["ours"], "bare torch", times["bare"], "lower", LIMIT
+        )
+        for name, times in times_of_strategies.items()
     ]
     return int(not results.record("loop_overhead", rows) and arguments.check)
 

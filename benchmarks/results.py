@@ -23,11 +23,11 @@ SIGNS = {"higher": "≥", "lower": "≤"}
 
 def in_turns(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """What each way gives in each of its turns, in the order A B B A: a drift weighs on all."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    turns: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
-            found[name].append(ways[name]())
-    return found
+            turns[name].append(ways[name]())
+    return turns
 
 
 def row(
@@ -53,32 +53,32 @@ def record(benchmark: str, rows: Sequence[dict[str, Any]]) -> bool:
     about |= {"machine": machine(), "versions": versions()}
     FOLDER.mkdir(exist_ok=True)
     with open(FOLDER / f"{benchmark}.jsonl", "a") as file:
-        for one in rows:
-            print(shown(one), flush=True)
-            file.write(json.dumps(about | one) + "\n")
-    return all(met(one) for one in rows)
+        for each in rows:
+            print(shown(each), flush=True)
+            file.write(json.dumps(about | each) + "\n")
+    return all(met(each) for each in rows)
 
 
-def ratio(one: Mapping[str, Any]) -> float:
-    return float(one["ours"]) / float(one["peers"])
+def ratio(row: Mapping[str, Any]) -> float:
+    return float(row["ours"]) / float(row["peers"])
 
 
-def met(one: Mapping[str, Any]) -> bool:
-    if one["target"] is None:
+def met(row: Mapping[str, Any]) -> bool:
+    if row["target"] is None:
         return True
-    above = ratio(one) >= one["target"]
-    return above if one["better"] == "higher" else ratio(one) <= one["target"]
+    above = ratio(row) >= row["target"]
+    return above if row["better"] == "higher" else ratio(row) <= row["target"]
 
 
-def aim(one: Mapping[str, Any]) -> str:
-    return "" if one["target"] is None else f"{SIGNS[one['better']]} {one['target']:g}"
+def aim(row: Mapping[str, Any]) -> str:
+    return "" if row["target"] is None else f"{SIGNS[row['better']]} {row['target']:g}"
 
 
-def shown(one: Mapping[str, Any]) -> str:
+def shown(row: Mapping[str, Any]) -> str:
     """One row as a line for the terminal."""
-    numbers = f"ours {number(one['ours'])}, {one['peer']} {number(one['peers'])} {one['unit']}"
-    wanted = f" (wanted {aim(one)})" if aim(one) else ""
-    return f"{one['case']}: {numbers}, ratio {ratio(one):.3g}{wanted}"
+    numbers = f"ours {number(row['ours'])}, {row['peer']} {number(row['peers'])} {row['unit']}"
+    wanted = f" (wanted {aim(row)})" if aim(row) else ""
+    return f"{row['case']}: {numbers}, ratio {ratio(row):.3g}{wanted}"
 
 
 def number(value: float) -> str:
@@ -88,7 +88,7 @@ def number(value: float) -> str:
 def machine() -> dict[str, Any]:
     """What was measured on."""
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found: dict[str, Any] = {
+    about: dict[str, Any] = {
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(pages / 2**30),
@@ -96,8 +96,8 @@ def machine() -> dict[str, Any]:
     import torch
 
     if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name(0)
-    return found
+        about["device"] = torch.cuda.get_device_name(0)
+    return about
 
 
 def processor() -> str:
@@ -109,13 +109,13 @@ def processor() -> str:
 
 def versions() -> dict[str, str]:
     """Of Python, what computes, and this clone."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            numbers[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found | {"commit": commit()}
+    return numbers | {"commit": commit()}
 
 
 def commit() -> str:

@@ -39,7 +39,7 @@ made = {
     "yogi, v from tau squared": FedYogi(initial_parameters=first, **adaptive),
 }
 made["yogi, v from tau squared"].v_t = [np.full_like(start[0], r["tau"] ** 2)]
-found = {}
+values = {}
 for name, strategy in made.items():
     model = start
     for number, round_deltas in enumerate(deltas):
@@ -48,8 +48,8 @@ for name, strategy in made.items():
             for delta in round_deltas
         ]
         model = parameters_to_ndarrays(strategy.aggregate_fit(number + 1, results, [])[0])
-    found[name] = model[0].tolist()
-print(json.dumps(found))
+    values[name] = model[0].tolist()
+print(json.dumps(values))
 """
 
 

@@ -49,7 +49,7 @@ def main() -> int:
 
 def timed(case: str, sample_tokens: int, about: int | None, rounds: int) -> dict[str, object]:
     draw = random.Random(0)
-    found: dict[str, list[float]] = {"ours": [], "peer": []}
+    seconds: dict[str, list[float]] = {"ours": [], "peer": []}
     for number in range(WARM_UP + rounds):
         lengths = None if about is None else documents(draw, sample_tokens, about)
         ways = {
@@ -58,8 +58,8 @@ def timed(case: str, sample_tokens: int, about: int | None, rounds: int) -> dict
         }
         turns = results.in_turns(ways, 2)
         if number >= WARM_UP:
-            found = {name: found[name] + turns[name] for name in found}
-    return results.row(case, "s", found["ours"], "bf16 kernel", found["peer"], "lower", 1.0)
+            seconds = {name: seconds[name] + turns[name] for name in seconds}
+    return results.row(case, "s", seconds["ours"], "bf16 kernel", seconds["peer"], "lower", 1.0)
 
 
 def documents(draw: random.Random, sample_tokens: int, about: int) -> tuple[int, ...]:

@@ -72,15 +72,15 @@ def timed(launcher: str, rank_count: int, port: int, folder: Path) -> Timing:
 
 def measured(rank_count: int, rounds: int, port: int) -> dict[str, Timing]:
     """Medians of each launcher; the launchers take turns."""
-    found: dict[str, list[Timing]] = {launcher: [] for launcher in LAUNCHERS}
+    timings_of: dict[str, list[Timing]] = {launcher: [] for launcher in LAUNCHERS}
     for number in range(rounds):
         for offset, launcher in enumerate(LAUNCHERS):
             with tempfile.TemporaryDirectory() as folder:
                 at = port + 3 * number + offset
-                found[launcher].append(timed(launcher, rank_count, at, Path(folder)))
+                timings_of[launcher].append(timed(launcher, rank_count, at, Path(folder)))
     return {
         launcher: Timing(*(statistics.median(column) for column in zip(*timings, strict=True)))
-        for launcher, timings in found.items()
+        for launcher, timings in timings_of.items()
     }
 
 
@@ -99,10 +99,10 @@ def main() -> int:
     )
     slower = []
     for number, rank_count in enumerate(arguments.ranks):
-        found = measured(rank_count, arguments.rounds, 30000 + 100 * number)
-        ratios = {name: found[name].seconds / found[PEER].seconds for name in LAUNCHERS}
+        medians = measured(rank_count, arguments.rounds, 30000 + 100 * number)
+        ratios = {name: medians[name].seconds / medians[PEER].seconds for name in LAUNCHERS}
         cells = [
-            f"{found[name].seconds:15.2f}{found[name].connections:5.0f}{ratios[name]:7.2f}"
+            f"{medians[name].seconds:15.2f}{medians[name].connections:5.0f}{ratios[name]:7.2f}"
             for name in LAUNCHERS
         ]
         print(f"{rank_count:5}" + "".join(cells), flush=True)

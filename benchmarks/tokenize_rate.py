@@ -88,8 +88,8 @@ def measure(folder: Path, turns: int) -> dict[str, list[float]]:
 
     def turn(name: str) -> float:
         command = [sys.executable, __file__, "--way", name, "--folder", str(folder)]
-        said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        seconds, tokens = json.loads(said.splitlines()[-1])
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        seconds, tokens = json.loads(output.splitlines()[-1])
         return float(tokens / seconds / 1e6)
 
     return results.in_turns({name: partial(turn, name) for name in WAYS}, turns)
@@ -107,7 +107,7 @@ def raw(folder: Path) -> tuple[float, int]:
     os.environ["RAYON_NUM_THREADS"] = str(cores())
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
     texts = [json.loads(line)["text"] for line in (folder / "text.jsonl").open()]
-    found = []
+    timings = []
     for characters in RAW_BATCH_CHARACTERS:
         batches = list(batched(texts, characters))
         began = time.perf_counter()
@@ -115,8 +115,8 @@ def raw(folder: Path) -> tuple[float, int]:
         for batch in batches:
             encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
             tokens += sum(map(len, encodings))
-        found.append((time.perf_counter() - began, tokens))
-    return min(found)
+        timings.append((time.perf_counter() - began, tokens))
+    return min(timings)
 
 
 def batched(texts: list[str], characters: int) -> Iterator[list[str]]:

@@ -67,8 +67,8 @@ def compared(case: str, turns: dict[str, list[dict[str, float]]]) -> list[dict[s
     """Rows of one case and each peer: rates, with the MFU of ours beside them, and memory."""
     ours, rows = turns.pop("ours"), []
     for peer, theirs in turns.items():
-        rates = [[one["rate"] for one in side] for side in (ours, theirs)]
-        peaks = [[one["memory_gib"] for one in side] for side in (ours, theirs)]
+        rates = [[turn["rate"] for turn in side] for side in (ours, theirs)]
+        peaks = [[turn["memory_gib"] for turn in side] for side in (ours, theirs)]
         name, target, mfu = CASES[case, peer], TARGETS.get((case, peer)), ours[-1]["mfu"]
         rows += [
             results.row(name, "tokens/s", rates[0], peer, rates[1], "higher", target, mfu=mfu),
@@ -144,8 +144,8 @@ def turn(run_folder: Path, side: str) -> dict[str, float]:
     )
     if finished.returncode:
         raise SystemExit(f"{' '.join(command)}\n{finished.stdout}\n{finished.stderr}")
-    found: dict[str, float] = json.loads((run_folder / "measured.json").read_text())
-    return found
+    measured_figures: dict[str, float] = json.loads((run_folder / "measured.json").read_text())
+    return measured_figures
 
 
 def ours(run_folder: Path, placement: Any) -> int:
@@ -160,8 +160,8 @@ def ours(run_folder: Path, placement: Any) -> int:
         seconds = sum(r["step_seconds"] for r in steps[SKIPPED_STEPS:])
         tokens = steps[-1]["tokens"] - steps[SKIPPED_STEPS - 1]["tokens"]
         last = steps[-2]  # the last one saves and exports besides
-        found = {key: last[key] for key in ("mfu", "memory_gib")} | {"rate": tokens / seconds}
-        (run_folder / "measured.json").write_text(json.dumps(found))
+        figures = {key: last[key] for key in ("mfu", "memory_gib")} | {"rate": tokens / seconds}
+        (run_folder / "measured.json").write_text(json.dumps(figures))
     return code
 
 
@@ -215,8 +215,8 @@ def hf_trainer(run_folder: Path, placement: Any) -> int:
         steps = len(steps_clock.ends) - SKIPPED_STEPS
         seconds = steps_clock.ends[-1] - steps_clock.ends[SKIPPED_STEPS - 1]
         memory_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        found = {"rate": per_step * steps / seconds, "memory_gib": memory_gib}
-        (run_folder / "measured.json").write_text(json.dumps(found))
+        figures = {"rate": per_step * steps / seconds, "memory_gib": memory_gib}
+        (run_folder / "measured.json").write_text(json.dumps(figures))
     return 0
 
 
@@ -228,8 +228,8 @@ def peer_rows(run: Any, samples: Any, wanted: int) -> tuple[list[dict[str, Any]]
 
     ids = sample_ids(run.seed, len(samples), 0, wanted)
     rows = []
-    for one in ids:
-        batch = samples.batch(np.array([one]))
+    for sample in ids:
+        batch = samples.batch(np.array([sample]))
         tokens = batch.tokens_BT[0, : batch.useful_tokens]
         rows.append({"input_ids": tokens, "labels": tokens})
     return rows, sum(len(row["input_ids"]) for row in rows)

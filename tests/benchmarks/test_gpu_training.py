@@ -20,7 +20,9 @@ def gpu_training(monkeypatch: pytest.MonkeyPatch) -> Any:
     return gpu_training
 
 
-def taken(module: Any, monkeypatch: pytest.MonkeyPatch, minutes: float) -> tuple[list[str], Any]:
+def taken(
+    module: Any, monkeypatch: pytest.MonkeyPatch, minutes: float, card: dict[str, Any] = CARD
+) -> tuple[list[str], Any]:
     """Sides in the order of their turns, each of which seems to take a minute, and the rows."""
     order: list[str] = []
     now = [0.0]
@@ -36,7 +38,7 @@ def taken(module: Any, monkeypatch: pytest.MonkeyPatch, minutes: float) -> tuple
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     place = module.Place(Path("/nowhere"), True, True)
     bench = module.Bench(module.DRY_CASES, place, 60.0 * minutes)
-    return order, module.measured(bench, SIDES, CARD)
+    return order, module.measured(bench, SIDES, card)
 
 
 def test_turns_go_there_and_back(gpu_training: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +58,16 @@ def test_only_repeats_are_dropped(
     said = capsys.readouterr().out
     assert "no time for a second turn of: tiny hf_plain, tiny ours" in said
     assert "torchtitan: does not import" in said
+
+
+def test_a_card_of_unknown_peak_has_rates_and_no_mfu(
+    gpu_training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = CARD | {"peak_tflops": None, "peak_source": "the peak of a card is not known"}
+    assert "the peak of a card is not known, its" in gpu_training.described(unknown)
+    _, rows = taken(gpu_training, monkeypatch, 9.0, unknown)
+    assert [row["unit"] for row in rows] == ["tokens/s"]
+    assert not {"mfu", "peer_mfu"} & set(rows[0])
 
 
 def test_the_warm_up_is_left_out(gpu_training: Any) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -47,10 +48,10 @@ def suicidal() -> Callable[[int], int]:
 
 
 def gatherer(folder: Path, workers: int) -> Callable[[int], int]:
-    """Work that goes on only when so many processes have begun."""
+    """Work that goes on only when so many threads have begun."""
 
     def work(number: int) -> int:
-        (folder / str(os.getpid())).touch()
+        (folder / f"{os.getpid()}-{threading.get_native_id()}").touch()
         deadline = time.monotonic() + 60
         while len(list(folder.iterdir())) < workers and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -64,8 +65,9 @@ def gatherer(folder: Path, workers: int) -> Callable[[int], int]:
 def test_results_come_in_the_order_of_the_jobs_from_all_workers(tmp_path: Path) -> None:
     found = list(ordered_map(partial(gatherer, tmp_path, 6), range(40), workers=6))
     assert found == [number * number for number in range(40)]
-    processes = {int(path.name) for path in tmp_path.iterdir()}
-    assert len(processes) == 6
+    workers = {path.name for path in tmp_path.iterdir()}
+    processes = {int(worker.split("-")[0]) for worker in workers}
+    assert (len(workers), len(processes)) == (6, 2)
     assert os.getpid() not in processes
 
 

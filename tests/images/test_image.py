@@ -16,7 +16,7 @@ from atoll.errors import UserError
 from atoll.images import build as image
 from atoll.images import check as image_check
 from atoll.images import package_sources
-from atoll.images.recipe import build_arguments, recipe, recipe_keys, stage
+from atoll.images.recipe import build_arguments, recipe, stage
 from atoll.settings import dumped
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def sif(path: Path, architecture: bytes = b"02") -> Path:
 
 def test_every_base_answers_what_the_recipe_asks():
     assert NAMES == ["cpu", "cuda", "cuda12", "cuda_compat", "lumi", "rocm"]
-    asked = recipe_keys((ROOT / "containers" / "atoll.def").read_text())
+    asked = set(re.findall(r"{{ (\w+) }}", (ROOT / "containers" / "atoll.def").read_text()))
     for name in NAMES:
         one = recipe(ROOT, name, None, "zstd")
         lines = build_arguments(one, "MIRROR", "2026-11-21T00:00:00+00:00").splitlines()
@@ -75,6 +75,10 @@ def test_the_name_follows_from_all_that_goes_in(tmp_path):
     (clone / "hydra_conf" / "local" / "default.yaml").parent.mkdir(exist_ok=True)
     (clone / "hydra_conf" / "local" / "default.yaml").write_text("seed: 1\n")
     assert recipe(clone, "cpu", "x86_64", "zstd").file_name == first
+    for added in ("tests/test_more.py", "setup/more.py", "Makefile"):
+        (clone / added).parent.mkdir(exist_ok=True)
+        (clone / added).write_text("# nothing that a run reads\n")
+    assert recipe(clone, "cpu", "x86_64", "zstd").file_name == first
     for part in ("src/atoll/errors.py", "containers/locks/image.txt", "containers/post.sh"):
         before = recipe(clone, "cpu", "x86_64", "zstd").file_name
         with (clone / part).open("a") as file:
@@ -103,7 +107,8 @@ def test_the_command_that_builds():
 
 BUILD = [
     'if [[ $1 == --version ]]; then echo "apptainer version 1.4.5"; exit; fi',
-    'printf "%s\\n" "$@" > "$CALLS"; env > "$CALLS.env"; cp build.args "$CALLS.args"',
+    'printf "%s\\n" "$@" > "$CALLS"; [[ $1 == build ]] || exit 0',
+    'env > "$CALLS.env"; cp build.args "$CALLS.args"',
     'echo "INFO: building"; echo "$SAYS" >&2; [[ -z $SAYS ]] || exit 255',
     'printf "a SIF" > image.sif',
 ]
@@ -143,6 +148,20 @@ def test_a_build_that_fails_leaves_what_was_there(build, tmp_path, monkeypatch):
     assert "/dev/fuse" in caught.value.hint
     assert (tmp_path / "images" / "cpu.sif").resolve() == before
     assert len(list((tmp_path / "images").iterdir())) == 2
+
+
+def test_the_tests_of_the_clone_run_inside_the_image(build, tmp_path):
+    images = build()
+    assert image.main(["test", "cpu", f"--images={images}", "-m", "image", "--full"]) == 0
+    argv = (tmp_path / "calls").read_text().splitlines()
+    assert f"{tmp_path / 'clone' / 'atoll' / 'tests'}:/opt/atoll/tests:ro" in argv
+    assert argv[-3:] == ["-m", "image", "--full"]
+
+
+def test_a_misspelt_option_is_refused(build):
+    with pytest.raises(UserError, match="unknown option: --compresion") as caught:
+        build("--compresion=gzip")
+    assert caught.value.hint == "did you mean --compression?"
 
 
 def test_a_cache_outside_the_clone_holds_the_file(build, tmp_path):

@@ -1,19 +1,24 @@
 """Ordered maps over standard pools, never far ahead of whoever takes the results.
 
 Processes come from a fork server: a fresh interpreter that imports the work once and holds no
-threads, so it may be forked whatever the caller does.
+threads, so it may be forked whatever the caller does. A few threads work in each: the encoder lets
+go of the interpreter's lock, and threads share one vocabulary in the processor's cache, where
+processes would push each other's out. Each has a pipe, and a thread of the caller at its end.
 """
 
 import multiprocessing
 import os
 import signal
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
-from typing import Any, TypeVar
+from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 
 from atoll.errors import UserError
 
@@ -21,11 +26,16 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 # Others go on while a long item holds the order up; no more results than these wait in memory.
 ITEMS_PER_WORKER = 8
-SECONDS_TO_END = 5
-PRELOADED = ["atoll.data.encode", "concurrent.futures.process"]
-# What makes the work of this process, and the work once it is made: a pool's processes can keep
-# things from one item to the next only here.
-_process: dict[str, Any] = {}
+# More threads would wait for each other at the interpreter's lock and the vocabulary's.
+WORKERS_PER_PROCESS = 4
+
+
+class Worker(NamedTuple):
+    """A thread of a process, and the pipe it answers on."""
+
+    process: BaseProcess
+    pipe: Any
+    ending: threading.Lock  # of the process: one thread at a time may ask how it ended
 
 
 def in_order(
@@ -46,34 +56,36 @@ def ordered_map(
     workers: int,
     threads: int = 1,
 ) -> Generator[Result, None, None]:
-    """Yield the result of each item in the order of the items, from a pool of processes.
+    """Yield the result of each item in the order of the items, from threads of other processes.
 
     `start` runs once in each process and gives the function that does the work there; it, the
     items and the results must pickle. `threads` is how many threads the tokenizers library may
     use by itself. Raises what the work raises, and `UserError` where a process is killed; closing
     the iterator ends the processes.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    pool = ProcessPoolExecutor(workers, context, _begin, (start, threads))
+    team: list[Worker] = []
+    callers = ThreadPoolExecutor(workers)
+    free: SimpleQueue[Worker] = SimpleQueue()
+
+    def work(item: Item) -> Any:
+        worker = free.get()
+        try:
+            return _ask(worker, item)
+        finally:
+            free.put(worker)
+
     try:
-        yield from in_order(pool, _work, items, ITEMS_PER_WORKER * workers)
-    except BrokenProcessPool:
-        processes = _processes(pool)
-        pool.shutdown()
-        # The pool itself has ended the others by SIGTERM.
-        codes = [code for process in processes if (code := process.exitcode) != -signal.SIGTERM]
-        raise UserError(
-            f"a tokenising process ended early (exit code {codes[0] if codes else 'unknown'})",
-            "memory most likely ran out: set data.workers lower, or run where there is more",
-        ) from None
+        while len(team) < workers:
+            team += _begin(min(WORKERS_PER_PROCESS, workers - len(team)), start, threads)
+        for worker in team:
+            free.put(worker)
+        yield from in_order(callers, work, items, ITEMS_PER_WORKER * workers)
     finally:
-        processes = _processes(pool)
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.join(SECONDS_TO_END)
-            process.kill()
+        callers.shutdown(wait=False, cancel_futures=True)
+        for process in {worker.process for worker in team}:
+            process.kill()  # also in the middle of a long item: nothing is written there
             process.join()
+        callers.shutdown()
 
 
 def cores() -> int:
@@ -81,28 +93,56 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _processes(pool: ProcessPoolExecutor) -> list[Any]:
-    """The pool's processes: it has no public way to tell how one ended, or to end a long item."""
-    return list((pool._processes or {}).values())
+def _begin(count: int, start: Callable[[], Any], threads: int) -> list[Worker]:
+    """Start one process of `count` workers."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["atoll.data.encode"])
+    ours, theirs = zip(*(context.Pipe() for _ in range(count)), strict=True)
+    process = context.Process(target=_serve, args=(theirs, start, threads), daemon=True)
+    process.start()
+    for pipe in theirs:
+        pipe.close()
+    ending = threading.Lock()
+    return [Worker(process, pipe, ending) for pipe in ours]
 
 
-def _begin(start: Callable[[], Any], threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C ends the caller, which ends its pool
+def _ask(worker: Worker, item: Any) -> Any:
+    try:
+        worker.pipe.send(item)
+        result, error, trace = worker.pipe.recv()
+    except (EOFError, ConnectionError):
+        with worker.ending:
+            worker.process.join()
+        raise UserError(
+            f"a tokenising process ended early (exit code {worker.process.exitcode})",
+            "memory most likely ran out: set data.workers lower, or run where there is more",
+        ) from None
+    if error is not None:
+        raise error from RuntimeError(trace)
+    return result
+
+
+def _serve(pipes: tuple[Any, ...], start: Callable[[], Any], threads: int) -> None:
+    """The life of one process: it ends with the pipes, and so with a caller that was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C ends the caller, which ends its processes
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
-    _process["start"] = start
-    threading.Thread(target=_end_with_caller, daemon=True).start()
+    work, *failure = _attempt(start)
+    with ThreadPoolExecutor(len(pipes)) as team:
+        for pipe in pipes:
+            team.submit(_answer, pipe, work, failure)
 
 
-def _end_with_caller() -> None:
-    """A pool's process would wait for ever for a caller that was killed."""
-    caller = multiprocessing.parent_process()
-    assert caller is not None, "this is a pool's process"
-    caller.join()
-    os._exit(1)
+def _answer(pipe: Any, work: Callable[[Any], Any], failure: list[Any]) -> None:
+    with suppress(EOFError, ConnectionError):
+        while True:
+            item = pipe.recv()
+            pipe.send((None, *failure) if failure[0] else _attempt(work, item))
 
 
-def _work(item: Any) -> Any:
-    if "work" not in _process:  # not in `_begin`, from which an error would not reach the caller
-        _process["work"] = _process["start"]()
-    return _process["work"](item)
+def _attempt(action: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception | None, str]:
+    """The result, or the error and its trace."""
+    try:
+        return action(*arguments), None, ""
+    except Exception as error:
+        return None, error, traceback.format_exc()

@@ -8,16 +8,18 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
+from atoll.commands import Finished, VerbParser, run_command
 from atoll.errors import UserError
 from atoll.images import recipe as image_recipe
 from atoll.images.check import check_inside
 from atoll.images.package_sources import debian_mirror, pip_sources
-from atoll.images.recipe import ARCHITECTURES, COMPRESSIONS, HELD_FOLDERS, Recipe
+from atoll.images.recipe import ARCHITECTURES, COMPRESSIONS, PACKAGE_FOLDERS, Recipe
 
 CLONE = Path(__file__).resolve().parents[3]
 OLDEST = {"apptainer": (1, 3), "singularity": (4, 1)}
@@ -53,7 +55,7 @@ def build_new(
     image.parent.mkdir(parents=True, exist_ok=True)
     check_disk(image.parent, recipe)
     debian = recipe.arguments["bootstrap"] == "debootstrap"
-    sources = pip_sources(environment, HELD_FOLDERS)
+    sources = pip_sources(environment, PACKAGE_FOLDERS)
     with tempfile.TemporaryDirectory(dir=image.parent, prefix=f".{recipe.file_name}.") as name:
         folder = Path(name)
         image_recipe.stage(recipe.clone, folder)
@@ -63,7 +65,7 @@ def build_new(
         (folder / "build.args").write_text(words)
         argv = build_argv(runtime, recipe, sources.binds, can_map_users())
         print(f"building {image.name} from {recipe.arguments['from']}", flush=True)
-        with _in_folder(folder), _variables(sources.environment):
+        with _working_in(folder, sources.environment):
             _stream(argv)
         os.replace(folder / "image.sif", image)
     print(f"built {image} ({image.stat().st_size / 2**20:.0f} MiB)")
@@ -82,10 +84,11 @@ def build_argv(runtime: str, recipe: Recipe, binds: list[str], map_users: bool) 
 
 
 def test(arguments: argparse.Namespace) -> int:
-    """Run pytest on the tests that are inside an image, seeing nothing of the host."""
+    """Run the clone's tests inside an image, seeing nothing else of the host."""
     image = _image(arguments)
     words = [
         *(container_runtime(os.environ), "exec", "--containall", "--no-home"),
+        *("--bind", f"{CLONE / 'tests'}:/opt/atoll/tests:ro"),
         *("--env", "HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis"),
         *("--pwd", "/opt/atoll", str(image)),
         *("python3", "-m", "pytest", "-p", "no:cacheprovider", *arguments.rest),
@@ -105,20 +108,19 @@ def verify(arguments: argparse.Namespace) -> int:
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Print the labels of an image: base, torch, CUDA or ROCm, lock and source digests."""
-    found = labels(_image(arguments), container_runtime(os.environ))
-    width = max(len(name) for name in found)
-    print("\n".join(f"{name:{width}}  {text}" for name, text in sorted(found.items())))
+    known = labels(_image(arguments), container_runtime(os.environ))
+    width = max(map(len, known))
+    print("\n".join(f"{name:{width}}  {text}" for name, text in sorted(known.items())))
     return 0
 
 
 def labels(image: Path, runtime: str) -> dict[str, str]:
     """The labels of an image file."""
-    argv = [runtime, "inspect", "--json", "--labels", str(image)]
-    done = subprocess.run(argv, capture_output=True, text=True)
+    done = run_command([runtime, "inspect", "--json", "--labels", str(image)])
     if done.returncode != 0:
-        raise UserError(f"{image}: {_last_line(done.stderr)}", "give a SIF file, or build one")
-    found = json.loads(done.stdout)["data"]["attributes"]["labels"]
-    return {str(name): str(text) for name, text in found.items()}
+        raise UserError(f"{image}: {done.last_line}", "give a SIF file, or build one")
+    attributes = json.loads(done.stdout)["data"]["attributes"]
+    return {str(name): str(text) for name, text in attributes["labels"].items()}
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -143,14 +145,13 @@ def container_runtime(environment: Mapping[str, str]) -> str:
     Raises `UserError` where there is none, or an old one.
     """
     path = environment.get("PATH", os.defpath)
-    found = {name: shutil.which(name, path=path) for name in OLDEST}
-    name = next((name for name in OLDEST if found[name]), None)
+    name = next((name for name in OLDEST if shutil.which(name, path=path)), None)
     if name is None:
         raise UserError(
             "neither apptainer nor singularity is on PATH",
             "load the module of the facility, or install apptainer",
         )
-    answer = subprocess.run([str(found[name]), "--version"], capture_output=True, text=True).stdout
+    answer = run_command([str(shutil.which(name, path=path)), "--version"]).stdout
     version = tuple(int(part) for part in re.findall(r"\d+", answer)[:2])
     if version < OLDEST[name]:
         least = ".".join(str(part) for part in OLDEST[name])
@@ -180,7 +181,7 @@ def can_map_users() -> bool:
         lines = Path("/etc/subuid").read_text().splitlines()
     except OSError:
         return False
-    me = {str(os.getuid()), os.environ.get("USER", ""), _user_name()}
+    me = (str(os.getuid()), pwd.getpwuid(os.getuid()).pw_name)
     return any(line.partition(":")[0] in me for line in lines)
 
 
@@ -191,23 +192,20 @@ def point_to(link: Path, image: Path) -> None:
     os.replace(fresh, link)
 
 
-def _user_name() -> str:
-    return pwd.getpwuid(os.getuid()).pw_name
-
-
 def _stream(argv: list[str]) -> None:
     """Run a build and pass its words on as they come; its last ones become the error."""
     from spython.utils import stream_command
 
-    last: list[str] = []
+    lines: deque[str] = deque(maxlen=5)
     try:
         for line in stream_command(argv, sudo=False, output_type="both"):
             print(line, end="", flush=True)
-            last = [*last[-4:], line.strip()] if line.strip() else last
+            lines.append(line)
     except subprocess.CalledProcessError as error:
-        fuse = any("fuse" in line.lower() for line in last)
+        ended = Finished(error.returncode, "".join(lines), "")
+        fuse = "fuse" in ended.stdout.lower()
         raise UserError(
-            f"{argv[0]} build ended with {error.returncode}: {_last_line(chr(10).join(last))}",
+            f"{argv[0]} build ended with {ended.returncode}: {ended.last_line}",
             "let the user read and write /dev/fuse" if fuse else "see the lines above",
         ) from None
 
@@ -217,10 +215,10 @@ def _with_key(action: str, arguments: argparse.Namespace) -> int:
     if key is None or not Path(key).is_file():
         raise UserError(f"no key to {action} with: --key={key}", "give --key=FILE, in PEM form")
     argv = [container_runtime(os.environ), action, "--key", key, str(image)]
-    done = subprocess.run(argv, capture_output=True, text=True)
+    done = subprocess.run(argv, capture_output=True, text=True)  # it may ask for a passphrase
     if done.returncode != 0:
         raise UserError(
-            f"{image}: {_last_line(done.stderr)}",
+            f"{image}: {Finished(done.returncode, done.stdout, done.stderr).last_line}",
             f"do not use it unless you know why; atoll image sign --key=PRIVATE {image} signs it",
         )
     print(f"{image}: {'signed' if action == 'sign' else 'the signature is good'}")
@@ -236,35 +234,25 @@ def _image(arguments: argparse.Namespace) -> Path:
     return image.resolve()
 
 
-def _last_line(text: str) -> str:
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text).strip()
-    return (plain or "no reason given").splitlines()[-1]
-
-
 @contextmanager
-def _in_folder(folder: Path) -> Iterator[None]:
-    """Paths in the recipe are relative, so that no machine's path is kept in the image."""
-    before = Path.cwd()
+def _working_in(folder: Path, variables: Mapping[str, str]) -> Iterator[None]:
+    """Paths in the recipe are relative, so that no machine's path is kept in the image.
+
+    spython starts a program where this process is, with its variables.
+    """
+    before, environment = Path.cwd(), dict(os.environ)
     os.chdir(folder)
+    os.environ.update(variables)
     try:
         yield
     finally:
         os.chdir(before)
-
-
-@contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(environment)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="atoll image", description=__doc__)
+    parser = VerbParser("image", __doc__)
     parser.add_argument("action", choices=list(ACTIONS))
     parser.add_argument("name", help="cpu, cuda, … or a .sif file (check: the folder of a run)")
     parser.add_argument("--images", default="images", help="the folder of images")
@@ -274,7 +262,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--mirror", help="where Debian's packages are; unset: as apt says")
     parser.add_argument("--key", help="PEM file: private to sign, public to verify")
     arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.action != "test":
-        raise UserError(f"unknown option: {rest[0]}", "atoll image --help lists them")
-    arguments.rest = rest
+    if arguments.action != "test":
+        return parser.read(argv)
+    arguments.rest = rest  # for pytest
     return arguments

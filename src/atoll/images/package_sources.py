@@ -6,17 +6,16 @@ and certificates as mounts, and Debian's mirror is the one in apt's own configur
 
 import ast
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from atoll.commands import run_command
 from atoll.errors import UserError
 
 # Of pip's settings, those that say where packages are.
 LISTS = ("index-url", "extra-index-url", "find-links", "trusted-host")
-CERTIFICATES = ("cert",)
 INSIDE = "/opt/atoll/.build"
 
 
@@ -55,8 +54,7 @@ def pip_sources(environment: Mapping[str, str], most_folders: int) -> Sources:
 
 def pip_settings() -> dict[str, str]:
     """pip's settings from its files and variables; a variable wins."""
-    argv = [sys.executable, "-m", "pip", "config", "list"]
-    lines = subprocess.run(argv, capture_output=True, text=True).stdout.splitlines()
+    lines = run_command([sys.executable, "-m", "pip", "config", "list"]).stdout.splitlines()
     settings: dict[str, str] = {}
     for line in sorted(lines, key=lambda line: line.startswith(":env:")):
         name, _, value = line.partition("=")
@@ -73,12 +71,8 @@ def debian_mirror(given: str | None) -> str:
     if given:
         return given
     argv = ["apt-get", "indextargets", "--format", "$(ORIGIN) $(SITE) $(COMPONENT)"]
-    try:
-        lines = subprocess.run(argv, capture_output=True, text=True).stdout.splitlines()
-    except OSError:
-        lines = []
-    words = [line.split() for line in lines]
-    sites = [site for word in words if word[0] == "Debian" for site in word[1:2]]
+    targets = [line.split() for line in run_command(argv).stdout.splitlines()]
+    sites = [target[1] for target in targets if len(target) > 1 and target[0] == "Debian"]
     if not sites:
         raise UserError(
             "no mirror of Debian is known here: apt's configuration names none",

@@ -5,16 +5,18 @@ import platform
 import re
 import shutil
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from atoll import run_dir
 from atoll.errors import UserError
 
-# The parts of a clone that every image carries, and what of them is not the clone's.
-PARTS = ("containers", "hydra_conf", "sbatch", "setup", "src", "tests")
-FILES = ("LICENSE", "Makefile", "README.md", "pyproject.toml")
+# The parts of a clone that every image carries, and what of them is not the clone's. Tests are not
+# among them: those of the clone are bound over an empty folder, so that a test changes no image.
+PARTS = ("containers", "hydra_conf", "sbatch", "src")
+FILES = ("LICENSE", "README.md", "pyproject.toml")
 LEFT_OUT = ("__pycache__", "*.egg-info", "*.pyc", "local", ".hypothesis")
-HELD_FOLDERS = 6  # mount points for the machine's own package folders while an image is built
+PACKAGE_FOLDERS = 6  # mount points for the machine's own package folders while an image is built
 COMPRESSIONS = {"zstd": "-comp zstd -Xcompression-level 3", "gzip": "-comp gzip"}
 # platform.machine() -> Apptainer's word
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -97,24 +99,16 @@ def build_arguments(recipe: Recipe, mirror: str, created: str) -> str:
 
 def version(clone: Path) -> str:
     """The version of the package in a clone."""
-    found = re.search(r'^version = "(.+)"$', (clone / "pyproject.toml").read_text(), re.M)
-    assert found, "pyproject.toml states the version"
-    return found[1]
+    stated = re.search(r'^version = "(.+)"$', (clone / "pyproject.toml").read_text(), re.M)
+    assert stated, "pyproject.toml states the version"
+    return stated[1]
 
 
 def source_files(clone: Path) -> list[Path]:
     """The files of a clone that an image carries, relative to it, in order."""
-    ignore = shutil.ignore_patterns(*LEFT_OUT)
-    found = [Path(name) for name in FILES]
-    for part in PARTS:
-        folders = [clone / part]
-        while folders:
-            folder = folders.pop()
-            names = sorted(path.name for path in folder.iterdir())
-            kept = [folder / name for name in names if name not in ignore(str(folder), names)]
-            folders += [path for path in kept if path.is_dir()]
-            found += [path.relative_to(clone) for path in kept if path.is_file()]
-    return sorted(found)
+    paths = [path for part in PARTS for path in (clone / part).rglob("*") if path.is_file()]
+    names = [Path(name) for name in FILES] + [path.relative_to(clone) for path in paths]
+    return sorted(name for name in names if not any(map(_is_left_out, name.parts)))
 
 
 def source_digest(clone: Path) -> str:
@@ -129,21 +123,21 @@ def source_digest(clone: Path) -> str:
 
 
 def stage(clone: Path, folder: Path) -> None:
-    """Copy what the image carries into `folder/atoll`, with mount points for the build."""
+    """Copy what the image carries into `folder/atoll`, with mount points."""
     for path in source_files(clone):
         target = folder / "atoll" / path
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(clone / path, target)
-    held = folder / "atoll" / ".build"
-    for number in range(HELD_FOLDERS):
-        (held / str(number)).mkdir(parents=True)
-    (held / "certificates").touch()
+    build = folder / "atoll" / ".build"
+    for number in range(PACKAGE_FOLDERS):
+        (build / str(number)).mkdir(parents=True)
+    (build / "certificates").touch()
+    (folder / "atoll" / "tests").mkdir()
     shutil.copy(clone / "containers" / "atoll.def", folder / "atoll.def")
 
 
-def recipe_keys(definition: str) -> set[str]:
-    """The build arguments that a definition file asks for."""
-    return set(re.findall(r"{{ (\w+) }}", definition))
+def _is_left_out(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in LEFT_OUT)
 
 
 def _check_word(option: str, word: str, known: dict[str, str]) -> None:
