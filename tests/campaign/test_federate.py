@@ -252,6 +252,23 @@ def test_below_the_quorum_the_model_stays_and_nobody_trains_twice(folder: Path) 
     assert json.loads(update.read_text())["nonce"] == nonce
 
 
+@pytest.mark.matrix
+def test_a_facility_trains_on_the_tokens_of_its_bundle(whole: Path, tmp_path: Path) -> None:
+    """The model that the bundle was made with is not there, nor is any text."""
+    source, bundle = tmp_path / "source", tmp_path / "bundle"
+    shutil.copytree(whole / "campaigns" / "c" / "round-000" / "global" / "export", source)
+    site = settings(tmp_path)["sites"][0]
+    words = [*TINY, *site["overrides"], "model=from_path", f"model.source={source}"]
+    argv = [sys.executable, "-m", "atoll", "prepare", "--into", str(bundle), *words]
+    subprocess.run(argv, check=True, capture_output=True)
+    source.rename(tmp_path / "away")
+    start = [*TINY, "model=from_path", f"model.source={tmp_path / 'away'}"]
+    sites = [site | {"overrides": [*site["overrides"], f"folders.bundle={bundle}"]}]
+    finished(tmp_path, rounds=1, start=start, sites=sites)
+    assert list(manifest(tmp_path, 1)["weights"]) == ["reef"]
+    assert not list(tmp_path.glob("sites/reef/prepared/*"))
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [

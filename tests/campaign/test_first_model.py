@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,11 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> CampaignStore:
-    """Begun from a configuration; the tokenizer is made of the text."""
+    """Begun twice at once, from a configuration; the tokenizer is made of the text."""
     folder = tmp_path_factory.mktemp("drawn") / "größe, a b"
     store = store_of(folder, [*TINY, *MODEL, "data.files=[json/*]"])
-    make_first_model(store)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(make_first_model, [store, store]))
     return store
 
 

@@ -72,6 +72,16 @@ def test_folder_gives_the_same_logits(architecture: str, shard: str, tmp_path: P
     torch.testing.assert_close(logits_of(ours, tokens), logits_of(theirs, tokens))
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "opt", "bert"])
+def test_a_tied_model_can_be_untied(architecture: str, tmp_path: Path) -> None:
+    """As a pipeline needs it: the head begins as the embedding, and is a parameter of its own."""
+    theirs = random_folder(architecture, tmp_path)
+    ours = built(Model(name="x", source=str(tmp_path), config={"tie_word_embeddings": False}))
+    assert len(list(ours.parameters())) > len(list(theirs.parameters()))
+    tokens = tiny.batch(1).tokens_BT
+    torch.testing.assert_close(logits_of(ours, tokens), logits_of(theirs, tokens))
+
+
 @pytest.mark.parametrize("architecture", ["gpt2", "bert"])
 def test_names_of_older_files(architecture: str, tmp_path: Path) -> None:
     theirs = random_folder(architecture, tmp_path)

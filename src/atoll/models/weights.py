@@ -81,11 +81,12 @@ def stored_reader(
 ) -> Iterator[ReadTensor]:
     """Slices read straight from safetensors files; names of older files are understood.
 
-    The weights of module `new` are `random` ones where the files have none.
+    The weights of module `new` are `random` ones where the files have none. A head that is tied in
+    the folder and not in the model begins as the embedding.
     """
     from safetensors import SafetensorError, safe_open
 
-    files = weight_files(folder)
+    files, tied = weight_files(folder), _tied_in_files(hf, folder)
     with ExitStack() as stack:
 
         @cache
@@ -93,10 +94,14 @@ def stored_reader(
             return stack.enter_context(safe_open(path, framework="pt"))
 
         def read(name: str, slices: Slices) -> Tensor:
-            is_new = new is not None and name.startswith(new + ".")
-            if is_new and random is not None and not files.keys() & set(_candidates(name, hf)):
-                return random(name, slices)
-            stored = _stored_name(name, files, hf, folder)
+            stored = next((n for n in _candidates(name, hf, tied) if n in files), None)
+            if stored is None:
+                if new is not None and random is not None and name.startswith(new + "."):
+                    return random(name, slices)
+                raise UserError(
+                    f"the weights in {folder} lack {name}",
+                    "check that config.json and the weights belong together",
+                )
             path = files[stored]
             try:
                 part = opened(path).get_slice(stored)
@@ -145,20 +150,21 @@ def _drawn(skeleton: Any, unit: str, seed: int) -> dict[str, Tensor]:
     return drawn
 
 
-def _stored_name(name: str, files: dict[str, Path], hf: Any, folder: Path) -> str:
-    for candidate in _candidates(name, hf):
-        if candidate in files:
-            return candidate
-    raise UserError(
-        f"the weights in {folder} lack {name}",
-        "check that config.json and the weights belong together",
-    )
+def _tied_in_files(hf: Any, folder: Path) -> dict[str, str]:
+    """Parameters that are stored once: those that the model ties, or that the folder's own ties."""
+    from transformers import AutoConfig
+
+    tied: dict[str, str] = getattr(hf, "all_tied_weights_keys", None) or {}
+    if tied or not (folder / "config.json").is_file():
+        return tied
+    if not AutoConfig.from_pretrained(folder).tie_word_embeddings:
+        return {}
+    return dict(getattr(hf, "_tied_weights_keys", None) or {})
 
 
-def _candidates(name: str, hf: Any) -> Iterator[str]:
+def _candidates(name: str, hf: Any, tied: dict[str, str]) -> Iterator[str]:
     """The names a parameter may bear: its own or a tied one's, older spellings, with or
     without the prefix of the backbone."""
-    tied: dict[str, str] = getattr(hf, "all_tied_weights_keys", None) or {}
     partners = [b for pair in tied.items() for a, b in (pair, pair[::-1]) if a == name]
     prefix = hf.base_model_prefix + "."
     for own in (name, *partners):
