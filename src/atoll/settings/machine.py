@@ -20,7 +20,7 @@ SECRET_NAME = re.compile(
     r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIALS?)(_|$)", re.IGNORECASE
 )
 SubmitFlag = str | int | bool | list[str | int] | None
-Capability = Annotated[str, Field(pattern=r"^(\d+\.\d|gfx[0-9a-f]+)$")]
+Capability = Annotated[str, Field(pattern=r"^(\d+\.\d|gfx[0-9a-f]+)$", coerce_numbers_to_str=True)]
 Port = Annotated[int, Field(ge=1024, le=65535)]
 
 
@@ -175,6 +175,7 @@ class Folders(Settings):
     runs: Path
     prepared: Path
     images: Path = Path("images")
+    facilities: Path = Path("facilities")  # what `atoll doctor --job` measured
     bundle: Path | None = None  # of `atoll prepare`, where nodes have no network
     caches: dict[VariableName, Path] = Field(
         default={}, description="of the hub's libraries, as HF_HOME: unset, those of the shell"
