@@ -106,6 +106,10 @@ class Facility(Settings):
     requeue: bool = Field(True, description="may a job put itself back in the queue")
     node_network: bool | None = Field(None, description="do compute nodes reach the internet")
     driver: str | None = None
+    hosts_file: Path | None = Field(
+        default=None, description="machines without a scheduler, one a line, reached by ssh"
+    )
+    ssh_options: list[str] = []
     address_suffix: str = ""
     port: Port | None = None
     checked_on: str | None = None
@@ -157,7 +161,7 @@ class Image(Settings):
 class Launcher(Settings):
     """How ranks come to life: a task per device, or one per node that starts its ranks."""
 
-    name: Literal["static", "static_node", "torchrun", "mpiexec"]
+    name: Literal["static", "static_node", "torchrun", "mpiexec", "ssh"]
 
 
 class Restart(Settings):
