@@ -24,6 +24,7 @@ VERBS = {
     "evaluate": ("atoll.cluster.submit:evaluate", "perplexity or metrics of a model, on any data"),
     "tokenize": ("atoll.data.tokenize", "turn text into token shards"),
     "launch": ("atoll.launch", "start this task's rank, or this node's ranks, of a run"),
+    "over-ssh": ("atoll.launch.over_ssh", "start the ranks of machines without a scheduler"),
     "federate": ("atoll.campaign.coordinator", "rounds of training at facilities, averaged here"),
     "round": ("atoll.campaign.round", "one step of a campaign's round, for its engine"),
     "site": ("atoll.campaign.site", "one round at one facility, a step further"),

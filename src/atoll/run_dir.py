@@ -61,6 +61,11 @@ def doctor_file(run_folder: Path) -> Path:
     return run_folder / "doctor.json"
 
 
+def certificate(run: Run) -> Path:
+    """What a doctor's job measured of a facility, and when."""
+    return run.folders.facilities / f"{run.facility.name}.json"
+
+
 def metrics_file(run_folder: Path) -> Path:
     return run_folder / "metrics.jsonl"
 

@@ -24,7 +24,11 @@ FACILITIES = ROOT / "hydra_conf" / "facility"
 NAMES = sorted(path.stem for path in FACILITIES.glob("*.yaml"))
 LINE = ("name=x", "folders.runs=/runs", "folders.prepared=/prepared", "folders.images=/images")
 # Known and not supported: composed all the same, for the day it is.
-TRIED = {"aurora": ("facility.unsupported=null",)}
+TRIED = {
+    "aurora": ("facility.unsupported=null",),
+    "ssh_hosts": ("facility.hosts_file=/hosts.txt",),
+}
+OF_ONE_S_OWN = {"laptop", "generic_slurm", "ssh_hosts"}  # no facts of a facility
 
 
 def values(name: str) -> dict:
@@ -61,7 +65,7 @@ def test_there_is_a_golden_text_for_each_facility_and_no_other():
     assert set(wanted.split()) <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"laptop", "generic_slurm"}))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - OF_ONE_S_OWN))
 def test_facts_have_a_source_and_a_date(name):
     facility = values(name)
     assert re.fullmatch(r"2\d{3}-\d\d-\d\d", facility["checked_on"])
@@ -228,6 +232,20 @@ def test_nccl_net_without_its_plugin_is_refused(composed):
     assert "facility.network.plugin=FILE" in caught.value.hint
     composed(*line("lumi"), "++facility.environment.NCCL_NET='AWS Libfabric'")
     composed(*line("leonardo"), "++facility.environment.NCCL_NET=IB")
+
+
+def test_machines_without_a_scheduler_need_a_file_of_them(composed):
+    with pytest.raises(UserError) as caught:
+        composed("facility=laptop", "launcher=ssh")
+    assert caught.value.hint.startswith("facility.hosts_file=FILE")
+    words = ("facility=ssh_hosts", "nodes=2", "facility.hosts_file=h.txt")
+    run = composed(*words, "facility.ssh_options=[-p,'2222']").run
+    check(run, here=False, environment={})
+    assert run.facility.hosts_file.is_absolute()
+    step = launch_step(run, Path("/runs/x"), "module:function")
+    assert step[1:4] == ["-m", "atoll", "over-ssh"]
+    assert step[step.index("--") - 2 : step.index("--")] == ["--ssh-option=-p", "--ssh-option=2222"]
+    assert step[-5:] == ["--fork", "2", "--follow-stdin", "/runs/x", "module:function"]
 
 
 def test_module_folders_come_before_what_is_loaded_from_them(composed):

@@ -32,7 +32,7 @@ ASKED_FOR = {
     "facility=aurora": ["training.global_batch_samples=96"],  # of twelve ranks
 }
 # a part that no laptop has
-BESIDE = {"launcher=mpiexec": ["facility=generic_slurm"]}
+BESIDE = {"launcher=mpiexec": ["facility=generic_slurm"], "launcher=ssh": ["facility=ssh_hosts"]}
 HEAVY = {"torch", "numpy", "transformers", "datasets", "tokenizers", "rich", "spython"}
 
 

@@ -30,6 +30,7 @@ def main(argv: list[str]) -> int:
         return 0
     probe = as_probe(composition)
     check(probe.run, arguments.here, environment)
+    probe.run.folders.facilities.mkdir(parents=True, exist_ok=True)
     return start(probe, arguments.here, True, environment, PROBE)
 
 
@@ -47,7 +48,10 @@ def as_probe(composition: Composition) -> Composition:
     """The same run under a name of its own, so that it is in no run's way."""
     run = composition.run
     name = f"doctor-{run.facility.name}-{run.nodes}x{run.ranks_per_node}"
-    return Composition(run.model_copy(update={"name": name}), composition.sources)
+    binds = [*run.facility.binds, str(run.folders.facilities)]  # for its certificate
+    facility = run.facility.model_copy(update={"binds": binds})
+    update = {"name": name, "facility": facility}
+    return Composition(run.model_copy(update=update), composition.sources)
 
 
 def show(findings: list[Finding], as_json: bool) -> None:

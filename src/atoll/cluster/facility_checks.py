@@ -9,6 +9,7 @@ from pathlib import Path
 
 from atoll.cluster import limits
 from atoll.cluster.scheduler import answer_lines
+from atoll.config import certificate
 from atoll.errors import UserError
 from atoll.images.build import container_runtime
 from atoll.images.check import check_image
@@ -79,6 +80,13 @@ def node(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
             f"{stated.compute_capability}; image={image.name} has {' '.join(image.capabilities)}"
         )
         yield Finding(OK, "devices", found)  # what does not fit was refused when composing
+
+
+def measured(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """What a doctor's job found earlier, against what the facility states."""
+    yield Finding(OK, "hardware", certificate.origin(run))
+    for setting, values in certificate.contradictions(run):
+        yield Finding(WRONG, "hardware", f"{setting}: {values}", f"{setting}=VALUE, or ask for it")
 
 
 def network(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -222,6 +230,7 @@ QUESTIONS: tuple[Question, ...] = (
     fuse,
     image,
     node,
+    measured,
     network,
     folders,
     facility_limits,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from atoll import run_dir
 from atoll.cluster import pbs, slurm
-from atoll.cluster.launchers import atoll_command, launch_step
+from atoll.cluster.launchers import atoll_command, exported, launch_step
 from atoll.settings import Run
 
 HEADER = """#!/bin/bash
@@ -14,8 +14,6 @@ HEADER = """#!/bin/bash
 STRICT = "set -euo pipefail\n"
 # A module system greets with unset variables and failing commands, so strictness comes after it.
 MODULES = "source /etc/profile\n"
-# The hub's libraries ask the network before they look beside them, and wait for its answer.
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 # scheduler -> the shell function by which a job requeues the run.
 REQUEUE = {"slurm": slurm.requeue_function, "pbs": pbs.requeue_function}
 AROUND = Path(__file__).with_name("job.sh")
@@ -51,14 +49,8 @@ def launch_script(
 
 def preparation(run: Run, run_folder: Path) -> list[list[str]]:
     """What comes before any rank: the facility's variables, and the image's checks."""
-    variables = dict(run.facility.environment)
-    if run.facility.network.plugin is not None:
-        variables["NCCL_NET_PLUGIN"] = str(run.facility.network.plugin)
-    if run.facility.node_network is False:
-        variables |= OFFLINE
-    variables |= {name: str(path) for name, path in run.folders.caches.items()}
     return [
-        *(["export", f"{name}={text}"] for name, text in variables.items()),
+        *(["export", f"{name}={text}"] for name, text in exported(run).items()),
         *_image_checks(run, run_folder),
     ]
 

@@ -54,18 +54,46 @@ def mpiexec(run: Run, run_folder: Path) -> list[str]:
     return ["mpiexec", *counts, *step, *_launch(run, run_folder)]
 
 
+def ssh(run: Run, run_folder: Path) -> list[str]:
+    """One task per machine of the facility's file, over ssh, which forks the machine's ranks."""
+    facility = run.facility
+    words: dict[str, object] = {"hosts": facility.hosts_file, "nodes": run.nodes}
+    words |= {"ranks": run.ranks_per_node, "port": facility.port}
+    words |= {"address-suffix": facility.address_suffix or None}
+    head = [sys.executable, "-m", "atoll", "over-ssh"]
+    head += [f"--{name}={value}" for name, value in words.items() if value is not None]
+    head += [f"--variable={name}" for name in exported(run)]
+    head += [f"--ssh-option={word}" for word in facility.ssh_options]
+    task = _launch(run, run_folder, "--fork")
+    return [*head, "--", *task[:-1], "--follow-stdin", task[-1]]
+
+
 LAUNCHERS: dict[str, Callable[[Run, Path], list[str]]] = {
     "static": static,
     "static_node": static_node,
     "torchrun": torchrun,
     "mpiexec": mpiexec,
+    "ssh": ssh,
 }
 TASKS_PER_NODE: dict[str, Callable[[Run], int]] = {
     "static": lambda run: run.ranks_per_node,
     "static_node": lambda run: 1,
     "torchrun": lambda run: 1,
     "mpiexec": lambda run: run.ranks_per_node,
+    "ssh": lambda run: 1,
 }
+# The hub's libraries ask the network before they look beside them, and wait for its answer.
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+def exported(run: Run) -> dict[str, str]:
+    """The variables of a job: the facility's, of its network's plugin, and of the hub's caches."""
+    variables = dict(run.facility.environment)
+    if run.facility.network.plugin is not None:
+        variables["NCCL_NET_PLUGIN"] = str(run.facility.network.plugin)
+    if run.facility.node_network is False:
+        variables |= OFFLINE
+    return variables | {name: str(path) for name, path in run.folders.caches.items()}
 
 
 def atoll_command(run: Run) -> list[str]:

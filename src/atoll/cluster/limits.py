@@ -19,7 +19,7 @@ def check_supported(run: Run) -> None:
 def check_nodes(run: Run) -> None:
     """Refuse a number of nodes or ranks that the facility, or the queue asked for, has not."""
     facility = run.facility
-    if facility.scheduler == "none":
+    if facility.scheduler == "none" and run.launcher.name != "ssh":
         _check_between(run, facility.name, 1, 1)
     name, limits = job_limits(run)
     _check_between(run, name, limits.min_nodes, limits.max_nodes)

@@ -7,6 +7,7 @@ from atoll.config.compose import (
     compose,
     config_tree,
     known_shape,
+    origin_line,
     overrides_parser,
     shardings,
 )
@@ -62,7 +63,8 @@ def head(run: Run, shape: Shape) -> str:
         f"{run.training.microbatch_samples} x {tokens} tokens a pass, "
         f"{run.training.global_batch_samples} samples a step\n"
         f"{run.facility.name}: {run.nodes} nodes x {run.ranks_per_node} {node.device} devices, "
-        f"memory of each {memory}; all in GiB, of the fullest device"
+        f"memory of each {memory}; all in GiB, of the fullest device\n"
+        f"{origin_line(run)}"
     )
 
 

@@ -31,6 +31,7 @@ from omegaconf.errors import (
 from atoll.commands import VerbParser
 from atoll.config.binds import check_binds
 from atoll.config.bundle import with_bundle
+from atoll.config.certificate import origin
 from atoll.config.fit import check_fit
 from atoll.config.identity import derived_name
 from atoll.config.paths import with_absolute_paths, with_caches, with_image_file
@@ -61,8 +62,13 @@ def main(argv: list[str]) -> int:
     about = "Print the resolved run as YAML, with the source of each value beside it."
     arguments = overrides_parser("compose", about, multirun=True).read(argv)
     runs = compose_all(arguments.overrides, arguments.multirun)
-    print("---\n".join(composition.as_yaml() for composition in runs), end="")
+    print("---\n".join(f"# {origin_line(each.run)}\n{each.as_yaml()}" for each in runs), end="")
     return 0
+
+
+def origin_line(run: Run) -> str:
+    """Where the facility's figures come from."""
+    return f"{run.facility.name}: {origin(run)}"
 
 
 def overrides_parser(verb: str, about: str, multirun: bool = False) -> VerbParser:

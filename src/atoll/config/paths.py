@@ -23,6 +23,7 @@ def with_absolute_paths(run: Run, start: Path) -> Run:
     updates: dict[str, dict[str, Any]] = {
         "folders": {name: path(folder) for name, folder in run.folders if name != "caches"},
         "image": {"file": path(image.file), "verify_key": path(image.verify_key)},
+        "facility": {"hosts_file": path(run.facility.hosts_file)},
         "model": {"source": path_or_name(model.source, start)},
         "tokenizer": {"path": path_or_name(tokenizer.path, start)},
         "data": {

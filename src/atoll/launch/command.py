@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from atoll.commands import VerbParser
 from atoll.errors import UserError
+from atoll.launch.over_ssh import follow_stdin
 from atoll.launch.placement import Placement
 from atoll.launch.preload import paused_garbage_collection, preload
 from atoll.launch.processes import run_processes
@@ -32,6 +33,8 @@ def main(argv: list[str]) -> int:
     """
     arguments = _parse(argv)
     _check(arguments)
+    if arguments.follow_stdin:
+        follow_stdin()
     placement = placement_from(
         os.environ, socket.gethostname(), arguments.port, arguments.address_suffix
     )
@@ -85,6 +88,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         default=[],
         metavar="VARIABLE=FOLDER",
         help="make a folder of this rank's own there, and name it in the variable",
+    )
+    parser.add_argument(
+        "--follow-stdin", action="store_true", help="signals come by stdin, and the end by its end"
     )
     return parser.read(argv)
 

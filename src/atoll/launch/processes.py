@@ -99,7 +99,7 @@ def _be_child(work: Callable[[], int], launcher: int, signal_mask: Iterable[int]
     try:
         # A process group of its own: Ctrl-C comes once, forwarded, not from the terminal as well.
         os.setpgid(0, 0)
-        _die_with(launcher)
+        die_with(launcher)
         signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
         exit_code = work()
         # As at the end of any interpreter, but without taking the modules down one by one.
@@ -126,7 +126,7 @@ def _report(error: BaseException) -> int:
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _die_with(launcher: int) -> None:
+def die_with(launcher: int) -> None:
     """Have the kernel end this process when the launcher is gone, even by SIGKILL."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:

@@ -33,7 +33,7 @@ def peak_tflops(node: Node, device: torch.device, dtype: torch.dtype) -> tuple[f
     if node.peak_tflops is not None:
         return node.peak_tflops, "facility.node.peak_tflops"
     if device.type == "cpu":
-        return _measured_tflops(dtype), f"matrix product measured on this rank, {dtype}"
+        return measured_tflops(dtype, device), f"matrix product measured on this rank, {dtype}"
     name = torch.cuda.get_device_name(device)
     for known, value in sorted(PEAK_TFLOPS.items(), key=lambda item: -len(item[0])):
         if known in name:
@@ -53,11 +53,14 @@ def mean_context_tokens(packing: PackingPlan) -> float:
     return float((lengths**2).sum() / lengths.sum())
 
 
-def _measured_tflops(dtype: torch.dtype, size: int = 1024) -> float:
-    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
+def measured_tflops(dtype: torch.dtype, device: torch.device, size: int = 1024) -> float:
+    """The best of five matrix products of this size."""
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     best = math.inf
     for _ in range(5):
         started = time.perf_counter()
         torch.mm(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         best = min(best, time.perf_counter() - started)
     return 2 * size**3 / best / 1e12

@@ -12,6 +12,7 @@ import torch
 from atoll import run_dir
 from atoll.launch import Placement
 from atoll.monitor.bandwidth import Speed, measure
+from atoll.monitor.first_day import certificate
 from atoll.settings import Facility, load_run
 from atoll.sharding.process_group import World, gathered, joined, say
 from atoll.sharding.transport import FABRICS, HINT, SOCKET, networks_in
@@ -40,7 +41,11 @@ def main(run_folder: Path, placement: Placement) -> int:
         speeds = measure(world) if world.size > 1 else []
         transports = sorted({word for words in gathered(world, transport(world)) for word in words})
         wrong = faults(reports, transports, run.facility)
+        found = [found for found, _ in wrong]
+        measured = certificate(run, run_folder, world, placement, transports, found)
         if world.rank == 0:
+            file = run_dir.certificate(run)
+            run_dir.write_whole(file, json.dumps(measured, indent=1) + "\n")
             content = {
                 "reports": [asdict(report) for report in reports],
                 "transports": transports,
@@ -49,6 +54,7 @@ def main(run_folder: Path, placement: Placement) -> int:
             }
             run_dir.write_whole(run_dir.doctor_file(run_folder), json.dumps(content, indent=1))
         say(world, as_text(reports, transports, speeds, wrong))
+        say(world, f"certificate: {run_dir.certificate(run)}")
     return 1 if wrong else 0
 
 

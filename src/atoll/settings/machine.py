@@ -20,7 +20,7 @@ SECRET_NAME = re.compile(
     r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIALS?)(_|$)", re.IGNORECASE
 )
 SubmitFlag = str | int | bool | list[str | int] | None
-Capability = Annotated[str, Field(pattern=r"^(\d+\.\d|gfx[0-9a-f]+)$")]
+Capability = Annotated[str, Field(pattern=r"^(\d+\.\d|gfx[0-9a-f]+)$", coerce_numbers_to_str=True)]
 Port = Annotated[int, Field(ge=1024, le=65535)]
 
 
@@ -106,6 +106,10 @@ class Facility(Settings):
     requeue: bool = Field(True, description="may a job put itself back in the queue")
     node_network: bool | None = Field(None, description="do compute nodes reach the internet")
     driver: str | None = None
+    hosts_file: Path | None = Field(
+        default=None, description="machines without a scheduler, one a line, reached by ssh"
+    )
+    ssh_options: list[str] = []
     address_suffix: str = ""
     node_names: str | None = Field(
         None, description="two of its nodes as its scheduler writes them, as nid[001-002]"
@@ -160,7 +164,7 @@ class Image(Settings):
 class Launcher(Settings):
     """How ranks come to life: a task per device, or one per node that starts its ranks."""
 
-    name: Literal["static", "static_node", "torchrun", "mpiexec"]
+    name: Literal["static", "static_node", "torchrun", "mpiexec", "ssh"]
 
 
 class Restart(Settings):
@@ -178,6 +182,7 @@ class Folders(Settings):
     runs: Path
     prepared: Path
     images: Path = Path("images")
+    facilities: Path = Path("facilities")  # what `atoll doctor --job` measured
     bundle: Path | None = None  # of `atoll prepare`, where nodes have no network
     caches: dict[VariableName, Path] = Field(
         default={}, description="of the hub's libraries, as HF_HOME: unset, those of the shell"

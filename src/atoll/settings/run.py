@@ -114,6 +114,12 @@ class Run(Settings):
                 f"launcher=mpiexec needs a scheduler, and {self.facility.name} has none",
                 "launcher=static_node",
             )
+        if launcher == "ssh" and (scheduler != "none" or self.facility.hosts_file is None):
+            raise ValueError(
+                f"launcher=ssh starts ranks on the machines of a file, and {self.facility.name} "
+                "has none",
+                "facility.hosts_file=FILE, with facility.scheduler=none",
+            )
         return self
 
     @property

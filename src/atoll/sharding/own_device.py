@@ -1,6 +1,7 @@
 """The device of this rank: of the kind that the facility states, or a refusal that says why."""
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from atoll.settings import Run
 class Vendor:
     """What there is to look at when none of a vendor's devices is visible."""
 
-    driver: Path  # there where the kernel's driver is loaded
+    driver: Path  # there where the kernel's driver is loaded; it holds its version
     run_flag: str
     masks: tuple[str, ...]  # variables that hide devices
 
@@ -29,7 +30,7 @@ VENDORS = {
         ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"),
     ),
     "rocm": Vendor(
-        Path("/sys/module/amdgpu/initstate"),
+        Path("/sys/module/amdgpu/version"),
         "--rocm",
         ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     ),
@@ -58,6 +59,13 @@ def own_device(run: Run, placement: Placement) -> torch.device:
     index = device_index(placement.local_rank, placement.local_world_size, count)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def driver_version(kind: str) -> str | None:
+    """The version of the kernel's driver for these devices on this node, where it is loaded."""
+    file = VENDORS[kind].driver if kind in VENDORS else None
+    found = re.search(r"\d+\.\d+(\.\d+)*", file.read_text()) if file and file.exists() else None
+    return found[0] if found else None
 
 
 def torch_is_for(kind: str) -> bool:

@@ -1,0 +1,57 @@
+"""Where a facility's figures come from: measured by a doctor's job, or as its documents say."""
+
+import json
+from typing import Any
+
+from atoll import run_dir
+from atoll.errors import UserError
+from atoll.settings import Run
+
+SHOWN = {
+    "gemm_tflops": "{} TFLOP/s a device",
+    "bandwidth_in_node_gb_s": "{} GB/s in a node",
+    "bandwidth_between_nodes_gb_s": "{} GB/s between nodes",
+    "file_write_gb_s": "{} GB/s to files",
+}
+
+
+def read(run: Run) -> dict[str, Any] | None:
+    """The facility's certificate; None where no doctor's job has written one.
+
+    Raises `UserError` for a file that is no certificate.
+    """
+    file = run_dir.certificate(run)
+    if not file.is_file():
+        return None
+    try:
+        measured = json.loads(file.read_text())
+        assert measured["facility"] == run.facility.name and measured["measured_on"]
+    except (ValueError, TypeError, KeyError, AssertionError):
+        raise UserError(
+            f"{file} is no certificate of {run.facility.name}",
+            f"remove it; atoll doctor facility={run.facility.name} --job writes one",
+        ) from None
+    return dict(measured)
+
+
+def origin(run: Run) -> str:
+    """One line: measured on a date, with its figures, or as documented."""
+    measured = read(run)
+    if measured is None:
+        checked = run.facility.checked_on
+        return f"as documented{f', read on {checked}' if checked else ''}"
+    shown = [text.format(measured[key]) for key, text in SHOWN.items() if measured.get(key)]
+    return f"measured on {measured['measured_on']}: {', '.join(shown)}"
+
+
+def contradictions(run: Run) -> list[tuple[str, str]]:
+    """What was measured otherwise than the facility states: each as (setting, both values)."""
+    measured, node = read(run) or {}, run.facility.node
+    stated = {"compute_capability": node.compute_capability}
+    if node.device != "cpu":
+        stated |= {"devices": str(node.devices)}
+    return [
+        (f"facility.node.{key}", f"stated {value}, measured {measured[key]}")
+        for key, value in stated.items()
+        if value is not None and measured.get(key) and str(measured[key]) != value
+    ]
