@@ -27,6 +27,9 @@ ASKED_FOR = {
     "experiment=gpt_shakespeare_char_smoke": ["data.files=a.txt"],
     "model=from_path": ["model.source=a/b"],
     "sharding=single": ["ranks_per_node=1"],
+    "sharding=deepspeed_zero3_nvme": [
+        "sharding.deepspeed.zero_optimization.offload_optimizer.nvme_path=/local"
+    ],
     "sharding=pipeline": ["model.config.tie_word_embeddings=false"],
     "sharding=pipeline_interleaved": ["model.config.tie_word_embeddings=false"],
     "facility=aurora": ["training.global_batch_samples=96"],  # of twelve ranks

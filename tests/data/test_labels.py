@@ -9,11 +9,14 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+from composing import ROOT
 from data_runs import make_run
 
 from atoll import run_dir
+from atoll.config.compose import compose
 from atoll.data import shards
 from atoll.data.loader import open_samples
+from atoll.data.sources import blocks, corpus
 from atoll.data.tokenize import open_prepared, prepare
 from atoll.errors import UserError
 
@@ -176,3 +179,34 @@ def test_zero_documents_means_all(tmp_path: Path, count: int | None, documents: 
     manifest = open_prepared(run)
     assert (manifest.documents("train"), manifest.documents("validation")) == (documents, 2)
     assert run_dir.prepared(run).is_dir()
+
+
+def test_glue_s_own_tsv_files_are_read_as_they_come(tmp_path: Path) -> None:
+    """As download_glue_data.py leaves them: a header, tabs, and quotes that quote nothing."""
+    header = "index\tsentence1\tsentence2\tlabel\n"
+    rows = (
+        '0\tHe said "no.\tHe refused.\tentailment\n',
+        '1\t"Yes," she said.\tShe said "maybe.\tnot_entailment\n',
+        "2\tNo quotes\tat all\tentailment\n",
+    )
+    folder = tmp_path / "RTE"
+    folder.mkdir()
+    (folder / "train.tsv").write_text(header + "".join(rows))
+    (folder / "dev.tsv").write_text(header + rows[1])
+    words = [f"data.files=[{folder}/train.tsv]", f"data.validation.files=[{folder}/dev.tsv]"]
+    data = compose([*GLUE_TSV, *words], ROOT / "hydra_conf").run.data
+    text = corpus.train_corpus(data)
+    [block] = blocks.blocks(text, 100)
+    assert blocks.read(text, block) == [
+        ['He said "no.', '"Yes," she said.', "No quotes"],
+        ["He refused.", 'She said "maybe.', "at all"],
+        ["entailment", "not_entailment", "entailment"],
+    ]
+    quoted = data.model_copy(update={"quotes": True})
+    with pytest.raises(UserError, match=r"train\.tsv:\d: not tsv") as caught:
+        list(blocks.blocks(corpus.train_corpus(quoted), 100))
+    assert "data.quotes=false" in caught.value.hint
+
+
+GLUE_TSV = ["facility=laptop", "experiment=bert_rte", "data.source=files", "data.hub=null"]
+GLUE_TSV += ["data.quotes=false", "data.validation.split=null"]

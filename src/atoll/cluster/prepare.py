@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 from atoll import run_dir
+from atoll.cluster import striping
 from atoll.cluster.launchers import atoll_command
 from atoll.config.bundle import read_manifest
 from atoll.config.compose import compose, overrides_parser
@@ -38,6 +39,7 @@ def main(argv: list[str]) -> int:
     words = [word for word in overrides if not word.startswith("folders.")]
     line = shlex.join(["sbatch/train.sbatch", *words, f"folders.bundle={folder}"])
     print(f"the bundle is whole: {folder}\nat the facility: {line}")
+    _advise(striping.before_copying(read_manifest(folder)["files"]))
     return 0
 
 
@@ -53,7 +55,13 @@ def verify(folder: Path) -> int:
                 "copy it again, or delete it and type atoll prepare --into again",
             )
     print(f"{len(files)} files match their sha256")
+    _advise(striping.after_copying(folder, files))
     return 0
+
+
+def _advise(advice: str) -> None:
+    if advice:
+        print(advice)
 
 
 def _refuse_another_request(folder: Path, text: str) -> None:

@@ -103,6 +103,7 @@ class Data(Settings):
     hub_files: dict[str, FileNames] = {}
     hub_shuffle_seed: CountOrZero | None = None  # of both splits, before max_documents are taken
     text_field: str = "text"
+    quotes: bool = True  # fields of csv and tsv may stand in quotes; false: GLUE's own files
     document: Literal["file", "paragraph", "line"] = "file"
     classes: Classes | None = None
     template: str = "{text}"

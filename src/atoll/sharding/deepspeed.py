@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from atoll.data.batch import Batch
@@ -42,10 +43,35 @@ def initialize(run: Run, model: nn.Module, optimizer: Any, dtype: torch.dtype) -
         backend: Any = importlib.import_module("deepspeed.comm.torch")
         backend.build_shm_op = lambda: None
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    refuse_unusable(run)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config_of(run, dtype), dist_init_required=False
     )
     return engine
+
+
+def refuse_unusable(run: Run) -> None:
+    """Raise `UserError` for words that DeepSpeed does not know, and for disks it cannot read."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    words = run.sharding.deepspeed.get("zero_optimization", {})
+    try:
+        DeepSpeedZeroConfig(**words)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(["zero_optimization", *map(str, first["loc"])])
+        raise UserError(
+            f"sharding.deepspeed.{name}: {first['msg']}",
+            "its words are listed at www.deepspeed.ai/docs/config-json",
+        ) from None
+    parts = {key: part for key, part in words.items() if isinstance(part, dict)}
+    on_disk = [key for key, part in parts.items() if part.get("device") == "nvme"]
+    if on_disk and not AsyncIOBuilder().is_compatible(False):
+        raise UserError(
+            f"{', '.join(on_disk)} on nvme needs DeepSpeed's async_io, which cannot be built here",
+            "an image with libaio's headers (libaio-dev), or sharding=deepspeed_zero3_offload",
+        )
 
 
 def config_of(run: Run, dtype: torch.dtype) -> dict[str, Any]:

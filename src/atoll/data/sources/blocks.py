@@ -48,6 +48,8 @@ FORMATS = {
     "jsonl": Format(text_files.line_ends, text_files.read_jsonl),
     "csv": Format(text_files.record_ends, text_files.read_csv),
     "tsv": Format(text_files.record_ends, text_files.read_csv),
+    "csv-plain": Format(text_files.record_ends, text_files.read_csv),
+    "tsv-plain": Format(text_files.record_ends, text_files.read_csv),
     "parquet": Format(columns.parquet_ends, columns.read_parquet),
     "arrow": Format(columns.arrow_ends, columns.read_arrow),
     "hub": Format(columns.hub_ends, columns.read_hub),

@@ -185,7 +185,8 @@ def _format(path: Path, data: Data, setting: str) -> str:
     if path.suffix == ".txt":
         return f"txt-{data.document}"
     if path.suffix in SUFFIXES:
-        return path.suffix[1:]
+        plain = path.suffix in (".csv", ".tsv") and not data.quotes
+        return f"{path.suffix[1:]}-plain" if plain else path.suffix[1:]
     raise UserError(
         f"{setting}: unknown kind of file: {path}",
         f"give files that end in {', '.join(SUFFIXES)}",

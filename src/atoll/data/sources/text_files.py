@@ -78,9 +78,10 @@ def record_ends(part: Part) -> Ends:
                     ends.append(size)
         except csv.Error as error:
             raise UserError(
-                f"{part.path}:{max(1, records.line_num)}: not {part.format}: {error}",
+                f"{part.path}:{max(1, records.line_num)}: not {part.path.suffix[1:]}: {error}",
                 "fix the record: a field that holds a quote, a line end or the delimiter stands in "
-                'quotes, and a quote in it is written twice ("")',
+                'quotes, and a quote in it is written twice (""). Where a quote is a character as '
+                "any other: data.quotes=false",
             ) from None
     return np.array(ends[1:], dtype=np.int64)
 
@@ -169,7 +170,9 @@ def _jsonl_row(part: Part, number: int, line: bytes) -> tuple[Any, ...]:
 
 def _csv_reader(lines: Iterator[str], format: str) -> Any:
     csv.field_size_limit(sys.maxsize)  # documents are longer than the module expects of a field
-    return csv.reader(lines, delimiter=DELIMITERS[format], strict=True)
+    kind, _, plain = format.partition("-")
+    more: Any = {"quoting": csv.QUOTE_NONE} if plain else {}
+    return csv.reader(lines, delimiter=DELIMITERS[kind], strict=True, **more)
 
 
 def _csv_columns(path: Path, format: str) -> list[str]:

@@ -1,0 +1,73 @@
+"""What a run tells DeepSpeed is what DeepSpeed reads; what it cannot do is said at the start."""
+
+from typing import Any
+
+import pytest
+import torch
+from composing import composed, here, tree
+
+from atoll.errors import UserError
+from atoll.settings import Run
+from atoll.sharding.deepspeed import config_of, refuse_unusable
+
+__all__ = ["composed", "here", "tree"]
+ZERO = "sharding.deepspeed.zero_optimization"
+NVME = ("facility=karolina", "sharding=deepspeed_zero3_nvme")
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A run's words, as DeepSpeed's own reader has them."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    return lambda run: DeepSpeedConfig(config_of(run, torch.bfloat16))
+
+
+def test_disks_are_named_in_words_that_deepspeed_takes(composed: Any, read: Any) -> None:
+    with pytest.raises(UserError, match=r"setting missing: .*nvme_path"):
+        composed(*NVME)
+    run = composed(
+        *NVME,
+        f"{ZERO}.offload_optimizer.nvme_path=/local",
+        "sharding.deepspeed.aio.block_size=262144",
+    ).run
+    words = read(run)
+    for part in (words.zero_config.offload_optimizer, words.zero_config.offload_param):
+        assert (part.device, str(part.nvme_path), part.pin_memory) == ("nvme", "/local", True)
+    assert words.zero_optimization_stage == 3
+    assert words.aio_config["block_size"] == 262144
+
+
+def test_the_host_s_memory_is_pinned(composed: Any, read: Any) -> None:
+    words = read(composed("facility=karolina", "sharding=deepspeed_zero3_offload").run)
+    for part in (words.zero_config.offload_optimizer, words.zero_config.offload_param):
+        assert (part.device, part.pin_memory) == ("cpu", True)
+
+
+def test_a_word_that_deepspeed_does_not_know_is_named(composed: Any) -> None:
+    run: Run = composed(
+        "facility=karolina",
+        "sharding=deepspeed_zero3_offload",
+        f"+{ZERO}.offload_param.bufer_count=3",
+    ).run
+    with pytest.raises(UserError, match=r"zero_optimization\.offload_param\.bufer_count") as caught:
+        refuse_unusable(run)
+    assert "deepspeed.ai" in caught.value.hint
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_disks_need_an_operator_that_can_be_built(
+    built: bool, composed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=True: built)
+    run = composed(*NVME, f"{ZERO}.offload_optimizer.nvme_path=/local").run
+    if built:
+        refuse_unusable(run)
+        return
+    with pytest.raises(UserError, match="async_io") as caught:
+        refuse_unusable(run)
+    assert "libaio" in caught.value.hint
