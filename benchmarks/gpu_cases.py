@@ -134,13 +134,13 @@ def write_tokens(run: Any, case: Case) -> None:
     train = write_shard(folder, "train", case, case.microbatch * case.steps)
     validation = write_shard(folder, "validation", case, case.microbatch)
     manifest = shards.TokenManifest(**plan.model_dump(), train=[train], validation=[validation])
-    shards.write_manifest(folder, manifest)
+    manifest.write(shards.manifest_file(folder))
 
 
 def write_shard(folder: Path, split: Any, case: Case, samples: int) -> Any:
     import numpy as np
 
-    from atoll.data.shards import ShardWriter, TokenBlock
+    from atoll.data.shard_writer import ShardWriter, TokenBlock
 
     random = np.random.default_rng(len(split))
     tokens = random.integers(0, case.vocabulary, samples * case.tokens, dtype=np.uint32)

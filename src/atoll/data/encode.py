@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 
 from atoll.data import vocabulary
 from atoll.data.keyed_hash import fractions, keyed
-from atoll.data.shards import Split, TokenBlock
+from atoll.data.shard_writer import TokenBlock
+from atoll.data.shards import Split
 from atoll.data.sources import blocks
 from atoll.data.sources.blocks import Block
 from atoll.data.sources.corpus import Corpus

@@ -12,23 +12,17 @@ FOLDER/
     00000.json             this shard's record, written when all of these are whole
 """
 
-import errno
-import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from atoll.data.vocabulary import Vocabulary
 from atoll.errors import UserError
-from atoll.run_dir import sha256_of, sync_folder, write_whole
+from atoll.run_dir import sha256_of, write_whole
 
 FORMAT_VERSION = 1
 SPLITS: tuple["Split", ...] = ("train", "validation")
@@ -39,6 +33,11 @@ class Record(BaseModel):
     """Facts read from a JSON file of a prepared folder."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def write(self, path: Path) -> None:
+        """The file is there whole or not at all."""
+        text = json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True)
+        write_whole(path, text + "\n")
 
 
 class TokenShard(Record):
@@ -123,82 +122,6 @@ def record_file(folder: Path, split: Split, number: int) -> Path:
     return folder / split / f"{number:05d}.json"
 
 
-class TokenBlock(NamedTuple):
-    """Documents of one split: their tokens end to end, the length of each, how many are blank."""
-
-    tokens: bytes
-    lengths: npt.NDArray[np.int64]
-    blank: int
-    labels: npt.NDArray[np.float32] | None = None
-
-
-class ShardWriter:
-    """Collects the documents of one shard; nothing has its final name before `finish`."""
-
-    def __init__(self, folder: Path, split: Split, number: int, dtype: str) -> None:
-        self.path = tokens_file(folder, split, number)
-        self.record = record_file(folder, split, number)
-        self.number = number
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        self.partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
-        self.hasher = hashlib.sha256()
-        self.lengths = [np.zeros(0, dtype=np.int64)]
-        self.labels: list[npt.NDArray[np.float32]] = []
-        self.blank = 0
-        self.largest = -1
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = self.partial.open("wb")
-
-    def add(self, block: TokenBlock) -> None:
-        """Append the documents of a block."""
-        self.file.write(block.tokens)
-        self.hasher.update(block.tokens)
-        self.lengths.append(block.lengths)
-        self.blank += block.blank
-        if block.labels is not None:
-            self.labels.append(block.labels)
-        if block.tokens:
-            largest = np.frombuffer(block.tokens, dtype=self.dtype).max()
-            self.largest = max(self.largest, int(largest))
-
-    def finish(self) -> TokenShard:
-        """Give the shard its final names, the record last."""
-        ends = np.cumsum(np.concatenate(self.lengths))
-        tokens = int(ends[-1]) if len(ends) else 0
-        assert self.file.tell() == tokens * self.dtype.itemsize, "lengths and tokens disagree"
-        index = ends.astype("<u8").tobytes()
-        labels = np.concatenate(self.labels).astype("<f4").tobytes() if self.labels else None
-        if len(ends):
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.file.close()
-            self.partial.replace(self.path)
-            write_whole(self.path.with_suffix(".ds.index"), index)
-            human = f"../tokenizer|{self.dtype.itemsize}\n{tokens}\n{tokens / 1e6:.2f} MT"
-            write_whole(self.path.with_suffix(".ds.metadata"), human)
-            if labels is not None:
-                write_whole(self.path.with_suffix(".labels"), labels)
-        shard = TokenShard(
-            number=self.number,
-            documents=len(ends),
-            blank_documents=self.blank,
-            tokens=tokens,
-            largest_token=self.largest,
-            tokens_sha256=self.hasher.hexdigest(),
-            index_sha256=hashlib.sha256(index).hexdigest(),
-            labels_sha256=None if labels is None else hashlib.sha256(labels).hexdigest(),
-        )
-        write_whole(self.record, _json(shard))
-        return shard
-
-    def __enter__(self) -> "ShardWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-        self.partial.unlink(missing_ok=True)
-
-
 def finished_shard(folder: Path, split: Split, number: int, dtype: str) -> TokenShard | None:
     """The record of a shard that is whole on disk, else nothing."""
     try:
@@ -207,14 +130,6 @@ def finished_shard(folder: Path, split: Split, number: int, dtype: str) -> Token
         return None
     files = _files(folder, split, shard, dtype)
     return shard if all(_size(path) == size for path, size, _ in files) else None
-
-
-def write_plan(folder: Path, plan: TokenPlan) -> None:
-    write_whole(plan_file(folder), _json(plan))
-
-
-def write_manifest(folder: Path, manifest: TokenManifest) -> None:
-    write_whole(manifest_file(folder), _json(manifest))
 
 
 def read_plan(folder: Path) -> TokenPlan | None:
@@ -294,45 +209,6 @@ def refuse_wrong_content(folder: Path, manifest: TokenManifest, rank: int, world
                 )
 
 
-@contextmanager
-def naming_a_full_disk(folder: Path, needed_bytes: int) -> Iterator[None]:
-    """Turn "no space left" and "quota exceeded" into a `UserError` with the numbers."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        free = shutil.disk_usage(folder).free
-        raise UserError(
-            f"{error.strerror} while writing {folder}: {free:,} bytes free, "
-            f"about {needed_bytes:,} needed in all",
-            "make room, or set folders.prepared to another file system, then run it again",
-        ) from None
-
-
-def remove_partial_files(folder: Path) -> None:
-    """Delete what an interrupted preparation left behind."""
-    for path in folder.rglob(".*.partial"):
-        path.unlink(missing_ok=True)
-
-
-def clear(folder: Path) -> None:
-    """Remove what other settings or other text left; the files that vouch for it go first."""
-    manifest_file(folder).unlink(missing_ok=True)
-    plan_file(folder).unlink(missing_ok=True)
-    sync_folder(folder)
-    for name in ("tokenizer", ".tokenizer.partial", *SPLITS):
-        shutil.rmtree(folder / name, ignore_errors=True)
-
-
-def sync_all(folder: Path) -> None:
-    """Make every file of a folder, and its name, survive a power cut."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    sync_folder(folder)
-
-
 def _files(
     folder: Path, split: Split, shard: TokenShard, dtype: str
 ) -> Iterator[tuple[Path, int, str]]:
@@ -351,7 +227,3 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except FileNotFoundError:
         return None
-
-
-def _json(record: Record) -> str:
-    return json.dumps(record.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"

@@ -18,9 +18,10 @@ from typing import Any
 
 from atoll import run_dir
 from atoll.commands import VerbParser
-from atoll.data import encode, shards, vocabulary
+from atoll.data import encode, shard_writer, shards, vocabulary
 from atoll.data.encode import CorpusBlocks, SplitCorpus, WorkItem
-from atoll.data.shards import ShardWriter, Split, TokenBlock, TokenManifest, TokenPlan, TokenShard
+from atoll.data.shard_writer import ShardWriter, TokenBlock
+from atoll.data.shards import Split, TokenManifest, TokenPlan, TokenShard
 from atoll.data.sources import blocks, corpus
 from atoll.data.sources.blocks import Block
 from atoll.data.workers import cores, ordered_map
@@ -76,12 +77,12 @@ def prepare(run: Run, log: Log) -> Path:
         _refuse_empty_split(run, corpora)
         needed = _least_bytes(corpora)
         _refuse_small_disk(folder, needed)
-        with shards.naming_a_full_disk(folder, needed):
+        with shard_writer.naming_a_full_disk(folder, needed):
             plan = plan or _new_plan(folder, run, identity, corpora, log)
             _write_shards(folder, run, plan, corpora, log)
             manifest = _manifest(folder, plan, corpora)
             _refuse_blank_split(manifest)
-            shards.write_manifest(folder, manifest)
+            manifest.write(shards.manifest_file(folder))
     log(
         f"tokens are ready: {folder}: {manifest.tokens('train'):,} to train on, "
         f"{manifest.tokens('validation'):,} held out; vocabulary {manifest.vocabulary_tokens:,}"
@@ -212,7 +213,7 @@ def _new_plan(
     folder: Path, run: Run, identity: dict[str, Any], corpora: list[CorpusBlocks], log: Log
 ) -> TokenPlan:
     """Clear the folder, make the tokenizer and write the plan of its tokens."""
-    shards.clear(folder)
+    shard_writer.clear(folder)
     name = vocabulary.origin(run)
     log(f"loading the tokenizer of {name} …" if name else "making the tokenizer …")
     began = time.monotonic()
@@ -221,7 +222,7 @@ def _new_plan(
     start = partial(encode.tokenizer_maker, run, corpora, made_in)
     with closing(ordered_map(start, [None], 1, threads=run.data.workers or cores())) as results:
         made = next(results)
-    shards.sync_all(made_in)
+    shard_writer.sync_all(made_in)
     made_in.replace(shards.tokenizer_folder(folder))
     run_dir.sync_folder(folder)
     log(f"tokenizer: {made.tokens:,} tokens, {time.monotonic() - began:.1f} s")
@@ -233,7 +234,7 @@ def _new_plan(
         pad_id=made.pad_id,
         dtype=made.dtype,
     )
-    shards.write_plan(folder, plan)
+    plan.write(shards.plan_file(folder))
     return plan
 
 
@@ -340,7 +341,7 @@ def _locked(folder: Path, log: Log) -> Iterator[None]:
     with (folder / ".lock").open("ab") as file:
         try:
             _lock(file.fileno(), folder, log)
-            shards.remove_partial_files(folder)
+            shard_writer.remove_partial_files(folder)
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):
                 raise

@@ -49,7 +49,7 @@ class StepRecord:
     gradient_norm: Tensor  # before clipping
     data_wait_seconds: float
     checkpoint_seconds: float  # for which training stood still since the step before
-    is_saved: bool  # a checkpoint follows: the run may go on from here
+    is_saved: bool = False  # a checkpoint follows: the run may go on from here
 
 
 class Observer:

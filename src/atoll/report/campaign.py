@@ -32,14 +32,10 @@ class Part:
     def received_bytes(self) -> int:
         return sum(event["bytes"] for event in self.received)
 
-    @property
-    def train_seconds(self) -> float | None:
-        return self.seconds("train")
-
     def seconds(self, span: str) -> float | None:
         """How long it was queued, or trained; None where that is not known."""
-        begin, end = self.spans.get(span, (None, None))
-        return None if begin is None or end is None else max(0.0, end - begin)
+        begin, end = self.spans.get(span, (0.0, 0.0))
+        return max(0.0, end - begin) if span in self.spans else None
 
 
 @dataclass(frozen=True)
@@ -85,23 +81,22 @@ def _part(store: CampaignStore, number: int, site: Site, records: Sequence[Recor
         of_round=store.asked_round(number, site),
         sent=sent,
         received=received,
-        spans=_transfers(sent, received) | _job_spans(answer),
+        spans=_spans(sent, received, answer),
         losses=answer.get("losses") or [],
         weight=weights.get(site.name),
         why="; ".join(_reasons(store, number, site, own)),
     )
 
 
-def _transfers(sent: list[Record], received: list[Record]) -> dict[str, tuple[float, float]]:
-    """The last of each, if there is one."""
-    last = (("send", sent[-1:]), ("fetch", received[-1:]))
-    return {name: (e["time"] - e["seconds"], e["time"]) for name, events in last for e in events}
-
-
-def _job_spans(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
+def _spans(
+    sent: list[Record], received: list[Record], job: dict[str, Any]
+) -> dict[str, tuple[float, float]]:
+    """When it was at what: of the transfers the last; nothing where an end is not known."""
+    last = {"send": sent[-1:], "fetch": received[-1:]}
+    spans = {name: (e["time"] - e["seconds"], e["time"]) for name, es in last.items() for e in es}
     ends = {"queue": ("submitted", "started"), "train": ("started", "ended")}
-    times = {name: (job.get(begin), job.get(end)) for name, (begin, end) in ends.items()}
-    return {name: (a, b) for name, (a, b) in times.items() if a is not None and b is not None}
+    jobs = {name: (job.get(begin), job.get(end)) for name, (begin, end) in ends.items()}
+    return spans | {name: (a, b) for name, (a, b) in jobs.items() if None not in (a, b)}
 
 
 def _reasons(
@@ -134,7 +129,7 @@ def _facility(part: Part) -> dict[str, str]:
         "facility": part.facility,
         "queue s": number(part.seconds("queue")),
         "send s": number(sum(event["seconds"] for event in part.sent)),
-        "train s": number(part.train_seconds),
+        "train s": number(part.seconds("train")),
         "fetch s": number(sum(event["seconds"] for event in part.received)),
         "MiB out": mebibytes(part.sent_bytes),
         "MiB in": mebibytes(part.received_bytes),

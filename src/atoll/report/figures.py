@@ -68,7 +68,7 @@ def _position(run: RunMetrics, line: Record, x: str) -> float | None:
 
 def _line(figure: Any, name: str, points: Iterable[tuple[Any, Any]], **style: Any) -> None:
     x, y = [list(values) for values in zip(*points, strict=True)] or ([], [])
-    figure.add_scatter(x=x, y=y, name=name, mode="lines+markers", **style)
+    figure.add_scatter(x=x, y=y, name=name, **{"mode": "lines+markers"} | style)
 
 
 def _checkpoints(runs: Sequence[RunMetrics]) -> Any:
@@ -76,13 +76,9 @@ def _checkpoints(runs: Sequence[RunMetrics]) -> Any:
     figure = new_figure("Checkpoints", "step", "seconds")
     for number, run in enumerate(runs):
         for name, key, symbol in (("saved", "save", "circle"), ("blocked", "blocked", "x")):
-            figure.add_scatter(
-                x=[line["step"] for line in run.checkpoints],
-                y=[line[f"{key}_seconds"] for line in run.checkpoints],
-                name=f"{run.name}, {name}",
-                mode="markers",
-                marker={"color": COLOURS[number % len(COLOURS)], "symbol": symbol, "size": 8},
-            )
+            points = [(line["step"], line[f"{key}_seconds"]) for line in run.checkpoints]
+            marker = {"color": COLOURS[number % len(COLOURS)], "symbol": symbol, "size": 8}
+            _line(figure, f"{run.name}, {name}", points, mode="markers", marker=marker)
     return figure.update_yaxes(type="log")
 
 

@@ -110,10 +110,7 @@ def _sent(run: RunMetrics) -> dict[str, str]:
     profile = run.communication[-1]
     expected = sum(profile["expected_bytes"].values())
     parts = (f"{name} {mebibytes(size)}" for name, size in profile["expected_bytes"].items())
-    largest = "".join(
-        f"{call['collective']} {call['shape']} {call['dtype']}"
-        for call in profile["collectives"][:1]
-    )
+    calls = ["{collective} {shape} {dtype}".format(**call) for call in profile["collectives"]]
     return {
         "run": run.name,
         "batch": str(run.settings.training.global_batch_samples),
@@ -121,7 +118,7 @@ def _sent(run: RunMetrics) -> dict[str, str]:
         "on wire": mebibytes(profile["wire_bytes"]),
         "differs": f"{profile['wire_bytes'] / expected - 1:+.1%}" if expected else "",
         "of step": f"{profile['seconds'] / run.step_seconds:.0%}",
-        "largest call": largest,
+        "largest call": next(iter(calls), ""),
         "for": ", ".join(parts),
     }
 

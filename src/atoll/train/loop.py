@@ -44,31 +44,13 @@ def loop(
             code_of_all = exchanged_stop_code(world, stop_code)
             for observer in observers:
                 observer.before_step(step)
-            started = time.monotonic()
-            share = next(batches)
-            data_wait_seconds = time.monotonic() - started
-            loss_sum = accumulate_gradients(train_state, share, step)
-            saver.await_copy()
-            rate = learning_rate(run.optimizer, step, total_steps, run.axes.data)
-            norm = update(train_state, rate)
-            tokens += share.global_useful
+            record = train_step(train_state, batches, step, tokens, saver)
+            tokens = record.total_tokens
             last = step == total_steps
             code = code_of_all() * (not last)
             is_saved = last or code != 0 or is_due(step, run.checkpoint.every_steps)
-            record = StepRecord(
-                step=step,
-                loss_sum=loss_sum,
-                targets=share.global_targets,
-                tokens=share.global_useful,
-                total_tokens=tokens,
-                learning_rate=rate,
-                gradient_norm=norm,
-                data_wait_seconds=data_wait_seconds,
-                checkpoint_seconds=saver.take_blocked_seconds(),
-                is_saved=is_saved,
-            )
             for observer in observers:
-                observer.after_step(record)
+                observer.after_step(replace(record, is_saved=is_saved))
             if is_saved:
                 saver.save(step, tokens)
             if is_evaluation_due(train_state, step) and not last:
@@ -79,6 +61,34 @@ def loop(
     for observer in observers:
         observer.on_end()
     return LoopEnd(step, code)
+
+
+def train_step(
+    train_state: TrainState,
+    batches: Iterator[Share],
+    step: int,
+    tokens: int,
+    saver: CheckpointSaver,
+) -> StepRecord:
+    """One optimizer step behind so many tokens: batch, gradients, update."""
+    run = train_state.run
+    started = time.monotonic()
+    share = next(batches)
+    data_wait_seconds = time.monotonic() - started
+    loss_sum = accumulate_gradients(train_state, share, step)
+    saver.await_copy()
+    rate = learning_rate(run.optimizer, step, train_state.total_steps, run.axes.data)
+    return StepRecord(
+        step=step,
+        loss_sum=loss_sum,
+        targets=share.global_targets,
+        tokens=share.global_useful,
+        total_tokens=tokens + share.global_useful,
+        learning_rate=rate,
+        gradient_norm=update(train_state, rate),
+        data_wait_seconds=data_wait_seconds,
+        checkpoint_seconds=saver.take_blocked_seconds(),
+    )
 
 
 def accumulate_gradients(train_state: TrainState, share: Share, step: int) -> Tensor:
