@@ -24,7 +24,8 @@ def check_fit(run: Run) -> None:
 
 def unknown_fit(run: Run) -> str:
     """One line for a job of which the planner cannot tell whether it fits, else nothing."""
-    if not _is_asked(run) or run.facility.scheduler == "none":
+    on_processors = run.facility.scheduler == "none" or run.facility.node.device == "cpu"
+    if on_processors or not _is_asked(run):
         return ""
     why = _unknown(run, _shape(run))
     return f"whether it fits is not known: {why}\n" if why else ""
