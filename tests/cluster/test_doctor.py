@@ -86,6 +86,8 @@ def test_an_accounting_that_says_nothing_is_unknown(composed, site):
     [
         ("echo up infinite 4 nodes", OK, "gpu: up infinite 4 nodes"),
         ("exit 0", WRONG, "gpu is not known"),
+        ("echo slurm_load_partitions: no controller >&2; exit 1", UNKNOWN, "no controller"),
+        ("echo sinfo: error: Invalid partition gpu >&2; exit 1", WRONG, "gpu is not known"),
     ],
 )
 def test_the_partition(answer, state, words, composed, site):

@@ -248,6 +248,26 @@ def test_machines_without_a_scheduler_need_a_file_of_them(composed):
     assert step[-5:] == ["--fork", "2", "--follow-stdin", "/runs/x", "module:function"]
 
 
+def test_the_page_of_facilities_has_them_all_as_their_files_say():
+    page = (ROOT / "docs" / "facilities.md").read_text()
+    limits, known = page.split("### What is known of each")
+    for name in NAMES:
+        facility = values(name)
+        node = facility["node"]
+        memory = f" {node['device_memory_gib']} GiB" if node.get("device_memory_gib") else ""
+        [row] = re.findall(rf"^\| `{name}` \|.*$", limits, re.M)
+        assert f"| {facility['scheduler']} | {node['devices']} x {node['device']}{memory}" in row
+        image = next((w for d in facility.get("defaults", []) for w in image_of(d)), "none")
+        assert f"| {image} |" in row
+        assert name in OF_ONE_S_OWN or re.search(rf"^\| `{name}` \|", known, re.M)
+
+
+def image_of(default: object) -> list[str]:
+    """The image of one line of a facility's defaults."""
+    pairs = default.items() if isinstance(default, dict) else []
+    return [value for key, value in pairs if "/image@" in key]
+
+
 def test_module_folders_come_before_what_is_loaded_from_them(composed):
     text = dry_run(composed(*line("polaris")).run)
     use, load = "module use /soft/modulefiles", "module load spack-pe-base"

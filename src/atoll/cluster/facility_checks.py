@@ -9,6 +9,7 @@ from pathlib import Path
 
 from atoll.cluster import limits
 from atoll.cluster.scheduler import answer_lines
+from atoll.commands import run_command
 from atoll.config import certificate
 from atoll.errors import UserError
 from atoll.images.build import container_runtime
@@ -17,6 +18,8 @@ from atoll.settings import Run
 
 OK, UNKNOWN, WRONG = "ok", "unknown", "wrong"
 LEAST_FREE_GIB = 1.0
+# How sinfo and qstat refuse a name; any other failure is their own.
+NOT_KNOWN = ("invalid partition", "unknown queue", "invalid queue")
 
 
 @dataclass(frozen=True)
@@ -192,10 +195,15 @@ def partition(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
         hint = "ask again on a login node of the facility"
         yield Finding(UNKNOWN, flag, f"no {show[scheduler][0]} here to ask about {name}", hint)
         return
-    lines = answer_lines(show[scheduler], environment)
+    done = run_command(show[scheduler], environment=environment)
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode != 0 and not any(word in done.last_line.lower() for word in NOT_KNOWN):
+        yield Finding(UNKNOWN, flag, f"{show[scheduler][0]}: {done.last_line}", "ask again later")
+        return
     hint = f"facility.submit.{flag}=NAME; {show[scheduler][0]} lists them"
-    found = f"{name}: {lines[-1]}" if lines else f"{name} is not known to the scheduler"
-    yield Finding(OK if lines else WRONG, flag, found, "" if lines else hint)
+    is_known = bool(lines) and done.returncode == 0
+    found = f"{name}: {lines[-1]}" if is_known else f"{name} is not known to the scheduler"
+    yield Finding(OK if is_known else WRONG, flag, found, "" if is_known else hint)
 
 
 def offline(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
