@@ -4,6 +4,7 @@ import pytest
 import yaml
 from composing import ROOT
 
+from atoll.cluster.submit import check
 from atoll.config.compose import known_shape
 from atoll.plan.choose import fits
 from atoll.plan.memory import memory_of
@@ -40,3 +41,17 @@ def test_a_campaign_s_batch_fits_too(composed):
         memory = memory_of(run, known_shape(run))
         assert run.microbatches > 1
         assert memory.peak_gib < 0.9 * run.facility.node.device_memory_gib
+
+
+@pytest.mark.parametrize(
+    ("name", "queue"),
+    [
+        ("llama2_7b_it", "facility.submit.qos=boost_qos_bprod"),
+        ("llama2_7b_cs", "facility.submit.partition=qgpu_big"),
+    ],
+)
+def test_128_nodes_may_be_submitted(name, queue, composed):
+    line = (f"experiment={name}", f"facility={FLAGSHIPS[name]}", "nodes=128", queue)
+    run = composed(*line, "facility.account=x").run
+    check(run, False, {})
+    assert run.training.global_batch_samples == DEVICE_BATCH * 128 * run.ranks_per_node
