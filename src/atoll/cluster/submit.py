@@ -115,7 +115,7 @@ def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
     limits.check_supported(run)
     limits.check_nodes(run)
     if here:
-        limits.check_allocation(run, limits.allocated_nodes(environment))
+        limits.check_allocation(run, environment)
     elif run.facility.scheduler != "none":
         limits.check_queue(run)
     check_same_run(run, run_dir.folder(run))
