@@ -165,7 +165,7 @@ def test_verbs_need_no_environment(words, clone):
 
 
 def test_status_asks_the_machine_s_own_scheduler(clone):
-    clone.add_program("squeue", "RUNNING|None")
+    clone.add_program("squeue", "4711|4711|RUNNING|None")
     clone.add_program("sacct", "")
     assert clone.type(*SLURM).returncode == 0
     done = verb(clone, "status", str(only_run(clone)))

@@ -62,3 +62,21 @@ def test_a_folder_that_cannot_be_written_is_named(composed, here):
     (here / "runs").write_text("a file where a folder should be")
     with pytest.raises(UserError, match="cannot write the run folder"):
         write_run_folder(composed("facility=laptop"))
+
+
+def test_a_job_that_lacks_cores_is_told_so_before_its_step(composed):
+    run = composed("facility=testbed", "nodes=1", "facility.node.cores=4").run
+    job = {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_CPUS_PER_NODE": "4"}
+    check(run, True, job)
+    check(run, True, {"SLURM_JOB_NUM_NODES": "1"})
+    with pytest.raises(UserError) as error:
+        check(run, True, job | {"SLURM_JOB_CPUS_PER_NODE": "4(x3),2"})
+    assert "2 cores on a node, the run's 2 tasks of 2 cores need 4" in error.value.found
+    assert "--ntasks-per-node=2 --cpus-per-task=2" in error.value.hint
+
+
+def test_a_heterogeneous_job_is_called_so(composed):
+    run = composed("facility=testbed", "nodes=1").run
+    job = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NUM_NODES_HET_GROUP_0": "1"}
+    with pytest.raises(UserError, match="heterogeneous: 2 components"):
+        check(run, True, job)

@@ -1,15 +1,19 @@
 """Where a run stands: what it wrote itself, then what squeue, sacct and qstat say."""
 
+import itertools
 import json
+import shutil
 import stat
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
 
 from atoll import run_dir
-from atoll.cluster.status import main, status
+from atoll.cluster.jobs import Job
+from atoll.cluster.status import follow, main, status
 from atoll.errors import UserError
 from atoll.settings import dumped
 
@@ -30,7 +34,9 @@ def scheduler(tmp_path, monkeypatch):
         for name in ("squeue", "sacct", "qstat"):
             path = tmp_path / name
             words = programs.get(name)
-            path.write_text(f"#!/bin/sh\necho '{words}'\n" if words else "#!/bin/sh\nexit 1\n")
+            path.write_text(
+                f"#!/bin/sh\nprintf '%s\\n' '{words}'\n" if words else "#!/bin/sh\nexit 1\n"
+            )
             path.chmod(path.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("PATH", str(tmp_path))
 
@@ -38,17 +44,44 @@ def scheduler(tmp_path, monkeypatch):
 
 
 CASES = [
-    ("slurm", {"squeue": "PENDING|Priority"}, "queued", "waits for Priority"),
-    ("slurm", {"squeue": "RUNNING|None"}, "running", "step 7 is the last one"),
-    ("slurm", {"squeue": "SIGNALING|None"}, "running", "step 7 is the last one"),
-    ("slurm", {"sacct": "TIMEOUT|0:15"}, "failed", "its wall time was over"),
-    ("slurm", {"sacct": "CANCELLED by 1000|0:15"}, "failed", "it was cancelled"),
-    ("slurm", {"sacct": "OUT_OF_MEMORY|0:125"}, "failed", "memory was full"),
-    ("slurm", {"sacct": "FAILED|2:0"}, "failed", "exit code 2:0"),
+    ("slurm", {"squeue": "9|9|PENDING|Priority"}, "queued", "waits for Priority"),
+    ("slurm", {"squeue": "9|9|RUNNING|None"}, "running", "step 7 is the last one"),
+    ("slurm", {"squeue": "9|9|SIGNALING|None"}, "running", "step 7 is the last one"),
+    ("slurm", {"sacct": "9|TIMEOUT|0:15|n1"}, "failed", "its wall time was over"),
+    ("slurm", {"sacct": "9|CANCELLED by 1000|0:15|n1"}, "failed", "it was cancelled"),
+    ("slurm", {"sacct": "9|OUT_OF_MEMORY|0:125|n1"}, "failed", "memory was full"),
+    ("slurm", {"sacct": "9|FAILED|2:0|n1"}, "failed", "exit code 2:0"),
     ("slurm", {}, "unknown", "neither squeue nor sacct"),
     ("pbs", {"qstat": "9.host name user 00:00 R batch"}, "running", "job 9"),
     ("pbs", {"qstat": "9.host name user 00:00 Q batch"}, "queued", "job 9"),
     ("pbs", {}, "failed", "pbs.out"),
+    ("slurm", {"squeue": "9|9|SUSPENDED|None"}, "running", "suspended by the scheduler"),
+    ("slurm", {"squeue": "9|9|SPECIAL_EXIT|JobHeldUser"}, "queued", "waits for JobHeldUser"),
+    ("slurm", {"squeue": "9|9|BRAND_NEW|None"}, "unknown", "calls it BRAND_NEW"),
+    ("slurm", {"sacct": "9|DEADLINE|0:15|n1"}, "failed", "DEADLINE, exit code 0:15"),
+    (
+        "slurm",
+        {"squeue": "9|9|PENDING|BeginTime", "sacct": "9|NODE_FAIL|0:0|n[2-3]\n9|PENDING|0:0|None"},
+        "queued",
+        "a node failed (it ran on n[2-3]), so it was queued again; waits for BeginTime",
+    ),
+    *(
+        ("pbs", {"qstat": f"9.host name user 00:00 {letter} batch"}, state, why)
+        for letter, state, why in [
+            ("T", "queued", "in transit"),
+            ("H", "queued", "held"),
+            ("W", "queued", "waits for its time"),
+            ("M", "queued", "moved"),
+            ("S", "running", "suspended"),
+            ("U", "running", "suspended"),
+            ("B", "running", "job 9"),
+            ("E", "running", "job 9"),
+            ("F", "failed", "pbs.out"),
+            ("X", "failed", "pbs.out"),
+            ("C", "failed", "pbs.out"),
+            ("Z", "unknown", "calls it Z"),
+        ]
+    ),
 ]
 
 
@@ -65,14 +98,14 @@ def test_what_the_scheduler_says(kind, says, state, why, run_folder, scheduler):
 
 
 def test_restarts_are_counted(run_folder, scheduler):
-    scheduler(squeue="RUNNING|None")
+    scheduler(squeue="9|9|RUNNING|None")
     run_dir.jobs_file(run_folder).write_text("slurm 9\n")
     run_dir.restarts_file(run_folder).write_text("{}\n{}\n")
     assert "job 9, restarted 2 times" in status(run_folder)[1]
 
 
 def test_a_result_counts_more_than_the_scheduler(run_folder, scheduler, capsys):
-    scheduler(sacct="FAILED|1:0")
+    scheduler(sacct="9|FAILED|1:0|n1")
     run_dir.jobs_file(run_folder).write_text("slurm 9\n")
     run_dir.export(run_folder).mkdir()
     run_dir.result_file(run_folder).write_text(json.dumps({"steps": 6, "perplexity": 3.5}))
@@ -86,15 +119,127 @@ def test_a_run_that_no_scheduler_knows(run_folder, scheduler):
     assert "no step yet" in why
 
 
+def lines_of(run_folder, *records):
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    run_dir.metrics_file(run_folder).write_text(text)
+
+
+@pytest.mark.parametrize("order", ["41 42", "42 41"])
+def test_of_several_jobs_the_one_that_trains_tells(order, run_folder, scheduler):
+    first, second = order.split()
+    rows = f"{first}|{first}|PENDING|Dependency\n{second}|{second}|RUNNING|None"
+    scheduler(squeue=rows)
+    run_dir.jobs_file(run_folder).write_text("slurm 41\nslurm 42\nslurm 41\n")
+    state, why = status(run_folder)
+    assert (state, why.partition(":")[0]) == ("running", f"job {second}")
+
+
+def test_a_chain_is_followed_to_the_job_that_waits(run_folder, scheduler):
+    scheduler(squeue="42|42|PENDING|Priority", sacct="41|FAILED|200:0|n1")
+    run_dir.jobs_file(run_folder).write_text("slurm 41\nslurm 42\n")
+    assert status(run_folder)[0] == "queued"
+
+
+def test_a_refused_job_is_told_and_tells_nothing_itself(run_folder, scheduler):
+    scheduler(squeue="41|41|RUNNING|None\n42|42|FAILED|NonZeroExitCode")
+    run_dir.jobs_file(run_folder).write_text("slurm 41\nslurm 42\nslurm 42 refused\n")
+    state, why = status(run_folder)
+    assert state == "running"
+    assert why.startswith("job 41: refused job 42")
+
+
+def test_what_is_no_job_in_the_list_is_passed_over(run_folder, scheduler):
+    scheduler(squeue="9|9|RUNNING|None")
+    run_dir.jobs_file(run_folder).write_text("slurm Welcome to the machine\n\nslurm 9\nhello\n")
+    assert status(run_folder)[0] == "running"
+
+
+def test_a_running_run_comes_with_the_age_of_its_last_step(run_folder, scheduler):
+    scheduler(squeue="9|9|RUNNING|None")
+    run_dir.jobs_file(run_folder).write_text("slurm 9\n")
+    lines_of(run_folder, {"event": "train", "step": 7, "time": time.time() - 130})
+    assert "step 7 is the last one written down, 2 min 1" in status(run_folder)[1]
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("srun: error: n2: task 1: Killed\natoll: something else\n", "n2: task 1: Killed"),
+        (
+            "Traceback\n  File x\natoll: writing /x failed: No space left on device\n"
+            "       free some space\nsrun: error: n1: task 0: Exited with exit code 2\n",
+            "writing /x failed: No space left",
+        ),
+        ("[rank0]: RuntimeError: Timed out waiting 30000ms\nsrun: error: n1\n", "Timed out"),
+        ("atoll: the time of job 9 is nearly over\nslurmstepd: error: killed\n", "slurmstepd"),
+        ("one\ntwo\n", "two"),
+    ],
+)
+def test_a_failed_job_s_last_words_are_the_reason(output, words, run_folder, scheduler):
+    scheduler(sacct="9|FAILED|1:0|n1")
+    run_dir.jobs_file(run_folder).write_text("slurm 9\n")
+    (run_folder / "slurm-9.out").write_text(output)
+    assert words in status(run_folder)[1].partition("its last words: ")[2]
+
+
+def test_a_run_that_was_not_queued_again_is_not_called_restarted(run_folder, scheduler):
+    scheduler(sacct="9|TIMEOUT|0:15|n1")
+    run_dir.jobs_file(run_folder).write_text("slurm 9\n")
+    run_dir.restarts_file(run_folder).write_text("{}\n")
+    run_dir.restart_file(run_folder).touch()
+    run_dir.write_whole(run_dir.checkpoint(run_folder, 20) / "manifest.json", "{}")
+    _, why = status(run_folder)
+    assert "restarted" not in why and "without time to save" not in why
+    assert "step 20 is saved" in why
+
+
+def test_one_question_for_all_runs(run_folder, scheduler, tmp_path, capsys):
+    scheduler(squeue="8|8|RUNNING|None\n9|9|RUNNING|None")
+    other = run_folder.with_name("two")
+    shutil.copytree(run_folder, other)
+    for folder, job in ((run_folder, 8), (other, 9)):
+        run_dir.jobs_file(folder).write_text(f"slurm {job}\n")
+    log = tmp_path / "log"
+    text = (tmp_path / "squeue").read_text()
+    (tmp_path / "squeue").write_text(f"{text}echo $* >> {log}\n")
+    assert main(["one", "two"]) == 0
+    assert capsys.readouterr().out.count(": running, job ") == 2
+    assert len(log.read_text().splitlines()) == 1
+
+
+def test_the_scheduler_is_asked_once_a_minute_then_less(run_folder, scheduler, monkeypatch):
+    run_dir.jobs_file(run_folder).write_text("slurm 9\n")
+    clock, asked = [1000.0], []
+
+    def pass_time(seconds):
+        clock[0] += seconds
+
+    def answers(jobs):
+        asked.append(clock[0] - 1000.0)
+        ended = clock[0] > 3000
+        return {job: Job("failed" if ended else "running", "") for job in jobs}
+
+    monkeypatch.setattr("atoll.cluster.status.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("atoll.cluster.status.time.sleep", pass_time)
+    monkeypatch.setattr("atoll.cluster.status.ask", answers)
+    assert follow(run_folder) == 1
+    pauses = [after - before for before, after in itertools.pairwise(asked)]
+    assert min(pauses) >= 60
+    assert max(pauses) <= 302
+    assert len(asked) < 12
+
+
 def test_a_folder_that_is_no_run(here):
     with pytest.raises(UserError, match="no run at nowhere"):
         main(["nowhere"])
 
 
 LIVE = """
-import fcntl, json, os, sys, time
-held = os.open(sys.argv[1], os.O_RDONLY)
-fcntl.flock(held, fcntl.LOCK_EX)
+import os, sys, time
+from atoll.cluster.lease import _machine, _started
+os.mkdir(sys.argv[1] + "/lease")
+with open(sys.argv[1] + "/lease/1", "w") as file:
+    print("none", 5, 0, "here", os.getpid(), _started(os.getpid()), _machine(), file=file)
 with open(sys.argv[1] + "/metrics.jsonl", "a") as file:
     for line in sys.argv[2:]:
         file.write(line[:9])

@@ -19,6 +19,14 @@ LETTERS = "abcxyzABC"
         ("login3", ["login3"]),
         ("a[1-2],b3", ["a1", "a2", "b3"]),
         ("g[1-2]n[3-4]", ["g1n3", "g1n4", "g2n3", "g2n4"]),
+        (
+            "g[1-2]n[3-4]p[5-6]",  # as scontrol show hostnames of 22.05 says
+            [f"g{g}n{n}p{p}" for n in (3, 4) for g in (1, 2) for p in (5, 6)],
+        ),
+        (
+            "a[1-2]b[1-2]c[1-2]d[1-2]",
+            [f"a{a}b{b}c{c}d{d}" for c in (1, 2) for b in (1, 2) for a in (1, 2) for d in (1, 2)],
+        ),
         ("n[008-010]", ["n008", "n009", "n010"]),
         ("n[8-10]", ["n8", "n9", "n10"]),
         ("a[1,3-5,7]", ["a1", "a3", "a4", "a5", "a7"]),

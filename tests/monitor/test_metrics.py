@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import defaults
@@ -10,10 +11,12 @@ import tiny
 import torch
 
 from atoll import run_dir
+from atoll.errors import UserError
 from atoll.models.build import build_config, build_model
 from atoll.monitor import metrics_file, mfu
 from atoll.monitor.comm_profile import _covered
 from atoll.monitor.progress import Progress
+from atoll.monitor.watch import writing
 from atoll.plan.shapes import shape_of
 from atoll.settings import Model, Node, Training
 
@@ -77,3 +80,17 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == ""
     progress.on_evaluation(10, {"loss": 1.5, "targets": 7, "perplexity": 4.4817}, seconds=1.0)
     assert capsys.readouterr().out == "step 10: held-out perplexity 4.482 (loss 1.5000)\n"
+
+
+def test_a_full_disk_while_lines_are_written_is_two_lines(tmp_path):
+    watched = SimpleNamespace(
+        world=SimpleNamespace(rank=0),
+        run=SimpleNamespace(loggers=[]),
+        run_folder=tmp_path,
+        resumed_step=7,
+    )
+    with writing(watched, None) as write:
+        run_dir.metrics_file(tmp_path).symlink_to("/dev/full")
+        with pytest.raises(UserError, match="No space left on device") as error:
+            write({"event": "train", "step": 8})
+    assert "it resumes" in error.value.hint

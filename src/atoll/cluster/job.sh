@@ -25,6 +25,7 @@ started() { # PID: when it started, in ticks of the kernel; fails where it is go
     local stat words
     { stat=$(< "/proc/$1/stat"); } 2> /dev/null || return 1
     read -ra words <<< "${stat##*) }"
+    [[ ${words[0]} != Z ]] || return 1
     printf '%s\n' "${words[19]}"
 }
 newest_lease() {

@@ -50,4 +50,5 @@ def _started(pid: str) -> str | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return stat.rpartition(") ")[2].split()[19]
+    words = stat.rpartition(") ")[2].split()
+    return None if words[0] == "Z" else words[19]  # a zombie has ended

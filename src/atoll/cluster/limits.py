@@ -1,8 +1,10 @@
 """What a facility does not allow, found before anything is queued."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from atoll.cluster.launchers import tasks
 from atoll.errors import UserError
 from atoll.settings import Queue, Run
 
@@ -64,10 +66,17 @@ def allocated_nodes(environment: Mapping[str, str]) -> int | None:
     return None
 
 
-def check_allocation(run: Run, allocated: int | None) -> None:
-    """Refuse to run here on other nodes than this job has."""
+def check_allocation(run: Run, environment: Mapping[str, str]) -> None:
+    """Refuse to run here on other nodes, or fewer cores, than this job has."""
     if run.facility.scheduler == "none":
         return
+    components = int(environment.get("SLURM_HET_SIZE", 1))
+    if components > 1:
+        raise UserError(
+            f"this job is heterogeneous: {components} components",
+            "ask for one homogeneous job: Slurm numbers the ranks of each component apart",
+        )
+    allocated = allocated_nodes(environment)
     if allocated is None:
         raise UserError(
             "--here, but this is no job: neither SLURM_JOB_NUM_NODES nor PBS_NODEFILE is set",
@@ -78,6 +87,20 @@ def check_allocation(run: Run, allocated: int | None) -> None:
             f"this job has {allocated} nodes, the run asks for {run.nodes}",
             f"leave nodes out, or ask the scheduler for as many: -N {run.nodes}",
         )
+    _check_cores(run, environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
+
+
+def _check_cores(run: Run, cores_per_node: str) -> None:
+    """Refuse a step that srun would refuse: more cores than a node of the job has."""
+    wanted = tasks(run)
+    counts = [int(count) for count in re.findall(r"(?:^|,)(\d+)", cores_per_node)]
+    if wanted.cores is None or not counts or wanted.cores * wanted.per_node <= min(counts):
+        return
+    raise UserError(
+        f"this job has {min(counts)} cores on a node, the run's {wanted.per_node} tasks of "
+        f"{wanted.cores} cores need {wanted.cores * wanted.per_node}",
+        f"sbatch --ntasks-per-node={wanted.per_node} --cpus-per-task={wanted.cores} …",
+    )
 
 
 def job_limits(run: Run) -> tuple[str, Queue]:

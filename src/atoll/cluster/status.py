@@ -1,47 +1,34 @@
 """`atoll status RUN`: is it queued, running, finished or failed, and why; what its jobs drew."""
 
 import json
+import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
+from atoll.cluster.jobs import ASK, Job, JobId, ask, sacct
+from atoll.cluster.lease import Lease, lease_of
 from atoll.cluster.scheduler import answer_lines
 from atoll.commands import VerbParser
 from atoll.errors import UserError
 from atoll.settings import load_run
 
 ABOUT = "Say of each run (the folder, or its name in runs/) where it stands, and why."
-POLL_SECONDS = 2.0
+POLL_SECONDS = 2.0  # of the run's own files
+ASK_SECONDS, MOST_ASK_SECONDS = 60.0, 300.0  # of the scheduler, longer while nothing changes
 LIVE = ("queued", "running", "unknown")
-# ours -> Slurm's states (squeue's manual, JOB STATE CODES); any other state has failed
-SLURM_STATES = {
-    "queued": "PENDING REQUEUED REQUEUE_HOLD CONFIGURING",
-    "running": "RUNNING COMPLETING STAGE_OUT SIGNALING RESIZING STOPPED SUSPENDED",
-    "finished": "COMPLETED",
-}
-# What a failed job's state means for a person.
-REASONS = {
-    "TIMEOUT": "its wall time was over, without time to save: see restart.notice_seconds",
-    "OUT_OF_MEMORY": "a node's memory was full: fewer microbatch_samples, or more nodes",
-    "NODE_FAIL": "a node failed: the same line again goes on from the last checkpoint",
-    "CANCELLED": "it was cancelled: the same line again goes on from the last checkpoint",
-    "PREEMPTED": "another job took its nodes: the same line again goes on",
-}
-# qstat's one-letter states (PBS's manual, qstat) -> ours.
-PBS_STATES = {"Q": "queued", "H": "queued", "W": "queued", "R": "running", "E": "running"}
 ENERGY_SOURCE = "measured: Slurm"
 UNKNOWN = 2**63  # Slurm's word for no value is one of the largest numbers of 64 bits
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the scheduler says of a job."""
-
-    state: str  # queued, running, finished, failed, or unknown
-    why: str
+TAIL_BYTES = 1 << 16
+# What a job's output says last of why it ended, the surest sign first.
+LAST_WORDS = [
+    re.compile(r"srun: error: (\S+: tasks? \S+: (?!Exited|Terminated)\w.*)"),
+    re.compile(r"atoll: (?!the time of|job )(.*)"),
+    re.compile(r"(?:\[rank\d+\]:)?\s*((?:[\w.]+\.)?\w*(?:Error|Exception)\b: .*)"),
+    re.compile(r"((?:slurmstepd|srun|mpiexec|FATAL|bash)\b.*)"),
+]
 
 
 def main(argv: list[str]) -> int:
@@ -53,9 +40,10 @@ def main(argv: list[str]) -> int:
     arguments = parser.read(argv)
     if arguments.follow:
         return follow(run_folder(arguments.runs[0]))
-    for name in arguments.runs:
-        folder = run_folder(name)
-        state, why = status(folder)
+    folders = [run_folder(name) for name in arguments.runs]
+    answers = ask({job for folder in folders for job in queued_jobs(folder)})
+    for folder in folders:
+        state, why = status(folder, answers)
         print(f"{folder.name}: {state}, {why}" if why else f"{folder.name}: {state}")
     return 0
 
@@ -68,78 +56,126 @@ def run_folder(name: str) -> Path:
     raise UserError(f"no run at {name}", "give the folder of a run, as runs/NAME")
 
 
-def status(folder: Path) -> tuple[str, str]:
-    """State and reason of a run: what it wrote itself counts first, then what its job says."""
+def status(folder: Path, answers: Mapping[JobId, Job] | None = None) -> tuple[str, str]:
+    """State and reason of a run: what it wrote itself counts first, then what its jobs say.
+
+    `answers`: what the schedulers said of its jobs, if they were asked already.
+    """
+    by_itself = _without_scheduler(folder)
+    if by_itself is not None:
+        return by_itself
+    jobs = queued_jobs(folder)
+    answers = ask(jobs) if answers is None else answers
+    (scheduler, job_id), job = _telling(jobs, answers, lease_of(folder))
+    restarts = _restarts(folder, job)
+    counted = f", restarted {restarts} times" if restarts else ""
+    reasons = [job.why]
+    if job.code == "TIMEOUT":
+        reasons = [_time_was_over(folder)]
+    if job.state == "failed":
+        reasons.append(last_words(folder, scheduler, job_id))
+    if job.state == "running":
+        reasons += [f"refused job {other}: it holds the run" for other in _refused(folder)]
+    reasons.append(_last_step(folder, job.state == "running"))
+    return job.state, f"job {job_id}{counted}: {'; '.join(text for text in reasons if text)}"
+
+
+def _without_scheduler(folder: Path) -> tuple[str, str] | None:
+    """State and reason of a run that is finished, or that no scheduler knows of; else None."""
     run = load_run(run_dir.settings_file(folder))
-    progress = _last_step(folder)
     exported = run_dir.export(folder).is_dir() or run.training.steps == 0
     if run_dir.result_file(folder).is_file() and exported:
         return "finished", _result(folder)
-    jobs = queued_jobs(folder)
-    if not jobs:
-        if _is_locked(folder):
-            return "running", progress
-        where = "here" if run.facility.scheduler == "none" else "by hand"
-        return "not finished", f"{progress}; it was started {where}, no scheduler knows of it"
-    scheduler, job_id = jobs[-1]
-    job = ASK[scheduler](job_id)
-    restarts = _count_lines(run_dir.restarts_file(folder))
-    counted = f", restarted {restarts} times" if restarts else ""
-    why = "; ".join(text for text in (job.why, progress) if text)
-    return job.state, f"job {job_id}{counted}: {why}"
+    if queued_jobs(folder):
+        return None
+    lease = lease_of(folder)
+    if lease is not None and lease.alive:
+        return "running", _last_step(folder, True)
+    where = "here" if run.facility.scheduler == "none" else "by hand"
+    started = f"it was started {where}, no scheduler knows of it"
+    return "not finished", f"{_last_step(folder, False)}; {started}"
 
 
-def _is_locked(folder: Path) -> bool:
-    """A run that was started here locks its folder for as long as it goes on (proc's manual)."""
-    locks, inode = Path("/proc/locks"), folder.stat().st_ino
-    lines = locks.read_text().splitlines() if locks.is_file() else []
-    return any("FLOCK" in line and f":{inode} " in line for line in lines)
+def _telling(
+    jobs: Sequence[JobId], answers: Mapping[JobId, Job], lease: Lease | None
+) -> tuple[JobId, Job]:
+    """Of a run's jobs the one that says where it stands: one that trains, one that waits, the last.
+
+    Where several train, the one that holds the run.
+    """
+    known = [(job, answers.get(job, Job("unknown", "not asked for yet"))) for job in jobs]
+    for state in ("running", "queued"):
+        alive = [(job, answer) for job, answer in known if answer.state == state]
+        holders = [pair for pair in alive if lease and pair[0][1] == lease.job]
+        if alive:
+            return (holders or alive)[-1]
+    return known[-1]
 
 
-def queued_jobs(folder: Path) -> list[tuple[str, str]]:
-    """Scheduler and id of each job that was queued for the run."""
+def _time_was_over(folder: Path) -> str:
+    path = run_dir.checkpoints(folder)
+    names = sorted(path.glob("step-*/manifest.json")) if path.is_dir() else []
+    saved = f"step {int(names[-1].parent.name[5:])} is saved" if names else "nothing is saved"
+    return (
+        f"its wall time was over before it was queued again, {saved}: the same line goes on; "
+        "see restart.notice_seconds"
+    )
+
+
+def _restarts(folder: Path, job: Job) -> int:
+    """How often the run was queued again: a last one that was asked for may not have come."""
+    asked = _count_lines(run_dir.restarts_file(folder))
+    missed = run_dir.restart_file(folder).exists() and job.state not in LIVE
+    return max(0, asked - int(missed))
+
+
+def last_words(folder: Path, scheduler: str, job_id: str) -> str:
+    """What a job's output says of why it ended, on one line; empty where there is none."""
+    names = (f"{scheduler}-{job_id}.out", f"{scheduler}.out")
+    file = next((folder / name for name in names if (folder / name).is_file()), None)
+    if file is None:
+        return ""
+    with open(file, "rb") as output:
+        output.seek(max(0, file.stat().st_size - TAIL_BYTES))
+        text = output.read().decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for pattern in LAST_WORDS:
+        words = [match[1] for line in lines if (match := pattern.match(line))]
+        if words:
+            return f"its last words: {words[-1][:200]}"
+    return f"its last words: {lines[-1][:200]}" if lines else ""
+
+
+def queued_jobs(folder: Path) -> list[JobId]:
+    """Scheduler and id of each job of the run, in order, without those that were refused."""
+    lines = _job_lines(folder)
+    refused = {(line[0], line[1]) for line in lines if line[2:] == ["refused"]}
+    jobs = dict.fromkeys((line[0], line[1]) for line in lines)
+    return [job for job in jobs if job not in refused]
+
+
+def _refused(folder: Path) -> list[str]:
+    return [line[1] for line in _job_lines(folder) if line[2:] == ["refused"]]
+
+
+def _job_lines(folder: Path) -> list[list[str]]:
     file = run_dir.jobs_file(folder)
     lines = file.read_text().splitlines() if file.exists() else []
-    return [(scheduler, job) for scheduler, job in (line.split() for line in lines)]
+    words = [line.split() for line in lines]
+    return [line for line in words if len(line) >= 2 and line[0] in ASK]
 
 
-def slurm_job(job_id: str) -> Job:
-    """Ask the queue, then the accounting; what neither knows is unknown."""
-    live = answer_lines(
-        ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T|%r"]
-    )
-    if live:
-        state, _, reason = live[-1].partition("|")
-    else:
-        past = answer_lines(_sacct([job_id], "State,ExitCode"))
-        if not past:
-            return Job("unknown", "neither squeue nor sacct knows the job")
-        state, _, exit_code = past[-1].partition("|")
-        reason = f"exit code {exit_code}"
-    code = state.split()[0]  # "CANCELLED by 1000"
-    ours = next((ours for ours, codes in SLURM_STATES.items() if code in codes.split()), "failed")
-    known = REASONS.get(code, f"{code}, {reason}")
-    reasons = {"queued": f"waits for {reason}", "running": "", "finished": "", "failed": known}
-    return Job(ours, reasons[ours])
-
-
-def pbs_job(job_id: str) -> Job:
-    """Ask qstat; a job that it does not know any more has ended."""
-    lines = answer_lines(["qstat", job_id])
-    if not lines:
-        return Job("failed", "its job has ended before the run was finished: see pbs.out")
-    letter = lines[-1].split()[-2]
-    return Job(PBS_STATES.get(letter, "failed"), "")
-
-
-ASK: dict[str, Callable[[str], Job]] = {"slurm": slurm_job, "pbs": pbs_job}
-
-
-def _last_step(folder: Path) -> str:
-    """The last step that was written down."""
-    steps = [record.get("step") for record in run_dir.metrics(folder)]
-    known = [step for step in steps if step is not None]
-    return f"step {max(known)} is the last one written down" if known else "no step yet"
+def _last_step(folder: Path, with_age: bool) -> str:
+    """The last step that was written down, and how long ago that was."""
+    records = [record for record in run_dir.metrics(folder) if record.get("step") is not None]
+    if not records:
+        return "no step yet"
+    last = max(records, key=lambda record: int(record["step"]))
+    text = f"step {last['step']} is the last one written down"
+    if not with_age or "time" not in last:
+        return text
+    minutes, seconds = divmod(max(0, round(time.time() - last["time"])), 60)
+    return f"{text}, {minutes} min {seconds} s ago" if minutes else f"{text}, {seconds} s ago"
 
 
 def _result(folder: Path) -> str:
@@ -154,25 +190,37 @@ def _count_lines(path: Path) -> int:
 
 
 def follow(folder: Path) -> int:
-    """Print each new line until the run has ended, by its status; 0 if it is finished."""
-    printed, state_before = 0, ""
+    """Print each new line until the run has ended, by its status; 0 if it is finished.
+
+    The run's files are read as often as it takes, the scheduler is asked once a minute at most.
+    """
+    printed, state_before, pause, ask_at = 0, "", ASK_SECONDS, 0.0
+    state, why = "unknown", ""
     while True:
-        state, why = status(folder)
-        lines = run_dir.metrics(folder)
-        printed = min(
-            printed, len(lines)
-        )  # a run that resumes forgets what came after its checkpoint
-        steps = next((line["steps"] for line in lines if "steps" in line), 0)
-        for line in lines[printed:]:
-            if text := _progress(line, steps):
-                print(text, flush=True)
-        printed = len(lines)
+        by_itself = _without_scheduler(folder)
+        if by_itself is None and time.monotonic() >= ask_at:
+            state, why = status(folder)
+            pause = min(2 * pause, MOST_ASK_SECONDS) if state == state_before else ASK_SECONDS
+            ask_at = time.monotonic() + pause
+        state, why = by_itself or (state, why)
+        printed = _print_new(folder, printed)
         if state != state_before:
             print(f"{folder.name}: {state}, {why}", flush=True)
         if state not in LIVE:
             return int(state != "finished")
         state_before = state
         time.sleep(POLL_SECONDS)
+
+
+def _print_new(folder: Path, printed: int) -> int:
+    """Print what metrics.jsonl holds after `printed` lines; the number of lines there are."""
+    lines = run_dir.metrics(folder)
+    steps = next((line["steps"] for line in lines if "steps" in line), 0)
+    # a run that resumes forgets what came after its checkpoint
+    for line in lines[min(printed, len(lines)) :]:
+        if text := _progress(line, steps):
+            print(text, flush=True)
+    return len(lines)
 
 
 def _progress(line: dict[str, Any], steps: int) -> str:
@@ -199,12 +247,7 @@ def slurm_energy(jobs: Sequence[tuple[str, str]]) -> tuple[float, str] | None:
     """
     ids = [job for scheduler, job in jobs if scheduler == "slurm"]
     # with duplicates: a job that was requeued is one line for each start
-    command = [*_sacct(ids, "ConsumedEnergyRaw"), "--duplicates"]
+    command = [*sacct(ids, "ConsumedEnergyRaw"), "--duplicates"]
     known = [int(line) for line in answer_lines(command) if line.isdecimal()] if ids else []
     joules = sum(figure for figure in known if figure < UNKNOWN)
     return (float(joules), ENERGY_SOURCE) if joules else None
-
-
-def _sacct(ids: Sequence[str], columns: str) -> list[str]:
-    jobs = ["--allocations", f"--jobs={','.join(ids)}", f"--format={columns}"]
-    return ["sacct", "--noheader", "--parsable2", *jobs]

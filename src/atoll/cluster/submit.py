@@ -123,7 +123,7 @@ def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
     limits.check_supported(run)
     limits.check_nodes(run)
     if here:
-        limits.check_allocation(run, limits.allocated_nodes(environment))
+        limits.check_allocation(run, environment)
     elif run.facility.scheduler != "none":
         limits.check_queue(run)
     check_fit(run)

@@ -9,7 +9,7 @@ from atoll.monitor.energy import EnergyCounter
 from atoll.monitor.metrics import Metrics
 from atoll.monitor.observers import Observers, Record, WatchedRun, Write
 from atoll.monitor.progress import Progress
-from atoll.sharding.process_group import run_on_all_ranks
+from atoll.sharding.process_group import disk_error, run_on_all_ranks
 
 
 @contextmanager
@@ -46,7 +46,10 @@ def writing(watched: WatchedRun, progress: Progress | None) -> Iterator[Write]:
     with opened as log:
 
         def write(record: Record) -> None:
-            metrics_file.append(folder, record)
+            try:
+                metrics_file.append(folder, record)
+            except OSError as error:
+                raise disk_error(error) from error
             log(record)
             if progress is not None:
                 progress.show(record)
