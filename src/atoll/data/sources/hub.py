@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from atoll.errors import UserError
+from atoll.errors import UserError, first_line
 
 SAMPLED_ROWS = 64
 
@@ -25,10 +25,9 @@ def load(name: str, config: str | None, split: str, setting: str) -> Any:
             return datasets.load_dataset(source, config, split=split)
         saved = datasets.load_from_disk(str(folder))
     except Exception as error:  # the library raises many kinds, from many layers below it
-        lines = str(error).strip().splitlines() or [""]
         raise UserError(
             f"data.hub={name} (config {config}, {setting}={split}) cannot be loaded: "
-            f"{type(error).__name__}: {lines[0][:300]}",
+            f"{type(error).__name__}: {first_line(error)[:300]}",
             "check the name, config and split; where there is no network, save it elsewhere with "
             "datasets' save_to_disk and set data.hub to that folder",
         ) from error
