@@ -18,3 +18,8 @@ class UserError(Exception):
     def shown(self) -> str:
         """The two lines for stderr, to be written in one piece: ranks share one pipe."""
         return f"atoll: {self.found}\n       {self.hint}\n"
+
+
+def first_line(error: Exception) -> str:
+    """What a library's error says first, or its name where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -104,7 +104,7 @@ def tokenizer_maker(
         else:
             train = vocabulary.TRAINED[run.tokenizer.kind]
             made = train(_training_texts(run, corpora[0]), run.tokenizer.vocabulary_tokens)
-        vocabulary.save(made, folder)
+        made.save_pretrained(str(folder))
         return vocabulary.describe(folder)
 
     return make

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from atoll.errors import UserError
+from atoll.errors import UserError, first_line
 from atoll.run_dir import sha256_of
 from atoll.settings import Run
 
@@ -69,9 +69,8 @@ def load(run: Run) -> Any:
     try:
         tokenizer = _of_file(path) if path.is_file() else _of_folder_or_hub(run, name)
     except Exception as error:  # the library raises many kinds, from many layers below it
-        lines = str(error).strip().splitlines() or [""]
         raise UserError(
-            f"no tokenizer in {setting}={name}: {type(error).__name__}: {lines[0][:300]}",
+            f"no tokenizer in {setting}={name}: {type(error).__name__}: {first_line(error)[:300]}",
             "set tokenizer.path to a folder that holds tokenizer.json; where there is no network, "
             "save it elsewhere with save_pretrained and give that folder",
         ) from error
@@ -129,11 +128,6 @@ def characters(texts: Iterable[str]) -> Any:
 
 # kind -> how one is trained on texts, to so many tokens
 TRAINED = {"bpe": trained, "wordpiece": wordpiece}
-
-
-def save(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer as Hugging Face does."""
-    tokenizer.save_pretrained(str(folder))
 
 
 def describe(folder: Path) -> Vocabulary:

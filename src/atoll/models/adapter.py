@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from atoll.errors import UserError
+from atoll.errors import UserError, first_line
 from atoll.models.safetensor_files import write_tensors
 from atoll.models.weights import ReadTensor, Slices
 from atoll.settings import Lora, Model
@@ -37,7 +37,7 @@ def adapt(hf: Any, model: Model) -> None:
         inject_adapter_in_model(config, hf, low_cpu_mem_usage=True)
     except ValueError as error:
         raise UserError(
-            f"model.lora.targets fits no layer: {str(error).splitlines()[0]}",
+            f"model.lora.targets fits no layer: {first_line(error)}",
             "name linear layers of the model, or model.lora.targets=all-linear",
         ) from None
 
@@ -54,7 +54,7 @@ def check_device(quantisation: str, device: torch.device) -> None:
     except Exception as error:  # bitsandbytes fails in many ways where it lacks a backend
         raise UserError(
             f"model.quantisation={quantisation} does not work on this {device.type}: "
-            f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}",
+            f"{type(error).__name__}: {first_line(error)[:200]}",
             "install bitsandbytes for this device, or set model.quantisation=none",
         ) from error
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from atoll import run_dir
-from atoll.errors import UserError
+from atoll.errors import UserError, first_line
 
 FILE_NAME = re.compile(r"^[A-Za-z0-9._-]+\.safetensors$")
 SINGLE = "model.safetensors"
@@ -48,10 +48,6 @@ def corrupted(path: Path, error: Exception) -> UserError:
     return UserError(
         f"{path} cannot be read as safetensors: {first_line(error)}", "fetch or export it again"
     )
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def file_name(number: int, count: int) -> str:

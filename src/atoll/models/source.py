@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from atoll.errors import UserError
-from atoll.models.safetensor_files import first_line
+from atoll.errors import UserError, first_line
 from atoll.settings import Model
 
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from atoll import run_dir
-from atoll.errors import UserError
+from atoll.errors import UserError, first_line
 from atoll.sharding.process_group import SharedError, World, disk_error, gathered, run_on_all_ranks
 
 MANIFEST = "manifest.json"
@@ -271,9 +271,8 @@ def _as_user_error(what: str, hint: str) -> Iterator[None]:
         if isinstance(first, OSError):
             full = disk_error(first)
             raise SharedError(f"{what}: {full.found}", full.hint) from error
-        reason = (str(first).strip().splitlines() or [""])[0]
         kind = type(first).__name__
-        raise SharedError(f"{what}: rank {rank}: {kind}: {reason}", hint) from error
+        raise SharedError(f"{what}: rank {rank}: {kind}: {first_line(first)}", hint) from error
     except OSError as error:
         full = disk_error(error)
         raise SharedError(f"{what}: {full.found}", full.hint) from error

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from atoll.data.sources.parts import Columns, Ends, Part, Span, refuse_missing_columns
-from atoll.errors import UserError
+from atoll.errors import UserError, first_line
 
 
 def parquet_ends(part: Part) -> Ends:
@@ -96,7 +96,7 @@ def _opened(part: Part, open_file: Any) -> Any:
         return open_file(part.path)
     except (ArrowException, OSError) as error:
         raise UserError(
-            f"{part.path} cannot be read as {part.format}: {str(error).splitlines()[0]}",
+            f"{part.path} cannot be read as {part.format}: {first_line(error)}",
             "copy it again: the file is cut short or of another kind",
         ) from None
 

@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
-from atoll.errors import UserError
+from atoll.errors import UserError, first_line
 from atoll.settings import Data
 
 SAMPLED_ROWS = 64
@@ -60,11 +60,10 @@ def _in_order(data: Data, split: str, setting: str) -> Any:
             return datasets.load_dataset(*words, split=split, **more)
         saved = datasets.load_from_disk(str(folder))
     except Exception as error:  # the library raises many kinds, from many layers below it
-        lines = str(error).strip().splitlines() or [""]
         raise UserError(
             f"data.hub={name} (config {data.hub_config}, {setting}={split}) cannot be loaded: "
-            f"{type(error).__name__}: {lines[0][:300]}",
-            SCRIPT if "scripts are no longer supported" in lines[0] else ELSEWHERE,
+            f"{type(error).__name__}: {first_line(error)[:300]}",
+            SCRIPT if "scripts are no longer supported" in first_line(error) else ELSEWHERE,
         ) from error
     if not isinstance(saved, datasets.DatasetDict):
         return saved
