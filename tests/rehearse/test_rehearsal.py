@@ -27,6 +27,11 @@ def test_a_facility_that_atoll_refuses_is_unknown(tmp_path: Path) -> None:
     assert (row.state, row.subject) == (UNKNOWN, "support")
 
 
+def test_machines_behind_ssh_are_unknown(tmp_path: Path) -> None:
+    [row] = rehearsal.rehearsed(["facility=ssh_hosts"], tmp_path)
+    assert (row.state, row.subject) == (UNKNOWN, "job")
+
+
 def test_the_small_job_keeps_the_facility_and_drops_the_size(tmp_path: Path) -> None:
     typed = ["facility=lumi", "experiment=llama2_7b_it", "nodes=64", "sharding=hybrid_shard"]
     run = rehearsal.whole_run(["facility=lumi"])

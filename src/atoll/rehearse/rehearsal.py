@@ -45,6 +45,8 @@ def rehearsed(overrides: Sequence[str], folder: Path) -> list[Row]:
     facility = run.facility
     if facility.unsupported:
         return [Row(UNKNOWN, "support", f"refused by Atoll: {facility.unsupported}")]
+    if run.launcher.name == "ssh":
+        return [Row(UNKNOWN, "job", "no machine here answers ssh to the names of a host file")]
     stage = Stage(folder)
     stage.open_loopback()
     rehearsal = Rehearsal(run, list(overrides), stage, stage.environment())
