@@ -107,6 +107,10 @@ def hand_over(composition: Composition, here: bool, last: bool) -> str:
             f"no environment for image={run.image.name}: this clone has an image and no .venv",
             "choose an image, as image=cpu, or make setup",
         )
+    if run.launcher.name == "ssh":
+        raise UserError(
+            "launcher=ssh starts from a .venv of this clone, and none is there", "make setup"
+        )
     new = "known" if folder.exists() else "new"
     write_run_folder(composition, here)
     if _runs_here(run, here):
