@@ -153,6 +153,16 @@ def test_a_facility_without_a_plugin_for_its_fabric_is_told(composed, site):
     assert "not seen here" in found(with_plugin, site(), "network").found
 
 
+def test_hardware_that_is_not_stated_is_told(composed, site):
+    asked = all_findings(composed(*SLURM).run, site())
+    told = [f for f in asked if f.subject == "node"]
+    assert {f.hint for f in told} == {
+        f"facility.node.{name}=VALUE"
+        for name in ("device_memory_gib", "cores", "memory_gib", "compute_capability")
+    }
+    assert {f.state for f in told} == {UNKNOWN}
+
+
 def test_a_container_that_comes_with_a_module_is_unknown_and_the_job_goes_on(composed, site):
     words = ("facility=polaris", "nodes=10", "training.global_batch_samples=40")
     run = composed(*words, "folders.runs=/tmp", "folders.prepared=/tmp").run

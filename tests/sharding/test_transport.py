@@ -35,7 +35,7 @@ n1:77:91 [0] /src/net.cc:560 NCCL WARN Error: network AWS Libfabric not found.
 def on_fabric(folder: Path, fabric: str | None) -> Run:
     if not (folder / "text.txt").exists():
         small_run.write_text(folder)
-    run = small_run.settings(folder, 2)
+    run = small_run.settings(folder, 1, nodes=2)
     network = run.facility.network.model_copy(update={"fabric": fabric})
     return run.model_copy(update={"facility": run.facility.model_copy(update={"network": network})})
 

@@ -17,12 +17,16 @@ from atoll.settings import Run
 def hand_over(run: Run, file: Path, folder: Path) -> None:
     """Leave the path of a run's launch.sh in `file`: the run takes place outside the image.
 
-    Raises `UserError` where the run has no image: it would need an environment of the clone.
+    Raises `UserError` where the run would need an environment of the clone.
     """
     if run.image.file is None:
         raise UserError(
             f"no environment for image={run.image.name}: this clone has an image and no .venv",
             "choose an image, as image=cpu, or make setup",
+        )
+    if run.launcher.name == "ssh":
+        raise UserError(
+            "launcher=ssh starts from a .venv of this clone, and none is there", "make setup"
         )
     print(f"run {run.name} in {folder}", flush=True)
     with open(file, "a") as scripts:

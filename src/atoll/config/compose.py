@@ -32,8 +32,8 @@ from atoll.commands import VerbParser
 from atoll.config.binds import check_binds
 from atoll.config.bundle import with_bundle
 from atoll.config.certificate import origin
-from atoll.config.fit import check_fit
 from atoll.config.identity import derived_name
+from atoll.config.image_fit import check_image_fits
 from atoll.config.paths import with_absolute_paths, with_caches, with_image_file
 from atoll.config.provenance import DERIVED, annotated, leaves, origins
 from atoll.errors import UserError
@@ -141,7 +141,7 @@ def compose(overrides: Sequence[str], tree: Path | None = None) -> Composition:
         sources["name"] = DERIVED
     run = with_caches(with_bundle(run), os.environ)
     check_binds(run)
-    check_fit(run)
+    check_image_fits(run)
     return Composition(run, sources)
 
 

@@ -15,7 +15,7 @@ from atoll.errors import UserError
 from atoll.launch import Placement
 from atoll.settings import Run
 from atoll.sharding.own_device import own_device
-from atoll.sharding.transport import failed_start, nccl_log, networks_of, refusal
+from atoll.sharding.transport import FABRICS, failed_start, nccl_log, networks_of, refusal
 
 Result = TypeVar("Result")
 
@@ -93,9 +93,10 @@ def _started(
 
 def check_transport(run: Run, world: World) -> None:
     """Refuse, on all ranks, to train over TCP where the facility has a fabric."""
-    error = refusal(
-        run, sorted({name for some in gathered(world, world.networks) for name in some})
-    )
+    if run.nodes == 1 or run.facility.network.fabric not in FABRICS:
+        return
+    networks = {name for each in gathered(world, world.networks) for name in each}
+    error = refusal(run, sorted(networks))
     if error is not None:
         raise SharedError(error.found, error.hint)
 

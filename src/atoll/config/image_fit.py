@@ -8,7 +8,7 @@ from atoll.settings.capability import runs_on
 OWN_NETWORKS = ("IB", "Socket")
 
 
-def check_fit(run: Run) -> None:
+def check_image_fits(run: Run) -> None:
     """Refuse an image whose kernels, or whose NCCL, would not start on the facility's nodes."""
     if run.image.file is None:
         return
