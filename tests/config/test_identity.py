@@ -105,6 +105,14 @@ def test_a_run_resumes_with_the_same_work_only(override, composed):
     assert "name=" in caught.value.hint
 
 
+def test_a_batch_that_follows_the_ranks_keeps_a_run_on_as_many(composed):
+    line = ("name=x", "training.global_batch_samples=null", "training.device_batch_samples=2")
+    write_run_folder(composed(*BASE, *line))
+    run = composed(*BASE, *line, "nodes=4").run
+    with pytest.raises(UserError, match=r"training\.global_batch_samples=\d+, now it is \d+"):
+        check_same_run(run, run_dir.folder(run))
+
+
 def test_a_run_of_another_text_is_another_run(composed):
     line = (*BASE, "name=x", "data=text_files")
     write_run_folder(composed(*line, "data.files=a.txt"))
