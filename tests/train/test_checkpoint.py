@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_pool import RankPool
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -188,7 +189,7 @@ def test_a_run_that_cannot_be_saved_does_not_start(
     usage = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(UserError, match=r"GiB free, one checkpoint takes"):
-        checkpoint.check_space(tmp_path, state(ALONE, 1.0))
+        checkpoint.check_space(tmp_path, state(ALONE, 1.0), 0)
 
 
 def full_disk_on_rank_one(world: World, folder: Path) -> str:
@@ -210,8 +211,8 @@ def test_a_full_disk_ends_on_every_rank_and_leaves_the_old(ranks: RankPool, tmp_
     answers = ranks.run(full_disk_on_rank_one, tmp_path, world=2)
     assert all("step 7 cannot be written" in a and "free some space" in a for a in answers)
     assert ranks.run(load_on_ranks, tmp_path, world=2)[0] == (3, [3.0] * 3)
-    visible = [n for n in os.listdir(run_dir.checkpoints(tmp_path)) if not n.startswith(".")]
-    assert visible == ["step-00000003"]
+    # nor is what was written of the new one left to fill the disk
+    assert os.listdir(run_dir.checkpoints(tmp_path)) == ["step-00000003"]
 
 
 KILLED = """
@@ -376,13 +377,63 @@ def test_the_space_that_a_checkpoint_needs_is_all_of_its_tensors(
     usage = shutil.disk_usage(tmp_path)
     folder = tmp_path / "runs" / "x"
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
-    checkpoint.check_space(folder, tensors)
-    checkpoint.check_space(folder, tensors)
+    checkpoint.check_space(folder, tensors, 0)
+    checkpoint.check_space(folder, tensors, 0)
     assert folder.is_dir()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
     with pytest.raises(UserError, match=r"has 0\.01 GiB free, one checkpoint takes 0\.01 GiB"):
-        checkpoint.check_space(folder, tensors)
+        checkpoint.check_space(folder, tensors, 0)
     big = {"a": torch.empty(2**30, device="meta")}
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 * 2**30))
     with pytest.raises(UserError, match=r"has 3\.00 GiB free, one checkpoint takes 4\.00 GiB"):
-        checkpoint.check_space(folder, big)
+        checkpoint.check_space(folder, big, 0)
+
+
+def test_there_is_room_for_those_kept_and_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, needed = {"a": torch.zeros(2**20)}, 3 * 4 * 2**20
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
+    checkpoint.check_space(tmp_path, tensors, 2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
+    with pytest.raises(UserError, match="2 are kept while the next is written"):
+        checkpoint.check_space(tmp_path, tensors, 2)
+
+
+def newest_on_ranks(world: World, folder: Path) -> Path | None:
+    return checkpoint.newest_intact(folder, world)
+
+
+def test_a_corrupted_checkpoint_is_kept_aside_and_the_one_before_is_taken(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for step in (3, 5):
+        ranks.run(save_on_ranks, tmp_path, step, world=2)
+    (run_dir.checkpoint(tmp_path, 5) / "__1_0.distcp").write_bytes(b"x")
+    answers = ranks.run(newest_on_ranks, tmp_path, world=2)
+    assert set(answers) == {run_dir.checkpoint(tmp_path, 3)}
+    names = sorted(os.listdir(run_dir.checkpoints(tmp_path)))
+    assert names == ["step-00000003", "step-00000005.corrupted"]
+
+
+def test_a_run_whose_only_checkpoint_is_corrupted_does_not_begin_anew(tmp_path: Path) -> None:
+    save(tmp_path, ALONE, 1)
+    (run_dir.checkpoint(tmp_path, 1) / "__0_0.distcp").write_bytes(b"x")
+    with pytest.raises(UserError, match="corrupted"):
+        checkpoint.newest_intact(tmp_path, ALONE)
+    assert checkpoint.latest(tmp_path) == run_dir.checkpoint(tmp_path, 1)
+    assert checkpoint.newest_intact(tmp_path / "fresh", ALONE) is None
+
+
+@pytest.mark.parametrize(
+    "words", ["unexpected pos 704 vs 598", "PytorchStreamWriter failed writing file data/0"]
+)
+def test_torch_s_words_for_a_full_disk_are_told_as_one(words: str) -> None:
+    failures = {1: (RuntimeError(words), None)}
+    with (
+        pytest.raises(UserError, match="No space left on device") as error,
+        checkpoint._as_user_error("checkpoint of step 7 cannot be written", "no hint"),
+    ):
+        raise CheckpointException("save", failures)  # type: ignore[arg-type]
+    assert "free some space" in error.value.hint

@@ -4,8 +4,10 @@ A checkpoint is written under a hidden name; its manifest (every file's size and
 last, then one rename makes it visible. A kill at any moment leaves the previous one untouched.
 """
 
+import errno
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -24,10 +26,19 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from atoll import run_dir
 from atoll.errors import UserError, first_line
-from atoll.sharding.process_group import SharedError, World, disk_error, gathered, run_on_all_ranks
+from atoll.sharding.process_group import (
+    SharedError,
+    World,
+    disk_error,
+    gathered,
+    run_on_all_ranks,
+    say,
+)
 
 MANIFEST = "manifest.json"
 ANOTHER_RUN = "start a new run with another name="
+# how torch's writer of zip files says that the disk is full
+_FULL_DISK = re.compile(r"unexpected pos \d+ vs \d+|PytorchStreamWriter failed|No space left")
 RESUME = "fix that, then submit the same line again: it goes on from its last checkpoint"
 
 
@@ -117,14 +128,18 @@ def _waited(pending: Pending, call: Callable[[], object]) -> float:
 
 def latest(run_folder: Path) -> Path | None:
     """The newest complete checkpoint of a run, by its step, never by its time stamp."""
+    complete = _complete(run_folder)
+    return complete[-1] if complete else None
+
+
+def _complete(run_folder: Path) -> list[Path]:
     folder = run_dir.checkpoints(run_folder)
     names = os.listdir(folder) if folder.is_dir() else []
-    complete = [
+    return [
         folder / name
         for name in sorted(names)
         if run_dir.CHECKPOINT_NAME.match(name) and (folder / name / MANIFEST).is_file()
     ]
-    return complete[-1] if complete else None
 
 
 def load_progress(path: Path) -> Progress:
@@ -132,12 +147,47 @@ def load_progress(path: Path) -> Progress:
     return Progress(**_manifest(path)["progress"])
 
 
-def load(path: Path, state: dict[str, Tensor], world: World) -> None:
+def newest_intact(run_folder: Path, world: World) -> Path | None:
+    """The newest checkpoint whose files are as they were written; None where there is none at all.
+
+    One that is not is kept aside, and the one before it is looked at. Raises `SharedError` where
+    no other is left: a run does not begin anew by itself.
+    """
+    while (path := run_on_all_ranks(world, lambda: latest(run_folder))) is not None:
+        damage = _damage(path, world)
+        if damage is None:
+            return path
+        aside = path.with_name(f"{path.name}.corrupted")
+        others = [name for name in _complete(run_folder) if name != path]
+        if not gathered(world, others)[0]:
+            raise SharedError(damage, f"start anew without it: rm -r {path}")
+        run_on_all_ranks(world, lambda: _set_aside(path, aside) if world.rank == 0 else None)  # noqa: B023
+        say(world, f"{damage}; it is kept as {aside.name}, the run goes on from the one before")
+    return None
+
+
+def _damage(path: Path, world: World) -> str | None:
+    """What is wrong with a checkpoint, the same on every rank."""
+    mine = None
+    try:
+        _verify(path, world)
+    except (UserError, OSError) as error:
+        mine = error.found if isinstance(error, UserError) else disk_error(error).found
+    return next((text for text in gathered(world, mine) if text), None)
+
+
+def _set_aside(path: Path, aside: Path) -> None:
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+
+
+def load(path: Path, state: dict[str, Tensor], world: World, is_verified: bool = False) -> None:
     """Verify every file against the manifest, then read into the tensors of `state`, in place.
 
     Raises `SharedError` naming the first file that is not as it was written.
     """
-    run_on_all_ranks(world, lambda: _verify(path, world))
+    if not is_verified:
+        run_on_all_ranks(world, lambda: _verify(path, world))
     with _as_user_error(f"checkpoint {path} does not fit this run", ANOTHER_RUN):
         dcp.load(
             state,
@@ -147,16 +197,18 @@ def load(path: Path, state: dict[str, Tensor], world: World) -> None:
         )
 
 
-def check_space(run_folder: Path, state: dict[str, Tensor]) -> None:
-    """Refuse to start a run whose next checkpoint would not fit on the disk."""
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+def check_space(run_folder: Path, state: dict[str, Tensor], keep: int) -> None:
+    """Refuse to start a run whose checkpoints, those kept and one more, do not fit on the disk."""
+    each = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    needed = (keep + 1) * each
     run_folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(run_folder).free
     if free < needed:
         raise UserError(
             f"{run_folder} has {free / 2**30:.2f} GiB free, one checkpoint takes "
+            f"{each / 2**30:.2f} GiB; {keep} are kept while the next is written: "
             f"{needed / 2**30:.2f} GiB",
-            "free some space, or choose another place with folders.runs=FOLDER",
+            "free some space, keep fewer (checkpoint.keep), or folders.runs=FOLDER elsewhere",
         )
 
 
@@ -198,6 +250,8 @@ def _save(
         )
         pending.done.set_result(time.monotonic() - pending.started)
     except BaseException as error:
+        if world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
         pending.done.set_exception(error)
     finally:
         stager.close()
@@ -258,6 +312,10 @@ def _broken(path: Path, what: str) -> UserError:
     )
 
 
+def _no_space() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a checkpoint")
+
+
 @contextmanager
 def _as_user_error(what: str, hint: str) -> Iterator[None]:
     """Turn what DCP gathered from all ranks (a BaseException) into two lines.
@@ -268,8 +326,8 @@ def _as_user_error(what: str, hint: str) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (first, _) = next(iter(error.failures.items()))
-        if isinstance(first, OSError):
-            full = disk_error(first)
+        if isinstance(first, OSError) or _FULL_DISK.search(str(first)):
+            full = disk_error(first if isinstance(first, OSError) else _no_space())
             raise SharedError(f"{what}: {full.found}", full.hint) from error
         kind = type(first).__name__
         raise SharedError(f"{what}: rank {rank}: {kind}: {first_line(first)}", hint) from error

@@ -133,16 +133,17 @@ def note_stop(train_state: TrainState, end: LoopEnd) -> None:
 def resume(train_state: TrainState) -> checkpoint.Progress:
     """The progress of the newest checkpoint, with the model set to it; or of a fresh start."""
     world = train_state.world
-    path = run_on_all_ranks(world, lambda: checkpoint.latest(train_state.run_folder))
+    folder, keep = train_state.run_folder, train_state.run.checkpoint.keep
+    path = checkpoint.newest_intact(folder, world)
     if path is None:
         run_on_all_ranks(
-            world, lambda: checkpoint.check_space(train_state.run_folder, state_dict(train_state))
+            world, lambda: checkpoint.check_space(folder, state_dict(train_state), keep)
         )
         return checkpoint.Progress(0, 0, 0, world.size, {})
     progress = run_on_all_ranks(world, lambda: checkpoint.load_progress(path))
     run_on_all_ranks(world, lambda: check_resumable(train_state, progress))
     state = state_dict(train_state)
-    checkpoint.load(path, state, world)
+    checkpoint.load(path, state, world, is_verified=True)
     load_state_dict(train_state, state)
     load_step_counts(train_state.optimizer, progress.step_counts)
     say(world, f"resumed from {path} (step {progress.step})")
