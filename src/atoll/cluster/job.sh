@@ -110,7 +110,9 @@ take_lease() { # PID: of the one who renews it
         fi
         if (($(newest_lease) > number + 1)); then rm -f "$next" && continue; fi
         lease=$next # not before: what is in `lease` is ours to end
-        while ((number > 0)) && rm -f "$lease_folder/$number"; do number=$((number - 1)); done
+        for words in "$lease_folder"/[0-9]*; do
+            ((${words##*/} > number)) || rm -f "$words"
+        done
         return
     done
     printf 'atoll: cannot write %s\n       free some space, or give another place: folders.runs=FOLDER\n' \
