@@ -27,6 +27,8 @@ GPU_PIP := $(PIP) install --quiet --upgrade --no-deps --no-compile --only-binary
 	--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64
 BENCH_TESTBED := image_start compose_and_submit srun_to_first_collective
 
+# A site's settings of Python would reach into the environments made here.
+unexport PYTHONHOME PYTHONPATH
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two benchmarks at once would measure each other
@@ -107,7 +109,7 @@ lint: $(READY) ## Check formatting, code, types and shell
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck .ci/run $(wildcard sbatch/*.sbatch containers/*.sh)
+	$(BIN)/shellcheck .ci/run $(wildcard sbatch/* containers/*.sh src/atoll/*/*.sh)
 
 format: $(READY) ## Format the code and fix what ruff can fix
 	$(BIN)/ruff format .

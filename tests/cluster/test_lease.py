@@ -176,7 +176,7 @@ def test_the_holder_renews(folder, programs):
     while file.read_text() == before and time.monotonic() < deadline:
         time.sleep(0.1)
     assert "renewed" in file.read_text()
-    assert file.read_text().splitlines()[0] == before.strip()
+    assert file.read_text().splitlines()[0] == before.splitlines()[0]
     first.communicate("\n", timeout=10)
 
 

@@ -44,7 +44,7 @@ scheduler_says() { # SCHEDULER JOB: alive, dead or unknown
         *) answer='' code=1 ;;
     esac
     case $1:$code:$answer in
-        *:*nvalid\ job\ id* | *:*nknown\ [Jj]ob* | *:*has\ finished*) echo dead ;;
+        pbs:153:* | pbs:35:* | *:*nvalid\ job\ id* | *:*nknown\ [Jj]ob* | *:*has\ finished*) echo dead ;;
         slurm:0:RUNNING | slurm:0:S[UTI]* | slurm:0:RESIZING) echo alive ;;
         slurm:0:COMPLETING | slurm:0:CONFIGURING) echo unknown ;;
         slurm:0:*) echo dead ;; # ended, or waits to be started again
@@ -86,7 +86,7 @@ read_lease() { # LEASE: its first line as words
     read -ra words <<< "$(head -n 1 "$1" 2> /dev/null || true)"
 }
 take_lease() { # PID: of the one who renews it
-    local number words state
+    local number words state next
     mkdir -p "$lease_folder"
     for _ in 1 2 3 4 5; do
         number=$(newest_lease)
@@ -102,15 +102,17 @@ take_lease() { # PID: of the one who renews it
                 printf 'atoll: %s job %s on %s ended without a word; this job takes the run over\n' \
                     "${words[0]}" "${words[1]}" "${words[3]}"
         fi
-        lease=$lease_folder/$((number + 1))
+        next=$lease_folder/$((number + 1))
         owner="$scheduler $job ${SLURM_RESTART_COUNT:-0} $node $1 $(started "$1") $machine"
-        if ! (set -o noclobber && printf '%s\n' "$owner" > "$lease") 2> /dev/null; then
-            [[ ! -e $lease ]] || continue # another one was first
-            lease=
+        if ! (set -o noclobber && printf '%s\n' "$owner" > "$next") 2> /dev/null; then
+            [[ ! -e $next ]] || continue # another one was first
             break
         fi
-        if (($(newest_lease) > number + 1)); then rm -f "$lease" && continue; fi
-        for words in "$lease_folder"/*; do [[ $words == "$lease" ]] || rm -f "$words"; done
+        if (($(newest_lease) > number + 1)); then rm -f "$next" && continue; fi
+        lease=$next # not before: what is in `lease` is ours to end
+        for words in "$lease_folder"/[0-9]*; do
+            ((${words##*/} > number)) || rm -f "$words"
+        done
         return
     done
     printf 'atoll: cannot write %s\n       free some space, or give another place: folders.runs=FOLDER\n' \
