@@ -52,7 +52,7 @@ def measured(rank: int, strategy: str, rounds: int) -> dict[str, list[float]]:
     from atoll.sharding.step_plan import StepPlan
     from atoll.train.assemble import build_sharded
     from atoll.train.optimizer import make_optimizer, take_step
-    from atoll.train.stop_signals import shared_stop_code
+    from atoll.train.stop_signals import exchanged_stop_code
 
     config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 688}
     config |= {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -74,6 +74,7 @@ def measured(rank: int, strategy: str, rounds: int) -> dict[str, list[float]]:
     scale = 1.0 / (MICROBATCHES * (TOKENS - 1))
 
     def ours() -> None:
+        code_of_all = exchanged_stop_code(world, lambda: 0)
         ENGINES["plain"](wrapped, batches, scale, plan)
         take_step(optimizer, 1e-4, 1.0)
         code_of_all()
@@ -95,15 +96,14 @@ def measured(rank: int, strategy: str, rounds: int) -> dict[str, list[float]]:
     model, wrapped = build_sharded(run, hf_config, empty, world, torch.float32)
     optimizer = make_optimizer(run.optimizer, model)
     times: dict[str, list[float]] = {"ours": [], "bare": []}
-    with shared_stop_code(world, lambda: 0) as code_of_all:
-        for number in range(rounds + 1):
-            for step in (ours, bare, bare, ours):
-                dist.barrier()
-                started = time.perf_counter()
-                for _ in range(STEPS):
-                    step()
-                if number:  # the first round warms up
-                    times[step.__name__].append((time.perf_counter() - started) / STEPS)
+    for number in range(rounds + 1):
+        for step in (ours, bare, bare, ours):
+            dist.barrier()
+            started = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            if number:  # the first round warms up
+                times[step.__name__].append((time.perf_counter() - started) / STEPS)
     return times
 
 
