@@ -51,6 +51,17 @@ def compute_bytes(run: Run) -> int:
     return FP32 if run.precision.compute == "fp32" or defaults_to_fp32 else 2
 
 
+def microbatches_in_flight(ranks: int, per_rank: int, microbatches: int, rank: int) -> float:
+    """How many microbatches' activations of all its layers a rank of a pipeline keeps at once.
+
+    1F1B, and interleaved where a rank has several stages (Narayanan et al. 2021).
+    """
+    behind = ranks - rank - 1
+    if per_rank > 1:
+        behind = 2 * behind + (per_rank - 1) * ranks
+    return min(behind + 1, microbatches * per_rank) / per_rank
+
+
 def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     sharding, axes, c = run.sharding, run.axes, compute_bytes(run)
     shards = 1 if "fsdp" not in sharding.layouts else axes.shard * axes.context
@@ -69,7 +80,9 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     # between microbatches, gradients that were not exchanged yet are whole on every rank
     waits = sharded and run.microbatches > 1 and not sharding.sync_every_microbatch
     waiting = (layers * block + rest) * FP32 if waits else 0
-    in_flight = min(axes.pipeline - stage, run.microbatches)
+    in_flight = microbatches_in_flight(
+        axes.pipeline, run.sharding.stages_per_rank, run.microbatches, stage
+    )
     block_kept = block_activations(run, shape)
     recomputed = _block_input(run, shape) * layers * in_flight + block_kept
     full = block_kept * layers * in_flight
