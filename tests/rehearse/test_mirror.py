@@ -4,16 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from atoll.config.compose import compose, config_tree, groups
-from atoll.rehearse.mirror import accounting, mirror_of, settings_files
-from atoll.rehearse.rehearsal import whole_run
+from atoll.config.compose import config_tree, groups
+from atoll.rehearse.mirror import Mirror, accounting, mirror_of, settings_files
+from atoll.rehearse.rehearsal import as_stated, whole_run
 
 FACILITIES = sorted(set(groups(config_tree())["facility"]) - {"laptop"})
 
 
+def mirror(*words: str) -> Mirror:
+    run = whole_run(words)
+    return mirror_of(run, as_stated(run.facility.name))
+
+
 def slurm_conf(*words: str) -> list[str]:
-    mirror = mirror_of(compose(list(words)).run)
-    return settings_files(mirror, Path("/stage"), "here")["slurm.conf"].splitlines()
+    return settings_files(mirror(*words), Path("/stage"), "here")["slurm.conf"].splitlines()
 
 
 def test_nodes_carry_the_facilitys_names_cores_memory_and_devices() -> None:
@@ -25,8 +29,7 @@ def test_nodes_carry_the_facilitys_names_cores_memory_and_devices() -> None:
 
 
 def test_a_queue_is_a_partition_and_a_qos_with_its_limits() -> None:
-    run = compose(["facility=leonardo"]).run
-    words = accounting(mirror_of(run), "me")
+    words = accounting(mirror("facility=leonardo"), "me")
     assert [
         "qos",
         "boost_qos_dbg",
@@ -54,6 +57,11 @@ def test_nodes_are_whole_where_no_device_is_asked_for() -> None:
 
 @pytest.mark.parametrize("name", FACILITIES)
 def test_every_facility_has_a_mirror(name: str) -> None:
-    mirror = mirror_of(whole_run([f"facility={name}"]))
-    assert len(mirror.hosts) == 2
-    assert mirror.default_partition and mirror.devices
+    made = mirror(f"facility={name}")
+    assert len(made.hosts) == 2
+    assert made.default_partition and made.devices
+
+
+def test_a_queue_that_was_typed_is_no_queue_of_the_facility() -> None:
+    assert "nobody" not in mirror("facility=lumi", "facility.submit.qos=nobody").queues
+    assert "gpu-dev" in mirror("facility=setonix", "facility.submit.partition=gpu-dev").queues

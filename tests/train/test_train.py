@@ -445,12 +445,32 @@ def test_a_corrupted_token_shard_is_named(folder: Path) -> None:
     assert_two_lines(launch(run_folder, 2), shard.name)
 
 
+def flip_a_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def test_a_corrupted_checkpoint_is_named(folder: Path, whole: Path) -> None:
     run_folder = copied(whole, small_run.settings(folder, 2))
     again = small_run.ready(small_run.settings(folder, 2, training__steps=8))
     assert again == run_folder
-    victim = run_dir.checkpoint(run_folder, 6) / "__0_0.distcp"
-    content = bytearray(victim.read_bytes())
-    content[len(content) // 2] ^= 1
-    victim.write_bytes(content)
+    newest = run_dir.checkpoint(run_folder, 6)
+    flip_a_byte(newest / "__0_0.distcp")
+    others = [path for path in run_dir.checkpoints(run_folder).iterdir() if path != newest]
+    done = launch(run_folder, 2)
+    assert done.returncode == 0, done.stderr
+    assert "__0_0.distcp does not have the sha256" in done.stdout
+    assert (newest.parent / f"{newest.name}.corrupted").is_dir()
+    assert others and max(small_run.losses(run_folder)) == 8
+
+
+def test_the_only_checkpoint_is_never_given_up_unseen(folder: Path, whole: Path) -> None:
+    run_folder = copied(whole, small_run.settings(folder, 2))
+    small_run.ready(small_run.settings(folder, 2, training__steps=8))
+    newest = run_dir.checkpoint(run_folder, 6)
+    for path in run_dir.checkpoints(run_folder).iterdir():
+        if path != newest:
+            shutil.rmtree(path)
+    flip_a_byte(newest / "__0_0.distcp")
     assert_two_lines(launch(run_folder, 2), "__0_0.distcp does not have the sha256")

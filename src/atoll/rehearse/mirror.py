@@ -7,6 +7,7 @@ from pathlib import Path
 
 from atoll.launch import expand_hosts
 from atoll.settings import Queue, Run
+from atoll.settings.machine import Facility
 
 ACCOUNT = "rehearsal"
 MARIADB_SOCKET = Path("/var/lib/atoll-testbed/run/mysql.sock")
@@ -77,12 +78,16 @@ class Mirror:
     queues: dict[str, Queue]  # each of them both a partition and a QoS
 
 
-def mirror_of(run: Run) -> Mirror:
-    """The mirror that a run of a facility asks for."""
+def mirror_of(run: Run, stated: Facility) -> Mirror:
+    """The mirror that a run asks for, of a facility as its YAML states it.
+
+    A queue that was typed exists where the facility states none to choose from.
+    """
     facility, submit = run.facility, run.facility.submit
-    named = [str(submit[flag]) for flag in ("partition", "q", "qos") if submit.get(flag)]
-    queues = {name: facility.limits.queues.get(name, Queue()) for name in named}
-    queues |= facility.limits.queues
+    asked = [stated.submit] if stated.limits.queues else [stated.submit, submit]
+    flags = ("partition", "q", "qos")
+    named = [str(words[flag]) for words in asked for flag in flags if words.get(flag)]
+    queues = {name: Queue() for name in named} | stated.limits.queues
     hosts = expand_hosts(facility.node_names or DEFAULT_HOSTS)
     return Mirror(
         cluster=re.sub(r"\W", "_", f"rehearsal_{facility.name}"),
@@ -95,7 +100,7 @@ def mirror_of(run: Run) -> Mirror:
         device_type=_device_type(submit),
         features=re.findall(r"[\w.-]+", str(submit.get("constraint") or submit.get("C") or "")),
         whole_nodes=not any(flag.startswith("g") for flag in submit),
-        default_partition=str(submit.get("partition") or submit.get("q") or "all"),
+        default_partition=str(stated.submit.get("partition") or stated.submit.get("q") or "all"),
         queues=queues,
     )
 

@@ -17,6 +17,7 @@ from atoll.rehearse.mirror import ACCOUNT, DEFAULT_HOSTS, LIVE_NODES, Mirror, mi
 from atoll.rehearse.rows import DIFFERS, PASSED, UNKNOWN, Row
 from atoll.rehearse.stage import Stage
 from atoll.settings import Run
+from atoll.settings.machine import Facility
 
 RANKS_PER_NODE = 2  # of the small job
 DEADLINE_SECONDS = 300.0
@@ -50,7 +51,7 @@ def rehearsed(overrides: Sequence[str], folder: Path) -> list[Row]:
     stage = Stage(folder)
     stage.open_loopback()
     rehearsal = Rehearsal(run, list(overrides), stage, stage.environment())
-    mirror = None if facility.scheduler == "none" else mirror_of(run)
+    mirror = None if facility.scheduler == "none" else mirror_of(run, as_stated(facility.name))
     set_stage(rehearsal, mirror)
     rows = [Row(PASSED, "line", f"{run.nodes} nodes x {run.ranks_per_node} ranks compose")]
     try:
@@ -87,6 +88,11 @@ def whole_run(overrides: Sequence[str]) -> Run:
         limits.check_nodes(run)
         limits.check_queue(run)
     return run
+
+
+def as_stated(name: str) -> Facility:
+    """A facility without what was typed."""
+    return compose([f"facility={name}", "nodes=1", "ranks_per_node=1"]).run.facility
 
 
 def _unless(words: Sequence[str], key: str, value: object) -> list[str]:
