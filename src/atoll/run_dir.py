@@ -56,6 +56,11 @@ def restarts_file(run_folder: Path) -> Path:
     return run_folder / "restarts.jsonl"
 
 
+def faults_file(run_folder: Path) -> Path:
+    """What went wrong in a run, where, and what says so."""
+    return run_folder / "faults.jsonl"
+
+
 def doctor_file(run_folder: Path) -> Path:
     """What the ranks of a doctor's job found."""
     return run_folder / "doctor.json"
