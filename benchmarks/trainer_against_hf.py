@@ -79,11 +79,14 @@ def compared(case: str, turns: dict[str, list[dict[str, float]]]) -> list[dict[s
 
 def ready(folder: Path, case: str, side: str, arguments: argparse.Namespace) -> Path:
     """A run folder with its tokens prepared."""
+    import torch
+
     from atoll import run_dir
     from atoll.config.compose import compose
     from atoll.data.tokenize import prepare
     from atoll.settings import dumped
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     data = ["data=python_stdlib", "data.packing=concat"]
     if case == "documents":
         data = [
@@ -95,6 +98,7 @@ def ready(folder: Path, case: str, side: str, arguments: argparse.Namespace) -> 
     run = compose(
         [
             "facility=laptop",
+            f"facility.node.device={device}",
             "launcher=static",
             "sharding=ddp",
             f"precision={arguments.precision}",

@@ -1,6 +1,9 @@
 """The command line: each verb has its function, and a verb's old name leads to its new one."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -32,3 +35,12 @@ def test_help_shows_usage_and_options(verb, capsys):
 def test_a_word_that_is_no_verb(capsys):
     assert main(["repport"]) == 2
     assert "unknown verb: repport" in capsys.readouterr().err
+
+
+def test_a_pythonpath_that_shadows_yaml_does_not_reach_the_console_script(tmp_path):
+    (tmp_path / "yaml.py").write_text("raise RuntimeError('not this one')")
+    script = "import sys; from atoll.__main__ import entry; entry()"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    words = [sys.executable, "-c", script, "status", str(tmp_path)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.stderr.startswith(f"atoll: no run at {tmp_path}"), done.stderr

@@ -61,6 +61,9 @@ def main(argv: list[str]) -> int:
 
 
 def entry() -> None:
+    """The `atoll` of an environment: a PYTHONPATH, as a site's modules set it, shadows nothing."""
+    foreign = {os.path.abspath(path) for path in os.environ.pop("PYTHONPATH", "").split(":")}
+    sys.path[:] = [path for path in sys.path if path not in foreign]
     sys.exit(main(sys.argv[1:]))
 
 
@@ -70,4 +73,4 @@ def _usage() -> str:
 
 
 if __name__ == "__main__":
-    entry()
+    sys.exit(main(sys.argv[1:]))

@@ -210,7 +210,7 @@ def _submitted(here: Path, run: Run, lines: list[str], attempts: int) -> tuple[s
             return state, why
     tried = len(journal.records("submitted"))
     if tried >= attempts:
-        return "failed", f"{tried} attempts: {why}"
+        return "failed", f"{tried} attempts: {why or 'no reason was given'}"
     journal.append("submitted", run=str(folder))
     done = run_command([*atoll_here(), "submit", *lines])
     if done.returncode:
