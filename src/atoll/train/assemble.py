@@ -20,7 +20,7 @@ from atoll.models.build import weights_for
 from atoll.models.parts import blocks_of
 from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.plan.shapes import Shape, check_architecture, shape_of
-from atoll.plan.traffic import bytes_sent
+from atoll.plan.traffic import Sent, bytes_sent
 from atoll.settings import Run
 from atoll.sharding.context_parallel import split_tokens
 from atoll.sharding.deepspeed import initialize
@@ -50,7 +50,7 @@ class TrainState:
     training: Samples
     validation: Samples
     total_steps: int
-    communication_bytes: dict[str, float]  # expected, sent by one rank in a step
+    communication_bytes: Sent  # expected, sent by one rank in a step
     shape: Shape
 
     @property
