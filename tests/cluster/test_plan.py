@@ -7,6 +7,7 @@ import yaml
 
 from atoll import run_dir
 from atoll.cluster import plan
+from atoll.config import compose as compose_room
 from atoll.errors import UserError
 from atoll.report import command as report
 from atoll.settings import dumped
@@ -24,6 +25,18 @@ def test_the_table_the_choice_and_the_line(capsys, here):
     last = text.splitlines()[-1]
     assert last.startswith("sbatch/train.sbatch model=llama2_7b facility=karolina")
     assert last.split("4096 ")[1] in chosen
+
+
+MADE_UP = "name: made_up\nlayouts: []\nexchange: one_by_one\n"
+
+
+def test_what_a_strategy_without_a_formula_sends_is_unknown(capsys, tree, monkeypatch):
+    (tree / "sharding" / "made_up.yaml").write_text(MADE_UP)
+    monkeypatch.setattr(compose_room, "config_tree", lambda: tree)
+    monkeypatch.setattr(plan, "config_tree", lambda: tree)
+    assert plan.main(["facility=karolina", "model=llama2_7b", "sharding=made_up"]) == 0
+    [row, _] = [r for r in capsys.readouterr().out.splitlines() if r.startswith("sharding=made_up")]
+    assert row.split()[-2:] == ["unknown", "no"]
 
 
 def test_a_model_of_unknown_shape(here, monkeypatch):
@@ -67,6 +80,14 @@ def runs(composed, here):
         text = "".join(json.dumps(record) + "\n" for record in records)
         run_dir.metrics_file(folder).write_text(text)
     return ["r2", "r1"]
+
+
+def test_what_was_expected_of_a_strategy_without_a_formula_is_unknown(runs, here, capsys):
+    file = run_dir.metrics_file(here / "runs" / "r2")
+    file.write_text(file.read_text().replace('{"gradients": 1048576}', '{"gradients": null}'))
+    assert report.main(runs) == 0
+    [row] = [r.split() for r in capsys.readouterr().out.splitlines() if "gloo:all_reduce" in r]
+    assert row[:5] == ["r2", "64", "unknown", "1.02", "50%"]
 
 
 def test_scaling_and_communication(runs, capsys):

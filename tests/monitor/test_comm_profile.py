@@ -7,7 +7,9 @@ import pytest
 import small_run
 from rank_pool import RankPool
 
-from atoll.settings import Run
+from atoll.settings import Run, Sharding
+from atoll.sharding.exchange import EXCHANGES, all_reduce
+from atoll.sharding.process_group import World
 
 CONFIG = {
     "model_type": "llama",
@@ -67,6 +69,26 @@ def test_calls_are_told_with_shape_and_dtype(ranks: RankPool, tmp_path: Path) ->
     [both] = matrices  # the embedding and the head
     assert (both["collective"], both["dtype"], both["calls"]) == ("gloo:all_reduce", "float", 2)
     assert both["bytes"] == 2 * 4 * 2000 * 128
+
+
+def train_with_own_exchange(world: World, run: Run) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(EXCHANGES, "of_my_own", all_reduce)
+        small_run.train_here(world, run)
+
+
+def test_an_exchange_without_a_formula_trains_and_is_watched(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    own = {"name": "of_my_own", "layouts": [], "exchange": "of_my_own"}
+    run = prepared(tmp_path, "all_reduce")
+    run = run.model_copy(update={"sharding": Sharding(**own)})
+    ranks.run(train_with_own_exchange, run)
+    folder = run.folders.runs / run.name
+    [record] = small_run.records(folder, "communication")
+    assert record["expected_bytes"] == {"gradients": None} and record["wire_bytes"] > 0
+    lines = small_run.records(folder, "train")
+    assert [line["communication_bytes"] for line in lines] == [None] * 3
 
 
 def test_a_wider_batch_sends_no_more_gradients(ranks: RankPool, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from atoll.errors import UserError
 from atoll.plan.choose import choose, options
 from atoll.plan.memory import Memory, memory_of
 from atoll.plan.shapes import Shape, shape_of
-from atoll.plan.traffic import bytes_sent
+from atoll.plan.traffic import bytes_sent, total
 from atoll.settings import Run
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 4096}
@@ -54,7 +54,7 @@ def test_more_memory_means_fewer_bytes() -> None:
     sent = []
     for words in chosen:
         found = options(run_of(400, nodes=2), shape_of(LLAMA), TREE)
-        sent += [sum(o.sent.values()) for o in found if o.overrides == words]
+        sent += [total(o.sent) for o in found if o.overrides == words]
     assert sent == sorted(sent)
 
 
@@ -93,13 +93,30 @@ def test_each_axis_takes_its_part(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "factor"), [(1, 0.0), (2, 1.0), (4, 1.5)])
-@pytest.mark.parametrize("name", ["ddp", "all_reduce", "gather_scatter", "one_by_one"])
+@pytest.mark.parametrize("name", ["ddp", "all_reduce", "gather_scatter"])
 def test_copies_send_two_ring_passes_of_fp32(
     name: str, ranks: int, factor: float, shape: Shape
 ) -> None:
-    sharding = TREE["all_reduce"] | {"exchange": name} if name == "one_by_one" else TREE[name]
-    run = small_run.settings(Path("/nowhere"), ranks, sharding=sharding)
-    assert sum(bytes_sent(run, shape).values()) == factor * 4 * shape.parameters
+    run = small_run.settings(Path("/nowhere"), ranks, sharding=TREE[name])
+    assert total(bytes_sent(run, shape)) == factor * 4 * shape.parameters
+
+
+OWN_LAYOUT = TREE["ddp"] | {"name": "one_by_one", "layouts": ["one_by_one"]}
+OWN_EXCHANGE = TREE["all_reduce"] | {"name": "one_by_one", "exchange": "one_by_one"}
+
+
+@pytest.mark.parametrize("sharding", [OWN_LAYOUT, OWN_EXCHANGE], ids=["layout", "exchange"])
+def test_a_strategy_without_a_formula_is_shown_as_unknown(
+    sharding: dict[str, Any], shape: Shape
+) -> None:
+    run = run_of(400, sharding=sharding)
+    sent = bytes_sent(run, shape)
+    assert (sent, total(sent)) == ({"gradients": None}, None)
+    rows = list(options(run, shape, TREE))
+    [own, _] = [row for row in rows if row.overrides[0] == "sharding=one_by_one"]
+    # an exchange by hand keeps the whole model on each device; what a layout keeps is its own
+    assert own.fits is (None if sharding["layouts"] else True)
+    assert choose(rows).overrides == ("sharding=shard_grad_op",)
 
 
 def test_zero_3_sends_half_more_than_copies_and_zero_2_no_more(shape: Shape) -> None:
@@ -112,6 +129,6 @@ def test_zero_3_sends_half_more_than_copies_and_zero_2_no_more(shape: Shape) -> 
         run = small_run.settings(
             Path("/nowhere"), 8, sharding=TREE[name], facility=facility, **more
         )
-        sent[name] = sum(bytes_sent(run, shape).values())
+        sent[name] = total(bytes_sent(run, shape))
     assert sent["shard_grad_op"] == pytest.approx(sent["ddp"])
     assert sent["full_shard"] == pytest.approx(1.5 * sent["ddp"], rel=0.02)

@@ -14,6 +14,7 @@ from atoll.config.compose import (
 from atoll.plan.choose import USABLE, Option, choose, options
 from atoll.plan.memory import gibibytes
 from atoll.plan.shapes import Shape
+from atoll.plan.traffic import total
 from atoll.settings import Run
 from atoll.tables import table
 
@@ -75,12 +76,16 @@ def memory_table(choices: list[Option]) -> str:
         [
             " ".join(option.overrides),
             *(gibibytes(getattr(option.memory, part)) for part in COLUMNS.values()),
-            gibibytes(sum(option.sent.values())),
+            sent_text(total(option.sent)),
             fits[option.fits],
         ]
         for option in choices
     ]
     return table(["", *COLUMNS, "sends", "fits"], rows)
+
+
+def sent_text(size: float | None) -> str:
+    return "unknown" if size is None else gibibytes(size)
 
 
 def verdict(run: Run, best: Option) -> str:
@@ -90,7 +95,7 @@ def verdict(run: Run, best: Option) -> str:
             f"chosen: {' '.join(best.overrides)}, because the memory of a device is not known; "
             "set facility.node.device_memory_gib"
         )
-    sent = " + ".join(f"{name} {gibibytes(size)}" for name, size in best.sent.items()) or "nothing"
+    sent = " + ".join(f"{name} {sent_text(size)}" for name, size in best.sent.items()) or "nothing"
     return (
         f"chosen: {' '.join(best.overrides)}: of those that leave {1 - USABLE:.0%} of the memory "
         "free, with the least offload and activation checkpointing, it sends least in a step "

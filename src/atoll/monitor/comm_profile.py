@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from atoll.monitor.observers import Observer, StepRecord, WatchedRun, Write
+from atoll.plan.traffic import rounded
 
 # how the profiler calls the work of a backend, on the host and on the device
 PREFIXES = ("gloo:", "nccl:", "ncclDevKernel", "rcclDevKernel")
@@ -56,12 +57,11 @@ class CommunicationProfile(Observer):
         events = [e for e in _events(self.profiler) if e.name().startswith(PREFIXES)]
         spans = [(e.start_ns() / 1e3, (e.start_ns() + e.duration_ns()) / 1e3) for e in events]
         self.seconds = _covered(spans) / 1e6
-        expected = {kind: round(size) for kind, size in self.watched.communication_bytes.items()}
         self.write(
             {
                 "event": "communication",
                 "step": update.step,
-                "expected_bytes": expected,
+                "expected_bytes": rounded(self.watched.communication_bytes),
                 "wire_bytes": round(sent_bytes / self.watched.run.ranks_per_node),
                 "seconds": self.seconds,
                 "collectives": collectives(events)[:MOST_COLLECTIVES],

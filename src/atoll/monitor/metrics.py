@@ -10,6 +10,7 @@ from atoll.monitor.comm_profile import CommunicationProfile
 from atoll.monitor.mfu import MFU_FORMULA, flops_per_token, mean_context_tokens, peak_tflops
 from atoll.monitor.observers import Observer, Record, StepRecord, WatchedRun, Write
 from atoll.monitor.provenance import made_of
+from atoll.plan.traffic import rounded, total
 from atoll.sharding.process_group import say, summed
 
 
@@ -95,7 +96,7 @@ class Metrics(Observer):
             **utilisation,
             "memory_gib": memory_gib(world.device),
             "step_seconds": seconds / len(updates),
-            "communication_bytes": round(sum(self.watched.communication_bytes.values())),
+            "communication_bytes": total(rounded(self.watched.communication_bytes)),
             "communication_seconds": self.communication and self.communication.seconds,
             "data_wait_seconds": sum(update.data_wait_seconds for update in updates),
             "checkpoint_seconds": sum(update.checkpoint_seconds for update in updates),

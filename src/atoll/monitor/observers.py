@@ -14,6 +14,7 @@ from torch import Tensor
 
 from atoll.data.pack import PackingPlan
 from atoll.plan.shapes import Shape
+from atoll.plan.traffic import Sent
 from atoll.settings import Run
 from atoll.sharding.process_group import World
 
@@ -33,7 +34,7 @@ class WatchedRun:
     packing: PackingPlan  # of the training documents
     total_steps: int
     resumed_step: int  # of the checkpoint it goes on from; 0: it begins
-    communication_bytes: dict[str, float]  # expected, by kind, sent by one rank in a step
+    communication_bytes: Sent  # expected, by kind, sent by one rank in a step
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Which strategies fit, and the one that sends least: a decision list over closed forms."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from atoll.errors import UserError
 from atoll.plan.memory import Memory, memory_of
 from atoll.plan.shapes import Shape, check_architecture
-from atoll.plan.traffic import bytes_sent
+from atoll.plan.traffic import Sent, bytes_sent, is_known, total
 from atoll.settings import Run, checked, dumped
 
 # of a device's memory; the allocator, libraries and fragmentation take the rest
@@ -35,16 +36,19 @@ class Option:
     overrides: tuple[str, ...]
     activation_checkpointing: str
     memory: Memory
-    sent: Mapping[str, float]
-    fits: bool | None  # None: the device's memory is not known
+    sent: Sent
+    fits: bool | None  # None: the device's memory is not known, or what a layout keeps in it
 
 
 def options(run: Run, shape: Shape, tree: Mapping[str, Mapping[str, Any]]) -> Iterator[Option]:
     """Every strategy that this model and these ranks allow, in order of preference.
 
-    tree: sharding's name -> the content of its YAML.
+    tree: sharding's name -> the content of its YAML. A strategy of the user's own comes last.
     """
     order = ORDER if run.world_size > 1 else (("single", {}),)
+    if run.world_size > 1 and not is_known(run.sharding):
+        own = run.sharding.name
+        order, tree = (*order, (own, {})), {**tree, own: dumped(run)["sharding"]}
     for checkpointing in ACTIVATION_CHECKPOINTING:
         for name, changes in order:
             sized = {axis: run.ranks_per_node if v == "node" else v for axis, v in changes.items()}
@@ -67,6 +71,8 @@ def options(run: Run, shape: Shape, tree: Mapping[str, Mapping[str, Any]]) -> It
 def fits(run: Run, memory: Memory) -> bool | None:
     """Whether device and host memory are enough; None where the facility does not state them."""
     node = run.facility.node
+    if run.sharding.layouts and not is_known(run.sharding):
+        return None
     device = node.device_memory_gib
     if node.device == "cpu":
         device = None if node.memory_gib is None else node.memory_gib / run.ranks_per_node
@@ -107,7 +113,8 @@ def choose(candidates: list[Option]) -> Option:
 def _cost(option: Option) -> tuple[bool, int, float]:
     """Offload is the last resort, activation checkpointing the one before."""
     checkpointing = ACTIVATION_CHECKPOINTING.index(option.activation_checkpointing)
-    return option.memory.host > 0, checkpointing, sum(option.sent.values())
+    sent = total(option.sent)
+    return option.memory.host > 0, checkpointing, math.inf if sent is None else sent
 
 
 def _with(run: Run, sharding: dict[str, Any], activation_checkpointing: str) -> Run:

@@ -3,31 +3,59 @@
 Rings (Thakur et al. 2005): a gather or a reduce-scatter of n bytes over r ranks sends n (r-1)/r
 from each rank, an all-reduce twice that; an all-to-all n (r-1)/r. Gloo, which processors use, makes
 a reduce-scatter of an all-reduce.
+
+A layout or an exchange that is not in FORMULAS trains as any other; what it sends is unknown.
 """
+
+from collections.abc import Callable, Mapping
 
 from atoll.plan.memory import FP32, compute_bytes
 from atoll.plan.shapes import Shape
-from atoll.settings import Run
+from atoll.settings import Run, Sharding
+
+Sent = Mapping[str, float | None]  # bytes by what they are for; None: unknown
 
 
-def bytes_sent(run: Run, shape: Shape) -> dict[str, float]:
+def bytes_sent(run: Run, shape: Shape) -> Sent:
     """What an average rank sends in a step, by what it is for."""
-    sharding = run.sharding
     if run.world_size == 1:
         return {}
-    sent: dict[str, float] = {}
-    if "fsdp" in sharding.layouts:
-        sent |= _sharded(run, shape)
-    else:
-        # by hand once in a step; all to the first rank and the mean back is as much, on average
-        often = sharding.sync_every_microbatch and sharding.exchange is None
-        exchanges = run.microbatches if often else 1
-        sent["gradients"] = 2 * ring(run.world_size) * FP32 * shape.parameters * exchanges
+    sent: dict[str, float | None] = {}
+    for name in _spread_by(run.sharding) or ["ddp"]:  # DeepSpeed's engine sends about as much
+        formula = FORMULAS.get(name)
+        sent |= {"gradients": None} if formula is None else formula(run, shape)
     return sent | _within_samples(run, shape)
+
+
+def total(sent: Sent) -> float | None:
+    """The bytes of all kinds together; None where one of them is unknown."""
+    known = [size for size in sent.values() if size is not None]
+    return sum(known) if len(known) == len(sent) else None
+
+
+def rounded(sent: Sent) -> dict[str, int | None]:
+    """In whole bytes, for a record."""
+    return {kind: None if size is None else round(size) for kind, size in sent.items()}
+
+
+def is_known(sharding: Sharding) -> bool:
+    """Whether what the strategy sends has a formula here."""
+    return set(_spread_by(sharding)) <= FORMULAS.keys()
 
 
 def ring(ranks: int) -> float:
     return (ranks - 1) / ranks
+
+
+def _spread_by(sharding: Sharding) -> list[str]:
+    return [*sharding.layouts, *([sharding.exchange] if sharding.exchange else [])]
+
+
+def _copies(run: Run, shape: Shape) -> dict[str, float]:
+    """By hand once in a step; all to the first rank and the mean back is as much, on average."""
+    often = run.sharding.sync_every_microbatch and run.sharding.exchange is None
+    exchanges = run.microbatches if often else 1
+    return {"gradients": 2 * ring(run.world_size) * FP32 * shape.parameters * exchanges}
 
 
 def _sharded(run: Run, shape: Shape) -> dict[str, float]:
@@ -50,6 +78,15 @@ def _sharded(run: Run, shape: Shape) -> dict[str, float]:
         # copies of a shard are averaged once
         + 2 * ring(axes.replicate) * FP32 * (blocks / shards + rest / shards),
     }
+
+
+# layout or exchange -> what is sent for the parameters and their gradients
+FORMULAS: dict[str, Callable[[Run, Shape], dict[str, float]]] = {
+    "fsdp": _sharded,
+    "ddp": _copies,
+    "all_reduce": _copies,
+    "gather_scatter": _copies,
+}
 
 
 def _within_samples(run: Run, shape: Shape) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from atoll.plan.traffic import total
 from atoll.report.campaign import Part, Round
 from atoll.report.html import COLOURS, new_figure
 from atoll.report.run import Record, RunMetrics
@@ -85,7 +86,7 @@ def _checkpoints(runs: Sequence[RunMetrics]) -> Any:
 def _communication(runs: Sequence[RunMetrics]) -> Any:
     figure = new_figure("Communication per rank and step", "", "MiB", barmode="group")
     profiles = {run.name: run.communication[-1] for run in runs if run.communication}
-    expected = [sum(line["expected_bytes"].values()) / 2**20 for line in profiles.values()]
+    expected = [(total(line["expected_bytes"]) or 0) / 2**20 for line in profiles.values()]
     wire = [line["wire_bytes"] / 2**20 for line in profiles.values()]
     figure.add_bar(x=list(profiles), y=expected, name="expected")
     return figure.add_bar(x=list(profiles), y=wire, name="observed on the wire")

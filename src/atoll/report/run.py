@@ -9,6 +9,7 @@ from typing import Any
 from atoll import run_dir
 from atoll.cluster.status import queued_jobs, slurm_energy
 from atoll.errors import UserError
+from atoll.plan.traffic import total
 from atoll.report.tables import Rows, mebibytes, number
 from atoll.settings import Run, load_run
 
@@ -108,13 +109,13 @@ def epoch_losses(run: RunMetrics) -> list[float]:
 def _sent(run: RunMetrics) -> dict[str, str]:
     """What a rank sent in the step that was profiled last: expected, observed, MiB."""
     profile = run.communication[-1]
-    expected = sum(profile["expected_bytes"].values())
-    parts = (f"{name} {mebibytes(size)}" for name, size in profile["expected_bytes"].items())
+    expected, kinds = total(profile["expected_bytes"]), profile["expected_bytes"].items()
+    parts = (f"{name} {'unknown' if size is None else mebibytes(size)}" for name, size in kinds)
     calls = ["{collective} {shape} {dtype}".format(**call) for call in profile["collectives"]]
     return {
         "run": run.name,
         "batch": str(run.settings.training.global_batch_samples),
-        "expected": mebibytes(expected),
+        "expected": "unknown" if expected is None else mebibytes(expected),
         "on wire": mebibytes(profile["wire_bytes"]),
         "differs": f"{profile['wire_bytes'] / expected - 1:+.1%}" if expected else "",
         "of step": f"{profile['seconds'] / run.step_seconds:.0%}",

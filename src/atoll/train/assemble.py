@@ -15,12 +15,13 @@ from atoll import run_dir
 from atoll.data.loader import Samples, open_samples
 from atoll.data.tokenize import open_prepared
 from atoll.errors import UserError
+from atoll.health.heartbeat import Heartbeat, unwatched
 from atoll.models.adapter import adapt, adapted_reader, check_device, fill_quantised
 from atoll.models.build import weights_for
 from atoll.models.parts import blocks_of
 from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.plan.shapes import Shape, check_architecture, shape_of
-from atoll.plan.traffic import bytes_sent
+from atoll.plan.traffic import Sent, bytes_sent
 from atoll.settings import Run
 from atoll.sharding.context_parallel import split_tokens
 from atoll.sharding.deepspeed import initialize
@@ -50,8 +51,9 @@ class TrainState:
     training: Samples
     validation: Samples
     total_steps: int
-    communication_bytes: dict[str, float]  # expected, sent by one rank in a step
+    communication_bytes: Sent  # expected, sent by one rank in a step
     shape: Shape
+    heartbeat: Heartbeat
 
     @property
     def pipeline_group(self) -> Any:
@@ -63,7 +65,9 @@ class TrainState:
         return run_dir.prepared(self.run) / "tokenizer"
 
 
-def assemble(run: Run, run_folder: Path, world: World) -> TrainState:
+def assemble(
+    run: Run, run_folder: Path, world: World, heartbeat: Heartbeat | None = None
+) -> TrainState:
     """Data, model and optimizer; a user's mistake ends here, before the first step."""
     manifest = run_on_all_ranks(
         world, lambda: open_prepared(run, verify=True, rank=world.rank, world_size=world.size)
@@ -104,6 +108,7 @@ def assemble(run: Run, run_folder: Path, world: World) -> TrainState:
         total_steps=total_steps(run, len(training)),
         communication_bytes=bytes_sent(as_computed(run, dtype), shape),
         shape=shape,
+        heartbeat=heartbeat or unwatched(world.rank),
     )
 
 

@@ -17,6 +17,10 @@ class CheckpointSaver:
 
     def save(self, step: int, tokens: int) -> None:
         """Start to save the state of `step`, once the save before is whole."""
+        with self.train_state.heartbeat.at("checkpoint"):
+            self._save(step, tokens)
+
+    def _save(self, step: int, tokens: int) -> None:
         self.finish()
         train_state, run = self.train_state, self.train_state.run
         samples = step * run.training.global_batch_samples
@@ -35,14 +39,16 @@ class CheckpointSaver:
 
     def await_copy(self) -> None:
         """Wait until the state may change: until then it is being copied."""
-        self.blocked_seconds += checkpoint.await_copy(self.pending)
+        with self.train_state.heartbeat.at("checkpoint"):
+            self.blocked_seconds += checkpoint.await_copy(self.pending)
 
     def finish(self) -> None:
         """Wait until the save is whole, if there is one."""
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
-        self.blocked_seconds += checkpoint.finish(pending)
+        with self.train_state.heartbeat.at("checkpoint"):
+            self.blocked_seconds += checkpoint.finish(pending)
         for observer in self.observers:
             observer.on_checkpoint(pending.step, pending.done.result(), pending.blocked_seconds)
 

@@ -29,6 +29,11 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(train_state: TrainState, step: int, observers: Observers) -> Evaluation:
     """The mean loss over the held-out samples, each counted once, the same at any world size."""
+    with train_state.heartbeat.at("evaluation"):
+        return _evaluate(train_state, step, observers)
+
+
+def _evaluate(train_state: TrainState, step: int, observers: Observers) -> Evaluation:
     started = time.monotonic()
     run, world = train_state.run, train_state.world
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
@@ -58,6 +63,7 @@ def _batch_results(train_state: TrainState) -> list[BatchResult]:
     results: list[BatchResult] = []
     train_state.model.eval()
     for ids in _shares(count, axes.data_rank(world.rank), axes.data, microbatch):
+        train_state.heartbeat.at("evaluation")
         counted = ids[ids >= 0]
         # a rank without samples still runs the pass: sharded layers gather on all ranks
         batch = samples.batch(counted if len(counted) else np.zeros(1, np.int64)).to(world.device)

@@ -12,6 +12,11 @@ from atoll.train.state_dict import parameters_of
 
 def export_model(train_state: TrainState) -> None:
     """Write the Hugging Face folder: weights by all ranks, the rest by one, then one rename."""
+    with train_state.heartbeat.at("export"):
+        _export(train_state)
+
+
+def _export(train_state: TrainState) -> None:
     world, final = train_state.world, run_dir.export(train_state.run_folder)
     dtype = getattr(torch, train_state.run.export.dtype)
     plain, lora = parameters_of(train_state), train_state.run.model.lora

@@ -36,17 +36,20 @@ def loop(
 ) -> LoopEnd:
     """Take the steps behind `start`; the state of the last one is saved when this returns."""
     run, world, total_steps = train_state.run, train_state.world, train_state.total_steps
+    heartbeat = train_state.heartbeat
     saver = CheckpointSaver(train_state, observers)
     tokens = start.tokens
     clear_gradients(train_state.optimizer)
     with remaining_batches(train_state, start) as batches:
         for step in range(start.step + 1, total_steps + 1):
+            heartbeat.step(step)
             code_of_all = exchanged_stop_code(world, stop_code)
             for observer in observers:
                 observer.before_step(step)
             record = train_step(train_state, batches, step, tokens, saver)
             tokens = record.total_tokens
             last = step == total_steps
+            heartbeat.at("communication")
             code = code_of_all() * (not last)
             is_saved = last or code != 0 or is_due(step, run.checkpoint.every_steps)
             for observer in observers:
@@ -71,12 +74,15 @@ def train_step(
     saver: CheckpointSaver,
 ) -> StepRecord:
     """One optimizer step behind so many tokens: batch, gradients, update."""
-    run = train_state.run
+    run, heartbeat = train_state.run, train_state.heartbeat
+    heartbeat.at("input")
     started = time.monotonic()
     share = next(batches)
     data_wait_seconds = time.monotonic() - started
+    heartbeat.at("compute")
     loss_sum = accumulate_gradients(train_state, share, step)
     saver.await_copy()
+    heartbeat.at("optimizer")
     rate = learning_rate(run.optimizer, step, train_state.total_steps, run.axes.data)
     return StepRecord(
         step=step,

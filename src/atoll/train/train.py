@@ -7,6 +7,8 @@ from pathlib import Path
 
 from atoll import run_dir
 from atoll.errors import UserError
+from atoll.health import heartbeat
+from atoll.health.heartbeat import Heartbeat
 from atoll.launch import Placement
 from atoll.monitor.loggers import check_installed
 from atoll.monitor.observers import Observers, WatchedRun
@@ -34,11 +36,12 @@ from atoll.train.stop_signals import TIME_IS_OVER, StopCode, note_restart, stop_
 def main(run_folder: Path, placement: Placement) -> int:
     """Train the run of `run_folder` as one rank; the exit code of this rank."""
     run = load_run(run_dir.settings_file(run_folder))
+    own = heartbeat.begin(heartbeat.node_folder(run_folder, placement.master_port), placement.rank)
     # DCP warns so at every checkpoint of a single process, which is what was asked for
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
         with stop_signals(run_folder, placement.rank) as code, joined(run, placement) as world:
-            return train(run, run_folder, world, code)
+            return train(run, run_folder, world, code, own)
     except SharedError:
         # every rank has the same error: the first prints it
         if placement.rank == 0:
@@ -46,14 +49,20 @@ def main(run_folder: Path, placement: Placement) -> int:
         return 2
 
 
-def train(run: Run, run_folder: Path, world: World, stop_code: StopCode) -> int:
+def train(
+    run: Run,
+    run_folder: Path,
+    world: World,
+    stop_code: StopCode,
+    own: Heartbeat | None = None,
+) -> int:
     """The whole run; nothing is repeated that an earlier start of it has finished.
 
     Returns 0, or the exit code of a run that a signal stopped and that saved its state.
     """
     check_transport(run, world)
     run_on_all_ranks(world, lambda: check_installed(run.loggers))
-    train_state = assemble(run, run_folder, world)
+    train_state = assemble(run, run_folder, world, own)
     if train_state.total_steps == 0:
         evaluate_alone(train_state)
         return 0

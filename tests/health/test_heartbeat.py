@@ -1,0 +1,91 @@
+"""A rank's record: what it is at, as another process reads it."""
+
+import os
+import time
+from pathlib import Path
+
+from atoll.health import heartbeat
+
+
+def test_another_process_reads_what_a_rank_is_at(tmp_path: Path) -> None:
+    own = heartbeat.begin(tmp_path / "node", 3)
+    own.step(7)
+    with own.at("checkpoint"):
+        record = read(tmp_path / "node", 3)
+        assert (record.rank, record.step, record.phase) == (3, 7, "checkpoint")
+    own.at("input")
+    own.at("compute")
+    record = read(tmp_path / "node", 3)
+    assert record.phase == "compute" and record.pid == os.getpid()
+    assert record.start_ticks == heartbeat.started_ticks(os.getpid()) > 0
+    assert (record.exit_code, record.error) == (heartbeat.ALIVE, "")
+    assert abs(record.moved - time.monotonic()) < 5
+
+
+def test_the_phase_before_goes_on_behind_a_with(tmp_path: Path) -> None:
+    own = heartbeat.begin(tmp_path, 0)
+    own.at("compute")
+    with own.at("checkpoint"), own.at("communication"):
+        pass
+    assert read(tmp_path, 0).phase == "compute"
+
+
+def test_the_seconds_of_phases_add_up(tmp_path: Path) -> None:
+    began = time.monotonic()
+    own = heartbeat.begin(tmp_path, 0)
+    for phase in ("input", "compute", "input"):
+        own.at(phase)
+        time.sleep(0.01)
+    seconds = own.seconds
+    assert seconds["input"] > seconds["compute"] >= 0.01
+    assert abs(sum(seconds.values()) - (time.monotonic() - began)) < 0.005
+    assert read(tmp_path, 0).seconds == {**seconds}
+
+
+def test_steps_are_counted_and_timed(tmp_path: Path) -> None:
+    own = heartbeat.begin(tmp_path, 0)
+    own.step(10)
+    assert read(tmp_path, 0).step_seconds == 0
+    time.sleep(0.01)
+    own.step(11)
+    record = read(tmp_path, 0)
+    assert (record.step, record.steps) == (11, 2) and 0.01 <= record.step_seconds < 1
+
+
+def test_an_end_and_an_error_are_read(tmp_path: Path) -> None:
+    heartbeat.begin(tmp_path, 0).ended(200)
+    heartbeat.begin(tmp_path, 1).failed("ValueError: é" + "x" * 10_000)
+    assert read(tmp_path, 0).exit_code == 200
+    assert read(tmp_path, 1).error.startswith("ValueError: éx")
+
+
+def test_a_new_start_of_a_rank_forgets_the_old_one(tmp_path: Path) -> None:
+    heartbeat.begin(tmp_path, 0).failed("an error")
+    heartbeat.begin(tmp_path, 0)
+    assert read(tmp_path, 0).error == ""
+    assert heartbeat.read_all(tmp_path, range(2)).keys() == {0}
+
+
+def test_each_start_of_each_run_has_its_folder(tmp_path: Path) -> None:
+    folders = {heartbeat.node_folder(tmp_path / name, port) for name in "ab" for port in (1, 2)}
+    assert len(folders) == 4
+
+
+def test_a_move_is_cheap() -> None:
+    own = heartbeat.unwatched(0)
+    best = min(seconds_of_moves(own) for _ in range(5))
+    assert best < 5e-6
+
+
+def seconds_of_moves(own: heartbeat.Heartbeat, moves: int = 2000) -> float:
+    began = time.perf_counter()
+    for _ in range(moves):
+        with own.at("compute"):
+            pass
+    return (time.perf_counter() - began) / moves
+
+
+def read(folder: Path, rank: int) -> heartbeat.Record:
+    record = heartbeat.read(heartbeat.record_file(folder, rank))
+    assert record is not None
+    return record
