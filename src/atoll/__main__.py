@@ -12,6 +12,10 @@ VERBS = {
     "plan": ("atoll.cluster.plan", "what each strategy needs, what fits, and which one to take"),
     "submit": ("atoll.cluster.submit", "compose, check, write the run folder, call the scheduler"),
     "status": ("atoll.cluster.status", "say of a run: queued, running, finished, failed and why"),
+    "list": ("atoll.cluster.listing", "name facilities, models, data, runs, jobs and others"),
+    "logs": ("atoll.cluster.job_control:logs", "print what a run's last job printed"),
+    "cancel": ("atoll.cluster.job_control:cancel", "end the jobs of a run"),
+    "diff": ("atoll.config.diff", "the settings in which two runs differ"),
     "report": ("atoll.report.command", "tables of runs: speed, scaling, communication"),
     "doctor": ("atoll.cluster.doctor", "check a facility, and with --job its devices and links"),
     "rehearse": (
@@ -43,6 +47,9 @@ def main(argv: list[str]) -> int:
     """Run one verb; a `UserError` becomes two lines on stderr and exit code 2."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_usage())
+        return 0
+    if argv[0] == "--version":
+        print(f"atoll {importlib.import_module('importlib.metadata').version('atoll')}")
         return 0
     try:
         if argv[0] in RENAMED:
