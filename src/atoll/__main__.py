@@ -12,6 +12,7 @@ VERBS = {
     "plan": ("atoll.cluster.plan", "what each strategy needs, what fits, and which one to take"),
     "submit": ("atoll.cluster.submit", "compose, check, write the run folder, call the scheduler"),
     "status": ("atoll.cluster.status", "say of a run: queued, running, finished, failed and why"),
+    "judge": ("atoll.health.judge", "name who is at fault for the end of a run's last job"),
     "report": ("atoll.report.command", "tables of runs: speed, scaling, communication"),
     "doctor": ("atoll.cluster.doctor", "check a facility, and with --job its devices and links"),
     "rehearse": (
