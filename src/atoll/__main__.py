@@ -16,6 +16,7 @@ VERBS = {
     "logs": ("atoll.cluster.job_control:logs", "print what a run's last job printed"),
     "cancel": ("atoll.cluster.job_control:cancel", "end the jobs of a run"),
     "diff": ("atoll.config.diff", "the settings in which two runs differ"),
+    "judge": ("atoll.health.judge", "name who is at fault for the end of a run's last job"),
     "report": ("atoll.report.command", "tables of runs: speed, scaling, communication"),
     "doctor": ("atoll.cluster.doctor", "check a facility, and with --job its devices and links"),
     "rehearse": (

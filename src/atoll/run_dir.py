@@ -61,6 +61,11 @@ def faults_file(run_folder: Path) -> Path:
     return run_folder / "faults.jsonl"
 
 
+def node_records(run_folder: Path) -> Path:
+    """What the nodes of a start wrote down of their ranks, a folder for each start that failed."""
+    return run_folder / "health"
+
+
 def doctor_file(run_folder: Path) -> Path:
     """What the ranks of a doctor's job found."""
     return run_folder / "doctor.json"

@@ -176,6 +176,18 @@ class Restart(Settings):
     )
 
 
+class Watch(Settings):
+    """When ranks that do not move any more are ended."""
+
+    stall_seconds: Positive | None = Field(
+        default=None, description="in a step; unset: 20 of the run's own median step, 180 at least"
+    )
+    slow_seconds: Positive = Field(
+        default=1800.0,
+        description="at the start, in the first steps, a checkpoint, an evaluation, the export",
+    )
+
+
 class Folders(Settings):
     """Where runs, prepared data and images live; relative ones start where one types."""
 

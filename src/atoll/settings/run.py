@@ -24,7 +24,7 @@ from atoll.settings.learning import (
     Tokenizer,
     Training,
 )
-from atoll.settings.machine import Facility, Folders, Image, Launcher, Restart
+from atoll.settings.machine import Facility, Folders, Image, Launcher, Restart, Watch
 from atoll.settings.sharding import Sharding
 
 
@@ -58,6 +58,7 @@ class Run(Settings):
     training: Training
     checkpoint: Checkpoint
     restart: Restart = Restart()
+    watch: Watch = Watch()
     evaluation: Evaluation
     export: Export
     generation: Generation

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from atoll import run_dir
 from atoll.errors import UserError
-from atoll.health import heartbeat
 from atoll.health.heartbeat import Heartbeat
+from atoll.health.watched import last_words, watched_rank
 from atoll.launch import Placement
 from atoll.monitor.loggers import check_installed
 from atoll.monitor.observers import Observers, WatchedRun
@@ -36,11 +36,15 @@ from atoll.train.stop_signals import TIME_IS_OVER, StopCode, note_restart, stop_
 def main(run_folder: Path, placement: Placement) -> int:
     """Train the run of `run_folder` as one rank; the exit code of this rank."""
     run = load_run(run_dir.settings_file(run_folder))
-    own = heartbeat.begin(heartbeat.node_folder(run_folder, placement.master_port), placement.rank)
     # DCP warns so at every checkpoint of a single process, which is what was asked for
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
-        with stop_signals(run_folder, placement.rank) as code, joined(run, placement) as world:
+        with (
+            stop_signals(run_folder, placement.rank) as code,
+            watched_rank(run, run_folder, placement) as own,
+            joined(run, placement) as world,
+            last_words(own),
+        ):
             return train(run, run_folder, world, code, own)
     except SharedError:
         # every rank has the same error: the first prints it
