@@ -11,7 +11,7 @@ from atoll.monitor.mfu import MFU_FORMULA, flops_per_token, mean_context_tokens,
 from atoll.monitor.observers import Observer, Record, StepRecord, WatchedRun, Write
 from atoll.monitor.provenance import made_of
 from atoll.plan.traffic import rounded, total
-from atoll.sharding.process_group import say, summed
+from atoll.sharding.process_group import World, say, summed
 
 
 class Metrics(Observer):
@@ -66,6 +66,9 @@ class Metrics(Observer):
         times = {"save_seconds": save_seconds, "blocked_seconds": blocked_seconds}
         self.write({"event": "checkpoint", "step": step} | times)
 
+    def on_guard(self, record: Record) -> None:
+        self.write(record)
+
     def on_evaluation(self, step: int, figures: dict[str, float], seconds: float) -> None:
         self.write({"event": "evaluation", "step": step, **figures})
         if self.started is not None:
@@ -75,8 +78,7 @@ class Metrics(Observer):
         """The steps since the last line; every rank calls this."""
         world, updates, last = self.watched.world, self.updates, self.updates[-1]
         assert self.started is not None
-        loss_sum = sum((update.loss_sum for update in updates[1:]), updates[0].loss_sum)
-        loss = float(summed(world, loss_sum.double())) / sum(u.targets for u in updates)
+        loss = mean_loss(world, updates)
         seconds = time.monotonic() - self.started
         rate = sum(update.tokens for update in updates) / seconds
         per_device = rate / world.size
@@ -101,6 +103,20 @@ class Metrics(Observer):
             "data_wait_seconds": sum(update.data_wait_seconds for update in updates),
             "checkpoint_seconds": sum(update.checkpoint_seconds for update in updates),
         }
+
+
+def mean_loss(world: World, updates: list[StepRecord]) -> float:
+    """Over the targets of all ranks; of steps whose update was left out only if there is no other.
+
+    Every rank calls this, and leaves out the same ones.
+    """
+    skipped = [update.skipped for update in updates if update.skipped is not None]
+    if skipped:
+        flags = torch.stack(skipped).tolist()
+        kept = [update for update, flag in zip(updates, flags, strict=True) if not flag]
+        updates = kept or updates
+    loss_sum = sum((update.loss_sum for update in updates[1:]), updates[0].loss_sum)
+    return float(summed(world, loss_sum.double())) / sum(u.targets for u in updates)
 
 
 def memory_gib(device: torch.device) -> float:

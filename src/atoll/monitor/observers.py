@@ -50,6 +50,7 @@ class StepRecord:
     gradient_norm: Tensor  # before clipping
     data_wait_seconds: float
     checkpoint_seconds: float  # for which training stood still since the step before
+    skipped: Tensor | None = None  # 1.0 if its update was left out, else 0.0; on the device
     is_saved: bool = False  # a checkpoint follows: the run may go on from here
 
 
@@ -67,6 +68,9 @@ class Observer:
 
     def on_evaluation(self, step: int, figures: dict[str, float], seconds: float) -> None:
         """The held-out part was evaluated, which took so long; figures: the first rank's alone."""
+
+    def on_guard(self, record: Record) -> None:
+        """A batch was skipped, or the state rolled back; every rank has the same record."""
 
     def on_end(self) -> None:
         """The loop took its last step, or was stopped in time; not after an error."""

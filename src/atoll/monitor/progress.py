@@ -6,6 +6,11 @@ from typing import Any
 
 from atoll.monitor.observers import Observer, Record
 
+ABOUT_GUARD = {
+    "skip": "samples {} up to {} are skipped",
+    "roll_back": "back to the last checkpoint, samples {} up to {} are jumped over",
+}
+
 
 class Progress(Observer):
     """Shows each record of steps with the time that is left, and each evaluation."""
@@ -21,7 +26,10 @@ class Progress(Observer):
             self.bar = self._bar() if sys.stdout.isatty() else None
 
     def show(self, record: Record) -> None:
-        """Show a record of metrics.jsonl, if it is one of training steps."""
+        """Show a record of metrics.jsonl, if it is one of training steps or of the guard."""
+        if record["event"] == "guard":
+            done = ABOUT_GUARD[record["action"]].format(*record["samples"])
+            print(f"step {record['at_step']}: {record['kind']}, {done}", flush=True)
         if record["event"] != "train" or self.started is None:
             return
         step, loss, rate = record["step"], record["loss"], record["tokens_per_second"]

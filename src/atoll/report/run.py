@@ -102,6 +102,8 @@ def epoch_losses(run: RunMetrics) -> list[float]:
     steps_per_epoch = run.start["training_samples"] / run.settings.training.global_batch_samples
     epochs: dict[int, list[float]] = {}
     for line in run.train:
+        if line["loss"] is None:  # every batch of it was skipped
+            continue
         epochs.setdefault(int((line["step"] - 1) / steps_per_epoch), []).append(line["loss"])
     return [statistics.fmean(losses) for _, losses in sorted(epochs.items())]
 

@@ -209,6 +209,18 @@ class Checkpoint(Settings):
     asynchronous: bool
 
 
+class Guard(Settings):
+    """What is done about a loss that is no number, a spike, and a device that computes wrongly."""
+
+    skip_batches: CountOrZero = 3  # of the last window_steps, before the state is rolled back
+    roll_backs: CountOrZero = 2  # to one checkpoint, before the run is stopped
+    # of the loss or the gradient's norm over the median of the last steps; null: no spike is seen
+    spike_sigma: Positive | None = None
+    window_steps: Annotated[int, Field(ge=8)] = 128
+    # one microbatch is computed twice, and what must agree is compared; 0: never
+    replay_every_steps: CountOrZero = 500
+
+
 class Evaluation(Settings):
     """On the held-out text: before, after, and every so many steps or epochs (0: not between)."""
 

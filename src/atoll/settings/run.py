@@ -17,6 +17,7 @@ from atoll.settings.learning import (
     Evaluation,
     Export,
     Generation,
+    Guard,
     Model,
     Optimizer,
     Precision,
@@ -57,6 +58,7 @@ class Run(Settings):
     precision: Precision
     training: Training
     checkpoint: Checkpoint
+    guard: Guard = Guard()
     restart: Restart = Restart()
     watch: Watch = Watch()
     evaluation: Evaluation

@@ -6,8 +6,9 @@ are those of every other strategy and a run may go on with another one.
 
 import importlib
 import logging
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -108,12 +109,35 @@ def forward(engine: Any, batch: Batch, plan: StepPlan) -> Tensor:
     return loss
 
 
-def take_step(engine: Any, rate: float) -> Tensor:
-    """Exchange what is left, clip, update, clear; returns the norm before clipping."""
+def take_step(engine: Any, rate: float, judge: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Exchange what is left, clip, update, clear; returns the norm before clipping.
+
+    judge: norm -> 1.0 where the update is left out. Asked before the step, which alone knows the
+    norm, it judges by the loss; DeepSpeed leaves out an update of gradients that are no numbers.
+    """
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
+    if judge is not None and bool(judge(torch.zeros(()))):
+        skip_step(engine)
+        return torch.tensor(math.nan)
     engine.step()
-    return torch.tensor(float(engine.get_global_grad_norm()))
+    norm = torch.tensor(float(engine.get_global_grad_norm()))
+    if judge is not None and engine.optimizer.overflow:
+        judge(torch.tensor(math.nan))
+    return norm
+
+
+def skip_step(engine: Any) -> None:
+    """Clear the gradients and what else a step leaves, and change no weight.
+
+    It goes DeepSpeed's own way for gradients that are no numbers.
+    """
+    outer = engine.optimizer
+    outer._update_scale = lambda *_: setattr(outer, "overflow", True)
+    try:
+        engine.step()
+    finally:
+        del outer._update_scale
 
 
 def state_of(engine: Any) -> dict[str, Tensor]:
@@ -128,7 +152,8 @@ def state_of(engine: Any) -> dict[str, Tensor]:
         for moment in MOMENTS:
             value = safe_get_full_optimizer_state(parameter, moment)
             state[f"optimizer/{name}/{moment}"] = value.clone()
-        state[f"optimizer/{name}/step"] = torch.tensor(float(engine.global_steps))
+        updates = engine.global_steps - engine.skipped_steps
+        state[f"optimizer/{name}/step"] = torch.tensor(float(updates))
     return state
 
 
@@ -148,7 +173,7 @@ def set_state(engine: Any, state: dict[str, Tensor]) -> None:
     count = state[f"optimizer/{name}/step"]
     for inner in engine.optimizer.optimizer.state.values():  # of the torch optimizer inside
         inner["step"] = count.clone()
-    engine.global_steps = int(count)
+    engine.global_steps, engine.skipped_steps = int(count), 0
 
 
 def whole_parameters(engine: Any) -> dict[str, Tensor]:

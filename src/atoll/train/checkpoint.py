@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,12 @@ class Progress:
     tokens: int
     world_size: int
     step_counts: dict[str, int]
+    # what the guard judges the next steps by: name -> a number for each of the last, None: skipped
+    history: dict[str, list[float | None]] = field(default_factory=dict)
+
+    def samples_behind(self, step: int, batch_samples: int) -> int:
+        """The data's position behind a later step."""
+        return self.samples + (step - self.step) * batch_samples
 
 
 @dataclass

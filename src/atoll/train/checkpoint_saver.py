@@ -3,6 +3,7 @@
 from atoll.monitor.observers import Observers
 from atoll.train import checkpoint
 from atoll.train.assemble import TrainState
+from atoll.train.guard import Guard, Trouble
 from atoll.train.optimizer import step_counts
 from atoll.train.state_dict import state_dict
 
@@ -10,25 +11,37 @@ from atoll.train.state_dict import state_dict
 class CheckpointSaver:
     """Saves a train state; observers hear of each checkpoint when it is whole."""
 
-    def __init__(self, train_state: TrainState, observers: Observers) -> None:
-        self.train_state, self.observers = train_state, observers
+    def __init__(self, train_state: TrainState, guard: Guard, observers: Observers) -> None:
+        self.train_state, self.guard, self.observers = train_state, guard, observers
         self.pending: checkpoint.Pending | None = None
         self.blocked_seconds = 0.0
 
-    def save(self, step: int, tokens: int) -> None:
-        """Start to save the state of `step`, once the save before is whole."""
-        with self.train_state.heartbeat.at("checkpoint"):
-            self._save(step, tokens)
+    def save(self, step: int, tokens: int) -> Trouble | None:
+        """Start to save the state of `step`, once the save before is whole.
 
-    def _save(self, step: int, tokens: int) -> None:
+        A state that is no good is not saved: what is wrong with it is returned.
+        """
+        with self.train_state.heartbeat.at("checkpoint"):
+            return self._save(step, tokens)
+
+    def _save(self, step: int, tokens: int) -> Trouble | None:
         self.finish()
         train_state, run = self.train_state, self.train_state.run
-        samples = step * run.training.global_batch_samples
-        counts = step_counts(train_state.optimizer)
-        progress = checkpoint.Progress(step, samples, tokens, train_state.world.size, counts)
+        state = state_dict(train_state)
+        trouble = self.guard.of_state(state, step)
+        if trouble is not None:
+            return trouble
+        progress = checkpoint.Progress(
+            step,
+            self.guard.samples_of(step)[1],
+            tokens,
+            train_state.world.size,
+            step_counts(train_state.optimizer),
+            self.guard.saved(),
+        )
         self.pending = checkpoint.start_save(
             train_state.run_folder,
-            state_dict(train_state),
+            state,
             progress,
             run.checkpoint.keep,
             train_state.world,
@@ -36,6 +49,7 @@ class CheckpointSaver:
         self.blocked_seconds += self.pending.blocked_seconds
         if not run.checkpoint.asynchronous:
             self.finish()
+        return None
 
     def await_copy(self) -> None:
         """Wait until the state may change: until then it is being copied."""

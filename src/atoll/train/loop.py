@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from atoll.train.assemble import TrainState
 from atoll.train.checkpoint import Progress
 from atoll.train.checkpoint_saver import CheckpointSaver
 from atoll.train.evaluate import evaluate
+from atoll.train.guard import Guard, Trouble
 from atoll.train.optimizer import clear_gradients, learning_rate
 from atoll.train.state_dict import update
 from atoll.train.stop_signals import StopCode, exchanged_stop_code
@@ -25,10 +27,14 @@ from atoll.train.stop_signals import StopCode, exchanged_stop_code
 
 @dataclass(frozen=True)
 class LoopEnd:
-    """The last step, and the exit code that a stop signal asked for (0: none did)."""
+    """The last step, and the exit code that a stop signal asked for (0: none did).
+
+    With a trouble the state is no good, and nothing was saved behind it.
+    """
 
     step: int
     stop_code: int
+    trouble: Trouble | None = None
 
 
 def loop(
@@ -37,7 +43,8 @@ def loop(
     """Take the steps behind `start`; the state of the last one is saved when this returns."""
     run, world, total_steps = train_state.run, train_state.world, train_state.total_steps
     heartbeat = train_state.heartbeat
-    saver = CheckpointSaver(train_state, observers)
+    guard = Guard(train_state, start)
+    saver = CheckpointSaver(train_state, guard, observers)
     tokens = start.tokens
     clear_gradients(train_state.optimizer)
     with remaining_batches(train_state, start) as batches:
@@ -46,7 +53,7 @@ def loop(
             code_of_all = exchanged_stop_code(world, stop_code)
             for observer in observers:
                 observer.before_step(step)
-            record = train_step(train_state, batches, step, tokens, saver)
+            record = train_step(train_state, batches, step, tokens, guard, saver)
             tokens = record.total_tokens
             last = step == total_steps
             heartbeat.at("communication")
@@ -54,8 +61,11 @@ def loop(
             is_saved = last or code != 0 or is_due(step, run.checkpoint.every_steps)
             for observer in observers:
                 observer.after_step(replace(record, is_saved=is_saved))
-            if is_saved:
-                saver.save(step, tokens)
+            trouble = guard.settle(observers, wait=is_saved)
+            if is_saved and trouble is None:
+                trouble = saver.save(step, tokens)
+            if trouble is not None:
+                break
             if is_evaluation_due(train_state, step) and not last:
                 evaluate(train_state, step, observers)
             if code:
@@ -63,7 +73,7 @@ def loop(
         saver.finish()
     for observer in observers:
         observer.on_end()
-    return LoopEnd(step, code)
+    return LoopEnd(step, code, trouble)
 
 
 def train_step(
@@ -71,6 +81,7 @@ def train_step(
     batches: Iterator[Share],
     step: int,
     tokens: int,
+    guard: Guard,
     saver: CheckpointSaver,
 ) -> StepRecord:
     """One optimizer step behind so many tokens: batch, gradients, update."""
@@ -84,6 +95,7 @@ def train_step(
     saver.await_copy()
     heartbeat.at("optimizer")
     rate = learning_rate(run.optimizer, step, train_state.total_steps, run.axes.data)
+    norm = update(train_state, rate, partial(guard.judge, step, loss_sum, share.global_targets))
     return StepRecord(
         step=step,
         loss_sum=loss_sum,
@@ -91,9 +103,10 @@ def train_step(
         tokens=share.global_useful,
         total_tokens=tokens + share.global_useful,
         learning_rate=rate,
-        gradient_norm=update(train_state, rate),
+        gradient_norm=norm,
         data_wait_seconds=data_wait_seconds,
         checkpoint_seconds=saver.take_blocked_seconds(),
+        skipped=guard.skipped,
     )
 
 

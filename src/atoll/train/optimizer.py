@@ -77,8 +77,15 @@ def learning_rate(settings: Optimizer, step: int, total_steps: int, ranks: int) 
     return peak * (settings.final_fraction + (1.0 - settings.final_fraction) * share)
 
 
+Judge = Callable[[Tensor], Tensor]  # gradient norm -> 1.0 where the update is left out, else 0.0
+
+
 def take_step(
-    optimizer: NamedOptimizer, rate: float, clip_norm: float | None, pipeline: Any = None
+    optimizer: NamedOptimizer,
+    rate: float,
+    clip_norm: float | None,
+    pipeline: Any = None,
+    judge: Judge | None = None,
 ) -> Tensor:
     """Clip, update, clear the gradients; returns the gradient's norm before clipping.
 
@@ -93,6 +100,7 @@ def take_step(
         squared = norm.square()
         dist.all_reduce(squared, group=pipeline)
         norm = squared.sqrt()
+    skipped = None if judge is None else judge(norm)
     if clip_norm is not None:
         for same in by_mesh([p for p, _ in optimizer.parameters.values()]):
             torch.nn.utils.clip_grads_with_norm_(same, clip_norm, norm.to(same[0].device))
@@ -101,9 +109,21 @@ def take_step(
             own.grad = _local(parameter.grad)
     for group in optimizer.inner.param_groups:
         group["lr"] = rate
-    optimizer.inner.step()
+    _update(optimizer.inner, skipped)
     clear_gradients(optimizer)
     return norm
+
+
+def _update(inner: Any, skipped: Tensor | None) -> None:
+    """The optimizer's step, which changes nothing where `skipped` is 1.
+
+    Fused AdamW looks at that on the device, as it does for torch's GradScaler: nobody waits.
+    """
+    if isinstance(inner, torch.optim.AdamW):
+        inner.found_inf = skipped  # type: ignore[attr-defined]
+    elif skipped is not None and bool(skipped):
+        return
+    inner.step()
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from atoll.sharding import deepspeed
 from atoll.train.assemble import TrainState
-from atoll.train.optimizer import optimizer_state_dict, take_step
+from atoll.train.optimizer import Judge, clear_gradients, optimizer_state_dict, take_step
 
 
 def is_deepspeed(train_state: TrainState) -> bool:
@@ -45,9 +45,17 @@ def parameters_of(train_state: TrainState) -> dict[str, Tensor]:
     return {name.removeprefix("hf."): parameter for name, parameter in named.items()}
 
 
-def update(train_state: TrainState, rate: float) -> Tensor:
+def update(train_state: TrainState, rate: float, judge: Judge) -> Tensor:
     """Clip, update, clear the gradients; returns the gradient's norm before clipping."""
     if is_deepspeed(train_state):
-        return deepspeed.take_step(train_state.wrapped, rate)
+        return deepspeed.take_step(train_state.wrapped, rate, judge)
     clip = train_state.run.optimizer.clip_norm
-    return take_step(train_state.optimizer, rate, clip, train_state.pipeline_group)
+    return take_step(train_state.optimizer, rate, clip, train_state.pipeline_group, judge)
+
+
+def discard_gradients(train_state: TrainState) -> None:
+    """Forget the gradients of a step that is not taken."""
+    if is_deepspeed(train_state):
+        deepspeed.skip_step(train_state.wrapped)
+    else:
+        clear_gradients(train_state.optimizer)

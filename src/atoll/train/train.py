@@ -2,6 +2,8 @@
 
 import json
 import warnings
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from atoll.train import checkpoint
 from atoll.train.assemble import TrainState, assemble
 from atoll.train.evaluate import Evaluation, evaluate
 from atoll.train.export_model import export_model
+from atoll.train.guard import Trouble, note
 from atoll.train.loop import LoopEnd, loop
 from atoll.train.optimizer import load_step_counts
 from atoll.train.state_dict import load_state_dict, state_dict
@@ -72,11 +75,23 @@ def train(
         return 0
     progress = resume(train_state)
     if not gathered(world, is_finished(train_state, progress))[0]:
-        with watching(watched(train_state, progress.step)) as observers:
-            return take_remaining_steps(train_state, progress, stop_code, observers)
+        return train_from(train_state, progress, stop_code)
     if not gathered(world, run_dir.export(run_folder).is_dir())[0]:
         export_model(train_state)
     return 0
+
+
+def train_from(train_state: TrainState, progress: checkpoint.Progress, stop_code: StopCode) -> int:
+    """The steps behind `progress`, as often as a trouble makes the run go back; the exit code."""
+    trouble, roll_backs = None, Counter[int]()
+    while True:
+        with watching(watched(train_state, progress.step)) as observers:
+            if trouble is not None:
+                note(train_state, observers, trouble, "roll_back", "data", progress.step)
+            end = take_remaining_steps(train_state, progress, stop_code, observers)
+        if isinstance(end, int):
+            return end
+        progress, trouble = roll_back(train_state, end, roll_backs)
 
 
 def watched(train_state: TrainState, resumed_step: int) -> WatchedRun:
@@ -107,12 +122,17 @@ def take_remaining_steps(
     progress: checkpoint.Progress,
     stop_code: StopCode,
     observers: Observers,
-) -> int:
-    """The steps behind `progress`, then the result and the export; the exit code."""
+) -> int | Trouble:
+    """The steps behind `progress`, then the result and the export; the exit code.
+
+    Or the trouble with which they ended.
+    """
     if progress.step == 0:
         evaluate(train_state, 0, observers)
     if progress.step < train_state.total_steps:
         end = loop(train_state, progress, stop_code, observers)
+        if end.trouble is not None:
+            return end.trouble
         if end.stop_code:
             note_stop(train_state, end)
             return end.stop_code
@@ -161,6 +181,34 @@ def resume(train_state: TrainState) -> checkpoint.Progress:
     load_step_counts(train_state.optimizer, progress.step_counts)
     say(world, f"resumed from {path} (step {progress.step})")
     return progress
+
+
+def roll_back(
+    train_state: TrainState, trouble: Trouble, roll_backs: Counter[int]
+) -> tuple[checkpoint.Progress, Trouble]:
+    """Set the state to the newest checkpoint, and the data behind what the trouble came with.
+
+    roll_backs: how often each checkpoint was gone back to. Raises `SharedError` where that does not
+    help, or there is none.
+    """
+    world, allowed = train_state.world, train_state.run.guard.roll_backs
+    path = checkpoint.newest_intact(train_state.run_folder, world)
+    step = (
+        0 if path is None else run_on_all_ranks(world, lambda: checkpoint.load_progress(path)).step
+    )
+    if path is None or roll_backs[step] >= allowed:
+        note(train_state, (), trouble, "stop", "code", step)
+        there = f"{path} was gone back to {roll_backs[step]} times"
+        raise SharedError(
+            f"step {trouble.step}: {trouble.what}, after {max(0, trouble.skipped - 1)} skipped "
+            f"batches; {'there is no checkpoint to go back to' if path is None else there}",
+            "lower optimizer.learning_rate, look at the data that faults.jsonl names, or raise "
+            "guard.skip_batches or guard.roll_backs; the same line then goes on from there",
+        )
+    roll_backs[step] += 1
+    progress = resume(train_state)
+    jumped = (progress.samples, trouble.samples[1])
+    return replace(progress, samples=jumped[1]), replace(trouble, samples=jumped)
 
 
 def check_resumable(train_state: TrainState, progress: checkpoint.Progress) -> None:
