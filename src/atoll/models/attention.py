@@ -89,10 +89,10 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each segment; without segments, inside each sample.
 
-    What a family's attention asks for beyond these arguments is refused. segment_ends: int32 [S+1] on the device, cumulative over the N flattened tokens, for the
-    kernel; segment_lengths: the same on the host, for one call a segment. heads_for_tokens: where
-    ranks share a sample, gives each of them all tokens of some heads, and back. Returns
-    [B, T, H, D].
+    What a family's attention asks for beyond these arguments is refused. segment_ends: int32 [S+1]
+    on the device, cumulative over the N flattened tokens, for the kernel; segment_lengths: the same
+    on the host, for one call a segment. heads_for_tokens: where ranks share a sample, gives each of
+    them all tokens of some heads, and back. Returns [B, T, H, D].
     """
     assert attention_mask is None, "documents are kept apart by segments, not by masks"
     _refuse_unknown(module, unknown)
