@@ -18,6 +18,11 @@ def local_folder(source: str, revision: str | None) -> Path:
     return Path(source) if Path(source).is_dir() else snapshot(source, revision, None, HUB_FILES)
 
 
+def source_folder(model: Model) -> Path | None:
+    """The folder that a run's weights begin from, where they begin from any."""
+    return None if model.source is None else local_folder(model.source, model.revision)
+
+
 def snapshot(
     source: str, revision: str | None, into: Path | None, patterns: tuple[str, ...]
 ) -> Path:

@@ -5,6 +5,7 @@ import torch
 from atoll import run_dir
 from atoll.models import export
 from atoll.models.adapter import gathered_adapter, merged, write_adapter
+from atoll.models.source import source_folder
 from atoll.sharding.process_group import gathered, run_on_all_ranks, say
 from atoll.train.assemble import TrainState
 from atoll.train.state_dict import parameters_of
@@ -47,7 +48,14 @@ def _export(train_state: TrainState) -> None:
         total = sum(sum(of_stage.values()) for of_stage in sizes_of_stages)
         architecture = type(train_state.model.hf).__name__
         export.write_rest(
-            partial, train_state.config, architecture, dtype, files, total, train_state.tokenizer
+            partial,
+            train_state.config,
+            architecture,
+            dtype,
+            files,
+            total,
+            train_state.tokenizer,
+            source_folder(train_state.run.model),
         )
         export.publish(partial, final)
 

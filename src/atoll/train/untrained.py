@@ -21,6 +21,7 @@ from atoll.data.tokenize import make_tokenizer
 from atoll.models import export
 from atoll.models.build import weights_for
 from atoll.models.safetensor_files import file_name, write_tensors
+from atoll.models.source import source_folder
 from atoll.settings import Run, load_run
 from atoll.train.tasks import TASKS
 
@@ -58,7 +59,8 @@ def _write(run: Run, tokenizer: Path, final: Path) -> None:
         seconds = time.monotonic() - began
         print(f"{path.name}: {len(names)} tensors, {seconds:.0f} s", flush=True)
     total = sum(sizes.values())
-    export.write_rest(partial, config, type(hf).__name__, dtype, files, total, tokenizer)
+    source = source_folder(run.model)
+    export.write_rest(partial, config, type(hf).__name__, dtype, files, total, tokenizer, source)
     export.publish(partial, final)
 
 
