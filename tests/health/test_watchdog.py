@@ -1,6 +1,5 @@
 """Ranks that are stopped, killed, stuck or wrong: named, told of once, ended within seconds."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 import small_run
 
-from atoll import run_dir
 from atoll.health import heartbeat
 from atoll.health.faults import Fault, faults
 
