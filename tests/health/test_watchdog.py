@@ -23,7 +23,7 @@ STALL_SECONDS = 1.5
 @dataclass(frozen=True)
 class End:
     codes: list[int]  # of each node's launcher
-    seconds: float
+    time: float  # seconds since 1970
     stderr: str
     folder: Path
 
@@ -48,16 +48,15 @@ def ended(folder: Path, fault: str, ranks: int = 3, nodes: int = 1, **changes: o
     changes = {"training__global_batch_samples": 2 * ranks * nodes, "nodes": nodes, **changes}
     watch = {"stall_seconds": STALL_SECONDS, "slow_seconds": 60.0}
     run_folder = small_run.ready(small_run.settings(folder, ranks, watch=watch, **changes))
-    began = time.monotonic()
     port = free_port()
     launchers = [launcher(run_folder, fault, ranks, nodes, node, port) for node in range(nodes)]
     outputs = [launched.communicate(timeout=120) for launched in launchers]
-    seconds = time.monotonic() - began
+    ended_at = time.time()
     pattern = heartbeat.node_folder(run_folder, "*", 0)
     if fault.partition(":")[0] != "node":
         assert list(pattern.parent.glob(pattern.name)) == [], "no record stays in memory"
     stderr = "".join(text for _, text in outputs)
-    return End([launched.returncode for launched in launchers], seconds, stderr, run_folder)
+    return End([launched.returncode for launched in launchers], ended_at, stderr, run_folder)
 
 
 def launcher(
@@ -103,7 +102,7 @@ def test_the_culprit_is_named_and_all_ranks_end(
     (record,) = small_run.records(end.folder, "fault")
     assert record["evidence"] == end.fault.evidence
     assert end.stderr.count("Traceback") == int(fault.startswith("error")), "of the culprit alone"
-    assert end.seconds < 40
+    assert end.time - end.fault.time < 10, "from the moment it was seen"
 
 
 NODE_CASES = [
@@ -126,7 +125,7 @@ def test_a_fault_on_another_node_is_told_of_once(
     assert (end.fault.kind, end.fault.blame) == (kind, blame)
     assert evidence in end.fault.evidence
     assert len(end.told) == 1
-    assert end.seconds < 60
+    assert end.time - end.fault.time < 25
 
 
 def test_the_shell_judges_what_nobody_did(tmp_path: Path, capfd) -> None:

@@ -20,7 +20,7 @@ Place = tuple[NodeRecord, RankState]
 DEVICE_ERROR = re.compile(
     r"uncorrectable ECC|ECC error|hardware stack error|fallen off the bus|NVLink|"
     r"devices? (is|are) (busy or )?unavailable|no CUDA-capable device|CUDA unknown error|"
-    r"hipErrorNoDevice|HSA_STATUS_ERROR|GPU (is|was) lost",
+    r"device is visible to rank|hipErrorNoDevice|HSA_STATUS_ERROR|GPU (is|was) lost",
     re.IGNORECASE,
 )
 # What a rank says whose peers are gone, in gloo's words and in NCCL's.
