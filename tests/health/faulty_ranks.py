@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from atoll.errors import UserError
+from atoll.health.watchdog import watcher_file
 from atoll.launch import Placement
 from atoll.train import checkpoint, evaluate, loop, train
 
@@ -27,18 +29,18 @@ def in_step(step: int, do: Any) -> None:
 
     def train_step(train_state: Any, batches: Any, number: int, *rest: Any) -> Any:
         if number == step:
-            do()
+            do(train_state)
         return original(train_state, batches, number, *rest)
 
     loop.train_step = train_step
 
 
 def send(number: int) -> Any:
-    return lambda step: in_step(step, lambda: os.kill(os.getpid(), number))
+    return lambda step: in_step(step, lambda _: os.kill(os.getpid(), number))
 
 
 def error(step: int) -> None:
-    def fall() -> None:
+    def fall(_: Any) -> None:
         raise ValueError("3 apples are missing")
 
     in_step(step, fall)
@@ -70,11 +72,20 @@ def slow_input(step: int) -> None:
 
 def never_enters(step: int) -> None:
     """A rank that computes on while the others exchange gradients."""
-    in_step(step, lambda: time.sleep(FOREVER))
+    in_step(step, lambda _: time.sleep(FOREVER))
 
 
 def another_collective(step: int) -> None:
-    in_step(step, lambda: dist.barrier())
+    in_step(step, lambda _: dist.barrier())
+
+
+def mistake(step: int) -> None:
+    """What every rank finds wrong by itself before the first step."""
+
+    def refuse(*_: Any) -> None:
+        raise UserError("4 apples for 3 ranks", "take 3")
+
+    train.check_transport = refuse
 
 
 def slow_phases(step: int) -> None:
@@ -91,14 +102,28 @@ def slow_phases(step: int) -> None:
     evaluate._shares, checkpoint._prepare = slowly(shares), slowly(prepare)
 
 
+def node_down(step: int) -> None:
+    """Launcher, watcher and this rank are gone at once."""
+
+    def fall(train_state: Any) -> None:
+        watcher = watcher_file(train_state.heartbeat.folder).read_text().split()[0]
+        pids = [int(watcher), os.getppid(), os.getpid()]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    in_step(step, fall)
+
+
 FAULTS = {
     "stop": send(signal.SIGSTOP),
     "kill": send(signal.SIGKILL),
     "crash": send(signal.SIGSEGV),
+    "node": node_down,
     "error": error,
     "input": slow_input,
     "absent": never_enters,
     "other": another_collective,
+    "mistake": mistake,
     "slow": slow_phases,
     "none": lambda step: None,
 }

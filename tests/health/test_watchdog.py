@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import small_run
+from rank_pool import free_port
 
-from atoll.health import heartbeat
+from atoll import run_dir
+from atoll.health import heartbeat, judge, node_record
 from atoll.health.faults import Fault, faults
+from atoll.health.node_record import NodeRecord, RankState
 
 TESTS = Path(__file__).parents[1]
 STALL_SECONDS = 1.5
@@ -19,8 +22,8 @@ STALL_SECONDS = 1.5
 
 @dataclass(frozen=True)
 class End:
-    code: int
-    seconds: float
+    codes: list[int]  # of each node's launcher
+    time: float  # seconds since 1970
     stderr: str
     folder: Path
 
@@ -29,6 +32,10 @@ class End:
         (fault,) = faults(self.folder)
         return fault
 
+    @property
+    def told(self) -> list[str]:
+        return [line for line in self.stderr.splitlines() if line.startswith("atoll: ")]
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -36,38 +43,34 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ended(folder: Path, fault: str, ranks: int = 3, **changes: object) -> End:
-    """Launch a run of so many ranks on one node, and wait for its end."""
-    changes = {"training__global_batch_samples": 2 * ranks, **changes}
+def ended(folder: Path, fault: str, ranks: int = 3, nodes: int = 1, **changes: object) -> End:
+    """Launch a run of so many ranks on each node, and wait for its end."""
+    changes = {"training__global_batch_samples": 2 * ranks * nodes, "nodes": nodes, **changes}
     watch = {"stall_seconds": STALL_SECONDS, "slow_seconds": 60.0}
     run_folder = small_run.ready(small_run.settings(folder, ranks, watch=watch, **changes))
-    began = time.monotonic()
-    done = launched(run_folder, fault, ranks)
-    assert leftovers(run_folder) == [], "no record stays in memory"
-    return End(done.returncode, time.monotonic() - began, done.stderr, run_folder)
+    port = free_port()
+    launchers = [launcher(run_folder, fault, ranks, nodes, node, port) for node in range(nodes)]
+    outputs = [launched.communicate(timeout=120) for launched in launchers]
+    ended_at = time.time()
+    pattern = heartbeat.node_folder(run_folder, "*", 0)
+    if fault.partition(":")[0] != "node":
+        assert list(pattern.parent.glob(pattern.name)) == [], "no record stays in memory"
+    stderr = "".join(text for _, text in outputs)
+    return End([launched.returncode for launched in launchers], ended_at, stderr, run_folder)
 
 
-def launched(run_folder: Path, fault: str, ranks: int) -> "subprocess.CompletedProcess[str]":
+def launcher(
+    run_folder: Path, fault: str, ranks: int, nodes: int, node: int, port: int
+) -> "subprocess.Popen[str]":
     argv = [sys.executable, "-m", "atoll", "launch", "--fork", str(ranks), str(run_folder)]
     paths = os.pathsep.join([str(TESTS), str(TESTS / "health"), *sys.path])
-    environment = os.environ | {"PYTHONPATH": paths, "FAULT": fault}
-    return subprocess.run(
-        [*argv, "faulty_ranks:main"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-
-def leftovers(run_folder: Path) -> list[Path]:
-    pattern = heartbeat.node_folder(run_folder, "*", 0)
-    return list(pattern.parent.glob(pattern.name))
-
-
-def told(end: End) -> list[str]:
-    return [line for line in end.stderr.splitlines() if line.startswith("atoll: ")]
+    environment = os.environ | {"PYTHONPATH": paths, "FAULT": fault, "SLURMD_NODENAME": f"n{node}"}
+    if nodes > 1:
+        place = {"RANK": node, "WORLD_SIZE": nodes, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment |= {name: str(value) for name, value in place.items()}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*argv, "faulty_ranks:main"], env=environment, text=True, **pipes)
 
 
 CASES = [
@@ -79,8 +82,9 @@ CASES = [
     ("kill:4:0", 0, "died", "node", None, "its process is gone"),
     ("crash:4:1", 1, "died", "unknown", None, "gone by SIGSEGV"),
     ("error:4:1", 1, "died", "code", None, "ValueError: 3 apples are missing"),
-    ("input:4:2", 2, "stalled", "data", "input", "it stays in next_share"),
+    ("input:4:2", 2, "stalled", "unknown", "input", "it stays in next_share"),
     ("absent:4:1", 1, "stalled", "code", None, "it stays in <lambda> (state S); 2 wait in gloo:"),
+    ("other:4:1", 1, "stalled", "code", None, "it waits in gloo:"),
 ]
 
 
@@ -89,12 +93,67 @@ def test_the_culprit_is_named_and_all_ranks_end(
     folder: Path, fault: str, rank: int, kind: str, blame: str, phase: str | None, evidence: str
 ) -> None:
     end = ended(folder, fault)
-    assert end.code != 0
+    assert end.codes != [0]
     assert (end.fault.rank, end.fault.kind, end.fault.blame) == (rank, kind, blame), end
     assert evidence in end.fault.evidence
-    assert end.fault.step == 4 and end.fault.node == os.uname().nodename
+    assert end.fault.step == 4 and end.fault.node == "n0"
     assert phase in (None, end.fault.phase)
-    assert len(told(end)) == 1 and f"rank {rank} on" in told(end)[0]
+    assert len(end.told) == 1 and f"rank {rank} on n0" in end.told[0]
     (record,) = small_run.records(end.folder, "fault")
     assert record["evidence"] == end.fault.evidence
-    assert end.seconds < 30
+    assert end.stderr.count("Traceback") == int(fault.startswith("error")), "of the culprit alone"
+    assert end.time - end.fault.time < 10, "from the moment it was seen"
+
+
+NODE_CASES = [
+    # fault, node, rank, kind, blame, what the evidence says
+    ("stop:4:3", "n1", 3, "stalled", "node", "stopped (state T); 3 wait in gloo:"),
+    ("kill:4:2", "n1", 2, "died", "node", "its process is gone"),
+    ("error:4:2", "n1", 2, "died", "code", "ValueError: 3 apples are missing"),
+    ("node:4:2,3", "n1", 2, "died", "node", "the node says nothing any more, nor do its 2 ranks"),
+    ("node:4:0,1", "n0", 0, "died", "node", "the node says nothing any more, nor do its 2 ranks"),
+]
+
+
+@pytest.mark.parametrize(("fault", "node", "rank", "kind", "blame", "evidence"), NODE_CASES)
+def test_a_fault_on_another_node_is_told_of_once(
+    folder: Path, fault: str, node: str, rank: int, kind: str, blame: str, evidence: str
+) -> None:
+    end = ended(folder, fault, ranks=2, nodes=2)
+    assert 0 not in end.codes
+    assert (end.fault.node, end.fault.rank) == (node, rank), end
+    assert (end.fault.kind, end.fault.blame) == (kind, blame)
+    assert evidence in end.fault.evidence
+    assert len(end.told) == 1
+    assert end.time - end.fault.time < 25
+
+
+def test_the_shell_judges_what_nobody_did(tmp_path: Path, capfd) -> None:
+    """A launcher ended the watchers before there was a verdict."""
+    run_dir.lease_folder(tmp_path).mkdir()
+    (run_dir.lease_folder(tmp_path) / "3").write_text("slurm 77 0 n0 1 2 machine\n")
+    records = run_dir.node_records(tmp_path) / "3-0-29500"
+    gone = RankState(1, "cpu", pid=9, step=4, phase="compute")
+    node_record.write(records, NodeRecord(0, "n0", ranks=[RankState(0, "cpu")]))
+    node_record.write(records, NodeRecord(1, "n1", "died", 5.0, [gone]))
+    assert judge.main([str(tmp_path)]) == 0
+    (fault,) = faults(tmp_path)
+    assert (fault.node, fault.rank, fault.blame, fault.job) == ("n1", 1, "node", "77")
+    assert judge.main([str(tmp_path)]) == 0
+    assert len(faults(tmp_path)) == 1, "once"
+    assert capfd.readouterr().err.count("atoll: rank 1 on n1") == 1
+
+
+def test_slow_phases_are_left_alone(folder: Path) -> None:
+    """An evaluation and a checkpoint of longer than watch.stall_seconds."""
+    cadence = {"checkpoint__every_steps": 3, "evaluation__every_steps": 3}
+    end = ended(folder, "slow:1:0,1", ranks=2, training__steps=4, **cadence)
+    assert end.codes == [0], end.stderr
+    assert faults(end.folder) == [] and end.told == []
+    assert not run_dir.node_records(end.folder).exists(), "nothing stays of a run that is well"
+
+
+def test_a_user_s_mistake_is_no_fault(folder: Path) -> None:
+    end = ended(folder, "mistake:1:0,1", ranks=2)
+    assert end.codes == [2] and "take 3" in end.stderr
+    assert faults(end.folder) == [] and len(end.told) == 2, "each rank's own words"

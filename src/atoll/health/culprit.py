@@ -20,7 +20,7 @@ Place = tuple[NodeRecord, RankState]
 DEVICE_ERROR = re.compile(
     r"uncorrectable ECC|ECC error|hardware stack error|fallen off the bus|NVLink|"
     r"devices? (is|are) (busy or )?unavailable|no CUDA-capable device|CUDA unknown error|"
-    r"hipErrorNoDevice|HSA_STATUS_ERROR|GPU (is|was) lost",
+    r"device is visible to rank|hipErrorNoDevice|HSA_STATUS_ERROR|GPU (is|was) lost",
     re.IGNORECASE,
 )
 # What a rank says whose peers are gone, in gloo's words and in NCCL's.
@@ -143,7 +143,9 @@ def nobody(places: Sequence[Place], silent: Sequence[NodeRecord]) -> Fault:
     """Nothing singles out a rank; where they stand is still worth a line."""
     working = [(n, r) for n, r in places if r.is_at_work]
     if not working:
-        return Fault("died", "unknown", f"{len(places)} ranks lost one of their peers")
+        alone = silent[0].node if len(silent) == 1 else ""
+        evidence = f"{len(places)} ranks lost a peer" + (", it says nothing" if alone else "")
+        return Fault("died", "unknown", evidence, node=alone)
     rank = working[0][1]
     states = {r.process for _, r in working}
     where = awaited(places) or rank.phase
@@ -151,16 +153,15 @@ def nobody(places: Sequence[Place], silent: Sequence[NodeRecord]) -> Fault:
     evidence = f"none of {len(working)} ranks moves, all are in {where}{disk}"
     if silent:
         evidence += f"; {silent[0].node} says nothing"
-    blame: Blame = "data" if rank.phase == "input" else "unknown"
     node = working[0][0].node if len({n.node for n, _ in working}) == 1 else ""
-    alone = rank.rank if len(working) == 1 else None
+    number = rank.rank if len(working) == 1 else None
     return Fault(
         kind="stalled",
-        blame=blame_of(rank) if len(working) == 1 else blame,
+        blame=blame_of(rank) if len(working) == 1 else "unknown",
         evidence=evidence,
         node=node,
-        rank=alone,
-        device=rank.device if alone is not None else "",
+        rank=number,
+        device=rank.device if number is not None else "",
         step=rank.step or None,
         phase=rank.phase,
         collective=awaited(places),
@@ -181,10 +182,10 @@ def blame_of(rank: RankState) -> Blame:
     """Of a rank that runs and does not come along."""
     if rank.process == "D":
         return "node"
-    if rank.phase == "input":
-        return "data"
-    # a device that hangs and a program that waits for it look the same from here
-    return "code" if rank.device == "cpu" and rank.stack else "unknown"
+    # a device that hangs and a program that waits for it look the same from here, and so do a
+    # loader that is wrong and a file system that is slow
+    is_known = rank.device == "cpu" and rank.stack and rank.phase != "input"
+    return "code" if is_known else "unknown"
 
 
 def why_behind(rank: RankState) -> str:

@@ -1,13 +1,13 @@
 """Judge a fault once, from the records of all nodes, and tell of it: one line, one record each.
 
-The watcher of the first node does so, or `atoll judge RUN` at the end of a job whose first node
-could not.
+The watcher of the first node that speaks does so, or `atoll judge RUN` at the end of a job that was
+ended before one could.
 """
 
 import json
-import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from atoll.commands import VerbParser
 from atoll.health.culprit import culprit
 from atoll.health.faults import Fault, add_fault, in_a_line
 from atoll.health.node_record import lease_numbers, read_nodes
-from atoll.health.watchdog import verdict_file, wait_until
+from atoll.health.watchdog import claim_file, verdict_file, wait_until
 
 ABOUT = "Name who is at fault for the end of a run's last job, if nobody did yet."
 
@@ -39,28 +39,36 @@ def judge_together(run_folder: Path, records: Path, node_count: int, seconds: fl
     judge(run_folder, records, node_count, missing_speaks=True)
 
 
+def is_first_to_speak(records: Path, node_rank: int) -> bool:
+    """Whether a node is to judge: no other did, and none before it wrote anything down."""
+    speaking = [node.node_rank for node in read_nodes(records) if node.reason]
+    return not verdict_file(records).exists() and min(speaking, default=-1) == node_rank
+
+
 def judge(run_folder: Path, records: Path, node_count: int, missing_speaks: bool) -> None:
     """Name the culprit of a start, tell of it, and leave the verdict for the other nodes."""
-    nodes = read_nodes(records)
-    fault = culprit(nodes, node_count, missing_speaks)
+    fault = culprit(read_nodes(records), node_count, missing_speaks)
+    try:
+        claim_file(records).touch(exist_ok=False)
+    except FileExistsError:
+        return
     if fault is not None:
         fault = replace(fault, job=job_of(run_folder), time=round(fault.time, 3))
         tell(run_folder, fault)
-    text = json.dumps(None if fault is None else asdict(fault), indent=1)
-    run_dir.write_whole(verdict_file(records), text)
+    with suppress(OSError):
+        text = json.dumps(None if fault is None else asdict(fault), indent=1)
+        run_dir.write_whole(verdict_file(records), text)
 
 
 def tell(run_folder: Path, fault: Fault) -> None:
     """On the terminal, in faults.jsonl and in metrics.jsonl."""
     sys.stderr.write(f"atoll: {in_a_line(fault)}\n")
     sys.stderr.flush()
-    add_fault(run_folder, fault)
     record = {"event": "fault", **asdict(fault), "time": round(time.time(), 3)}
-    descriptor = os.open(run_dir.metrics_file(run_folder), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    try:
-        os.write(descriptor, (json.dumps(record) + "\n").encode())
-    finally:
-        os.close(descriptor)
+    with suppress(OSError):  # a full disk, which may be what went wrong
+        add_fault(run_folder, fault)
+        with open(run_dir.metrics_file(run_folder), "a") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def job_of(run_folder: Path) -> str:

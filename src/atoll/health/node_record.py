@@ -101,9 +101,14 @@ def read_nodes(folder: Path) -> list[NodeRecord]:
     ]
 
 
-def start_of(lease_folder: Path, port: int) -> str:
-    """A name for this start of the run, the same on all its ranks: which lease, which port."""
-    return f"{max(lease_numbers(lease_folder), default=0)}-{port}"
+def start_of(lease_folder: Path, faults_file: Path, port: int) -> str:
+    """A name for this start of the run, the same on all its ranks: lease, faults so far, port.
+
+    A job may start its ranks again after a fault, with the same lease and port.
+    """
+    lease = max(lease_numbers(lease_folder), default=0)
+    count = faults_file.read_bytes().count(b"\n") if faults_file.is_file() else 0
+    return f"{lease}-{count}-{port}"
 
 
 def lease_numbers(lease_folder: Path) -> list[int]:

@@ -1,7 +1,8 @@
 """One watcher per node: sees ranks die, fail and stall, writes down what they were at, ends them.
 
 It is a process of its own, without torch, so that it works whatever its ranks are stuck in. That of
-the first node also judges; the others wait for its word before they end their ranks.
+the first node also judges, or of the next one where that says nothing; the others wait for the
+verdict before they end their ranks, so that no launcher ends a watcher that is not done.
 """
 
 import json
@@ -37,8 +38,9 @@ QUIET_SECONDS = (
 ASK_SECONDS = 2.0  # between two such questions
 SUSPENDED_SECONDS = 5.0  # the watcher itself was away for so long: the job was suspended
 ANSWER_SECONDS = 1.5  # a rank that is stopped, or stuck in C, never answers
-COLLECT_SECONDS = 8.0  # the first node waits so long for the records of the others
-PATIENCE_SECONDS = COLLECT_SECONDS + 5.0  # they wait so long for its verdict
+COLLECT_SECONDS = 6.0  # the first node waits so long for the records of the others
+VERDICT_SECONDS = COLLECT_SECONDS + 3.0  # and they for its verdict; then another one judges
+PATIENCE_SECONDS = VERDICT_SECONDS + 5.0  # a rank that failed waits so long with its end
 GRACE_SECONDS = 3.0  # for ranks that failed to print their own error
 
 
@@ -90,6 +92,11 @@ def call_file(records: Path) -> Path:
     return records / "fault"
 
 
+def claim_file(records: Path) -> Path:
+    """Whoever makes it tells of the fault, and nobody else."""
+    return records / "judge"
+
+
 def verdict_file(records: Path) -> Path:
     return records / "verdict.json"
 
@@ -121,10 +128,16 @@ def main(argv: list[str]) -> int:
 def begin(watched: Watched, records: Path) -> None:
     """Say which ranks this node has, for whoever finds that it says nothing more."""
     ranks = [RankState(rank, device(watched, rank)) for rank in watched.numbers]
+    with suppress(OSError):  # a full disk
+        forget_verdict(watched, records)
+        node_record.write(records, NodeRecord(watched.node_rank, node_name(), ranks=ranks))
+
+
+def forget_verdict(watched: Watched, records: Path) -> None:
+    """Of an earlier start with the same name."""
     if watched.node_rank == 0:
-        for file in (call_file(records), verdict_file(records)):
+        for file in (call_file(records), claim_file(records), verdict_file(records)):
             file.unlink(missing_ok=True)
-    node_record.write(records, NodeRecord(watched.node_rank, node_name(), ranks=ranks))
 
 
 class Watcher:
@@ -218,17 +231,27 @@ def deal_with(watched: Watched, reason: str) -> None:
     seen = read_all(folder, watched.numbers)
     # at once, as far as that goes without the ranks: a launcher may be about to end this process
     dump(watched, reason)
-    call_file(records).touch()
+    with suppress(OSError):
+        call_file(records).touch()
     ask(folder, seen)
     dump(watched, reason)
-    if watched.node_rank == 0:
-        from atoll.health.judge import judge_together  # pydantic, for which a watcher has no use
-
-        judge_together(Path(watched.run_folder), records, watched.node_count, COLLECT_SECONDS)
-    else:
-        wait_until(verdict_file(records).exists, PATIENCE_SECONDS)
+    judge(watched, records)
     judged_file(folder).touch()
     end_ranks(seen)
+
+
+def judge(watched: Watched, records: Path) -> None:
+    """Until there is a verdict, of this node or of another."""
+    from atoll.health import judge  # pydantic, for which a watcher has no use until now
+
+    if watched.node_rank > 0:
+        wait_until(verdict_file(records).exists, VERDICT_SECONDS)
+        if judge.is_first_to_speak(records, watched.node_rank):
+            judge.judge(Path(watched.run_folder), records, watched.node_count, missing_speaks=True)
+        else:
+            wait_until(verdict_file(records).exists, PATIENCE_SECONDS - VERDICT_SECONDS)
+        return
+    judge.judge_together(Path(watched.run_folder), records, watched.node_count, COLLECT_SECONDS)
 
 
 def dump(watched: Watched, reason: str) -> None:

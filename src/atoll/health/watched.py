@@ -39,7 +39,8 @@ MOST_CALLS = 40
 @contextmanager
 def watched_rank(run: Run, run_folder: Path, placement: Placement) -> Iterator[Heartbeat]:
     """Be watched for the length of a `with`; the first rank of a node starts its watcher."""
-    start = start_of(run_dir.lease_folder(run_folder), placement.master_port)
+    lease, faults = run_dir.lease_folder(run_folder), run_dir.faults_file(run_folder)
+    start = start_of(lease, faults, placement.master_port)
     folder = heartbeat.node_folder(run_folder, start, placement.node_rank)
     with answering(folder, placement.rank) as own:
         if placement.local_rank == 0:
@@ -137,7 +138,7 @@ def start_watcher(watched: Watched) -> None:
 
 def described(error: Exception) -> str:
     """An error's type and words in a line, then its calls, a line each, the innermost last."""
-    words = " ".join("".join(traceback.format_exception_only(error)).split())
+    words = " ".join(f"{type(error).__name__}: {error}".split())
     frames = traceback.extract_tb(error.__traceback__)[-MOST_CALLS:]
     calls = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in frames]
     return "\n".join([words, *calls])
