@@ -38,7 +38,11 @@ class Written(NamedTuple):
 
 def holders_of_plain(state: dict[str, Tensor], world: World) -> list[int]:
     """The ranks whose tensors without a mesh have the same names as this one's. All ranks call."""
-    names = sorted(name for name, value in state.items() if not isinstance(value, DTensor))
+    names = sorted(
+        name
+        for name, value in state.items()
+        if not isinstance(value, DTensor) and not is_own(name, world.rank)
+    )
     digests = gathered(world, run_dir.digest(names, 16))
     return [rank for rank, digest in enumerate(digests) if digest == digests[world.rank]]
 
@@ -73,9 +77,7 @@ def own_items(
     shared: dict[tuple[int, ...], list[WriteItem]] = defaultdict(list)
     for item in items:
         if numbers_in(item):
-            value = state[item.index.fqn]
-            ranks = holders_of(value) if isinstance(value, DTensor) else holders
-            shared[tuple(ranks)].append(item)
+            shared[_holders(item.index.fqn, state, rank, holders)].append(item)
     own = {
         item.index
         for ranks, parts in shared.items()
@@ -83,6 +85,20 @@ def own_items(
         if owner == rank
     }
     return [item for item in items if item.index in own]
+
+
+def is_own(name: str, rank: int) -> bool:
+    """Whether a tensor is this rank's alone, as 8-bit moments are (`state_dict`)."""
+    return name.endswith(f"/rank{rank}")
+
+
+def _holders(
+    name: str, state: dict[str, Tensor], rank: int, holders: Sequence[int]
+) -> tuple[int, ...]:
+    value = state[name]
+    if isinstance(value, DTensor):
+        return tuple(holders_of(value))
+    return (rank,) if is_own(name, rank) else tuple(holders)
 
 
 def owners(items: Sequence[WriteItem], ranks: Sequence[int]) -> list[int]:
