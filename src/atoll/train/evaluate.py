@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atoll.monitor.observers import Observers
 from atoll.sharding.engines import FORWARDS
-from atoll.sharding.process_group import World, gathered, summed
+from atoll.sharding.process_group import World, gathered_by_first, summed
 from atoll.train.assemble import TrainState
 from atoll.train.tasks import TASKS, BatchResult
 
@@ -75,13 +75,13 @@ def _batch_results(train_state: TrainState) -> list[BatchResult]:
 
 
 def _all_outputs(world: World, results: list[BatchResult]) -> tuple[Tensor | None, Tensor | None]:
-    """Every rank's outputs and classes together, where the task keeps them."""
+    """Every rank's outputs and classes together on the first, where the task keeps them."""
     own = [
         (result.outputs_BL.cpu(), result.classes_B.cpu())
         for result in results
         if result.outputs_BL is not None and result.classes_B is not None
     ]
-    every = [pair for pairs in gathered(world, own) for pair in pairs]
+    every = [pair for pairs in gathered_by_first(world, own) for pair in pairs]
     if not every:
         return None, None
     outputs, classes = zip(*every, strict=True)

@@ -28,7 +28,7 @@ def _export(train_state: TrainState) -> None:
     axes = train_state.run.axes
     # the ranks of a pipeline's stage write the files of its layers
     ranks, stage = axes.world // axes.pipeline, axes.stage(world.rank)
-    sizes_of_stages = gathered(world, sizes)[::ranks]
+    sizes_of_stages = gathered(world, sizes if world.rank % ranks == 0 else None)[::ranks]
     plans = [export.plan_files(of_stage, limit, ranks) for of_stage in sizes_of_stages]
     files = [names for plan in plans for names in plan]
     numbered = export.Numbered(sum(map(len, plans[:stage])), len(files))

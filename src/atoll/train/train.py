@@ -20,9 +20,10 @@ from atoll.sharding.process_group import (
     SharedError,
     World,
     check_transport,
-    gathered,
     joined,
+    of_first,
     run_on_all_ranks,
+    run_on_first_rank,
     say,
 )
 from atoll.train import checkpoint
@@ -74,9 +75,9 @@ def train(
         evaluate_alone(train_state)
         return 0
     progress = resume(train_state)
-    if not gathered(world, is_finished(train_state, progress))[0]:
+    if not of_first(world, is_finished(train_state, progress)):
         return train_from(train_state, progress, stop_code)
-    if not gathered(world, run_dir.export(run_folder).is_dir())[0]:
+    if not of_first(world, run_dir.export(run_folder).is_dir()):
         export_model(train_state)
     return 0
 
@@ -160,7 +161,7 @@ def note_stop(train_state: TrainState, end: LoopEnd) -> None:
     say(world, f"asked to stop: the state of step {end.step} is saved")
     if end.stop_code == TIME_IS_OVER:
         note = partial(note_restart, train_state.run, train_state.run_folder, end.step)
-        run_on_all_ranks(world, lambda: note() if world.rank == 0 else None)
+        run_on_first_rank(world, note)
 
 
 def resume(train_state: TrainState) -> checkpoint.Progress:
