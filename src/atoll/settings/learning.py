@@ -107,6 +107,7 @@ class Data(Settings):
     document: Literal["file", "paragraph", "line"] = "file"
     classes: Classes | None = None
     template: str = "{text}"
+    bos: Literal["auto", "always", "never"] = "auto"  # before a document; auto: as the tokenizer
     max_documents: CountOrZero | None = None  # 0 or null: all
     validation: Validation
     batching: Literal["packing", "padding"] = "packing"
