@@ -157,7 +157,7 @@ def test_a_tokenizer_without_a_beginning_cannot_put_one(tmp_path: Path) -> None:
     write_lines(tmp_path / "text.txt", 60)
     data = LINES | {"files": [str(tmp_path / "text.txt")], "bos": "always"}
     run = make_run(tmp_path, data, {"path": str(tmp_path / "given")})
-    with pytest.raises(UserError, match="data.bos=always, and the tokenizer has no beginning"):
+    with pytest.raises(UserError, match=r"data\.bos=always, and the tokenizer has no beginning"):
         prepare(run, quiet)
 
 
