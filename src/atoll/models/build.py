@@ -15,7 +15,7 @@ from atoll.models.classifier import Classifier, head_name
 from atoll.models.parts import parts_of
 from atoll.models.source import load_config, local_folder
 from atoll.models.weights import ReadTensor, random_reader, stored_reader
-from atoll.settings import Classes, Model, Training
+from atoll.settings import Classes, Model, Training, check_positions
 
 
 def build_config(
@@ -60,12 +60,7 @@ def _checked_config(
             f"{config.vocab_size}",
             f"set model.config.vocab_size={vocabulary_tokens}, or use the model's own tokenizer",
         )
-    if sequence_tokens > config.max_position_embeddings:
-        raise UserError(
-            f"data.sequence_tokens ({sequence_tokens}) is more than the model's "
-            f"max_position_embeddings ({config.max_position_embeddings})",
-            f"set data.sequence_tokens={config.max_position_embeddings} or less",
-        )
+    check_positions(config.max_position_embeddings, sequence_tokens)
     return config
 
 

@@ -167,8 +167,8 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     name = config.get("model_type")
     if name not in FAMILIES:
         raise UserError(
-            f"nothing is known of the shape of models of type {name!r}",
-            f"choose one of {', '.join(FAMILIES)}, or add a line to FAMILIES in plan/shapes.py",
+            f"no parts are known for models of type {name!r}",
+            f"choose one of {', '.join(FAMILIES)}",
         )
     family = FAMILIES[name]
     given = {size: config.get(own) for size, own in {**NAMES, **family.names}.items()}

@@ -46,7 +46,7 @@ def write_untrained(run: Run, final: Path) -> None:
 
 
 def _write(run: Run, tokenizer: Path, final: Path) -> None:
-    task, words = TASKS[run.task.name], vocabulary.describe(tokenizer)
+    task, words = TASKS[run.task.name], vocabulary.describe(tokenizer, run.data.bos)
     config = task.config(run, words)
     hf = task.model(config, run, words).hf
     dtype, partial = getattr(torch, run.export.dtype), export.start(final)
