@@ -80,6 +80,11 @@ def metrics_file(run_folder: Path) -> Path:
     return run_folder / "metrics.jsonl"
 
 
+def ledger_file(run_folder: Path) -> Path:
+    """Where the time of all starts of a run went."""
+    return run_folder / "ledger.jsonl"
+
+
 def metrics(run_folder: Path) -> list[dict[str, Any]]:
     """The records of a run so far; a line that is half written is left for the next time."""
     path = metrics_file(run_folder)

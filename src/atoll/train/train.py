@@ -106,6 +106,7 @@ def watched(train_state: TrainState, resumed_step: int) -> WatchedRun:
         packing=train_state.training.plan,
         total_steps=train_state.total_steps,
         resumed_step=resumed_step,
+        heartbeat=train_state.heartbeat,
         communication_bytes=train_state.communication_bytes,
     )
 
