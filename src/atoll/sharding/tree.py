@@ -21,7 +21,10 @@ FAREWELL_SECONDS = 1.0
 # a node that lost its power says nothing: its peers ask after it, and give it up in two minutes
 KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
-Merge = Callable[[list[bytes]], bytes]
+COPIED_BYTES = 65536  # less than this is sent in one packet with its header
+
+Buffer = bytes | bytearray
+Merge = Callable[[list[Buffer]], Buffer]
 
 
 class LostRank(RuntimeError):
@@ -72,7 +75,7 @@ class Tree:
         self.calls = 0
         self.lost: str | None = None
 
-    def reduced(self, value: bytes, merge: Merge) -> bytes:
+    def reduced(self, value: Buffer, merge: Merge) -> Buffer:
         """The values of all ranks merged, on every rank.
 
         merge: gets a rank's own value and those of its subtrees, in order of rank.
@@ -80,7 +83,7 @@ class Tree:
         whole = self.merged_by_first(value, merge)
         return self.from_first(b"" if whole is None else whole)
 
-    def merged_by_first(self, value: bytes, merge: Merge) -> bytes | None:
+    def merged_by_first(self, value: Buffer, merge: Merge) -> Buffer | None:
         """The values of all ranks merged, on rank 0; None on the others."""
         with self._call():
             merged = merge([value, *(self._receive(child) for child in self.children)])
@@ -89,7 +92,7 @@ class Tree:
             self._send(self.parent, merged)
         return None
 
-    def from_first(self, value: bytes) -> bytes:
+    def from_first(self, value: Buffer) -> Buffer:
         """Rank 0's value, on every rank."""
         with self._call():
             if self.parent is not None:
@@ -128,13 +131,18 @@ class Tree:
                 peer.connection.sendall(HEADER.pack(GONE, self.calls, len(reason)) + reason)
         self.close()
 
-    def _send(self, peer: Peer, value: bytes) -> None:
+    def _send(self, peer: Peer, value: Buffer) -> None:
         try:
-            peer.connection.sendall(HEADER.pack(MESSAGE, self.calls, len(value)) + value)
+            header = HEADER.pack(MESSAGE, self.calls, len(value))
+            if len(value) < COPIED_BYTES:
+                peer.connection.sendall(header + value)
+            else:
+                peer.connection.sendall(header)
+                peer.connection.sendall(value)
         except OSError as error:
             self._is_lost(peer, error)
 
-    def _receive(self, peer: Peer) -> bytes:
+    def _receive(self, peer: Peer) -> Buffer:
         try:
             kind, call, size = HEADER.unpack(_exactly(peer.connection, HEADER.size))
             value = _exactly(peer.connection, size)
@@ -151,14 +159,14 @@ class Tree:
         raise LostRank(f"rank {peer.rank} of {self.size} {what} (says rank {self.rank})") from error
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _exactly(connection: socket.socket, size: int) -> Buffer:
     value, filled = bytearray(size), 0
     while filled < size:
         count = connection.recv_into(memoryview(value)[filled:])
         if count == 0:
             raise ConnectionResetError("the connection was closed")
         filled += count
-    return bytes(value)
+    return value
 
 
 def join(
