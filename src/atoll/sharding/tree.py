@@ -63,6 +63,15 @@ def children_of(rank: int, size: int) -> list[int]:
     return children
 
 
+def patience(rank: int, peer: int) -> float:
+    """By how much longer than the time-out a rank waits: who is next to a silent one says so first.
+
+    Each level of a subtree gives the one below it time to; the way back down comes last of all.
+    """
+    levels = (peer & -peer).bit_length() - 1
+    return 1 + 0.2 * levels if peer > rank else 4.0
+
+
 class Tree:
     """One rank's place in a tree. All ranks make the same calls in the same order, one at a time.
 
@@ -119,7 +128,8 @@ class Tree:
         try:
             yield
         except BaseException as error:
-            self.lost = str(error) if isinstance(error, LostRank) else f"rank {self.rank}: {error}"
+            own = f"Connection closed by rank {self.rank} of {self.size}: {error}"
+            self.lost = str(error) if isinstance(error, LostRank) else own
             self._say_goodbye()
             raise
 
@@ -154,9 +164,11 @@ class Tree:
         return value
 
     def _is_lost(self, peer: Peer, error: OSError) -> NoReturn:
-        seconds = peer.connection.gettimeout()
-        what = f"has not answered for {seconds:g} s" if isinstance(error, TimeoutError) else "left"
-        raise LostRank(f"rank {peer.rank} of {self.size} {what} (says rank {self.rank})") from error
+        what = "Connection closed by"
+        if isinstance(error, TimeoutError):
+            what = f"Timed out after {peer.connection.gettimeout():g} s, waiting for"
+        who = f"rank {peer.rank} of {self.size} (says rank {self.rank})"
+        raise LostRank(f"{what} {who}") from error
 
 
 def _exactly(connection: socket.socket, size: int) -> Buffer:
@@ -214,7 +226,7 @@ def _connect(store: Store, secret: bytes, trees: Sequence[Tree], timeout_seconds
     for number, tree in enumerate(trees):
         connection = socket.create_connection((host, int(port)), timeout_seconds)
         connection.sendall(HELLO.pack(secret, number, rank))
-        tree.parent = Peer(parent, _ready(connection, timeout_seconds))
+        tree.parent = Peer(parent, _ready(connection, timeout_seconds * patience(rank, parent)))
 
 
 def _listener(backlog: int) -> socket.socket:
@@ -246,6 +258,7 @@ def _accept(
             connection.close()
             continue
         awaited.remove((number, child))
+        connection.settimeout(timeout_seconds * patience(trees[number].rank, child))
         trees[number].children.append(Peer(child, connection))
     for tree in trees:
         tree.children.sort(key=lambda peer: peer.rank)
