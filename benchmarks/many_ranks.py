@@ -9,8 +9,8 @@ tensors, compressed as a checkpoint's is, and writes both down. Sockets and memo
 rank, without the one that a run has to torch's store.
 
 All ranks share this machine's processors, so that time grows with N: `a + b N` is fitted to the
-medians by relative errors, whose largest is told, and 10,000 ranks would take that long here. On ranks with processors of their own
-the way is what remains: log2(N) messages up and as many down.
+medians by relative errors, whose largest is told, and 10,000 ranks would take that long here. On
+ranks with processors of their own the way is what remains: log2(N) messages up and as many down.
 
 The other rows are small worlds, where gloo's groups were: two and four ranks with torch.
 """
