@@ -109,7 +109,9 @@ def test_a_rank_that_leaves_is_named_to_all_within_a_second(lost: int) -> None:
 
     answers = [answer for answer in on_ranks(8, work) if answer is not None]
     assert len(answers) == 7
-    assert {text.partition(" (says")[0] for text, _ in answers} == {f"rank {lost} of 8 left"}
+    assert {text.partition(" (says")[0] for text, _ in answers} == {
+        f"Connection closed by rank {lost} of 8"
+    }
     assert max(seconds for _, seconds in answers) < 1
 
 
@@ -128,9 +130,8 @@ def test_a_rank_that_is_silent_is_an_error_in_time() -> None:
                 over.set()
         return str(error.value)
 
-    answers = on_ranks(4, work, timeout_seconds=0.3)
-    assert "rank 3 of 4 has not answered for 0.3 s" in answers[2]
-    assert all("has not answered" in answer for answer in answers[:3])
+    answers = on_ranks(4, work, timeout_seconds=1)
+    assert answers[:3] == ["Timed out after 1 s, waiting for rank 3 of 4 (says rank 2)"] * 3
 
 
 def test_a_rank_that_fails_in_a_call_takes_the_others_with_it() -> None:

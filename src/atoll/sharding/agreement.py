@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from atoll.sharding.tree import Tree
+from atoll.sharding.tree import Buffer, Tree
 
 LENGTH = struct.Struct("!Q")
 NUMBER = struct.Struct("!q")
@@ -36,7 +36,7 @@ def of_first(tree: Tree, value: Any) -> Any:
 def merged(tree: Tree, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
     """The values of all ranks merged, subtree by subtree, on every rank."""
 
-    def merged_bytes(parts: list[bytes]) -> bytes:
+    def merged_bytes(parts: list[Buffer]) -> Buffer:
         if len(parts) == 1:
             return parts[0]
         return pickle.dumps(merge([pickle.loads(part) for part in parts]))
@@ -112,7 +112,7 @@ def _framed(value: Any) -> bytes:
     return LENGTH.pack(len(blob)) + blob
 
 
-def _split(whole: bytes) -> list[Any]:
+def _split(whole: Buffer) -> list[Any]:
     values, position = [], 0
     while position < len(whole):
         (size,) = LENGTH.unpack_from(whole, position)

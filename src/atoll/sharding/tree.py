@@ -21,7 +21,10 @@ FAREWELL_SECONDS = 1.0
 # a node that lost its power says nothing: its peers ask after it, and give it up in two minutes
 KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
-Merge = Callable[[list[bytes]], bytes]
+COPIED_BYTES = 65536  # less than this is sent in one packet with its header
+
+Buffer = bytes | bytearray
+Merge = Callable[[list[Buffer]], Buffer]
 
 
 class LostRank(RuntimeError):
@@ -60,6 +63,15 @@ def children_of(rank: int, size: int) -> list[int]:
     return children
 
 
+def patience(rank: int, peer: int) -> float:
+    """By how much longer than the time-out a rank waits: who is next to a silent one says so first.
+
+    Each level of a subtree gives the one below it time to; the way back down comes last of all.
+    """
+    levels = (peer & -peer).bit_length() - 1
+    return 1 + 0.2 * levels if peer > rank else 4.0
+
+
 class Tree:
     """One rank's place in a tree. All ranks make the same calls in the same order, one at a time.
 
@@ -72,7 +84,7 @@ class Tree:
         self.calls = 0
         self.lost: str | None = None
 
-    def reduced(self, value: bytes, merge: Merge) -> bytes:
+    def reduced(self, value: Buffer, merge: Merge) -> Buffer:
         """The values of all ranks merged, on every rank.
 
         merge: gets a rank's own value and those of its subtrees, in order of rank.
@@ -80,7 +92,7 @@ class Tree:
         whole = self.merged_by_first(value, merge)
         return self.from_first(b"" if whole is None else whole)
 
-    def merged_by_first(self, value: bytes, merge: Merge) -> bytes | None:
+    def merged_by_first(self, value: Buffer, merge: Merge) -> Buffer | None:
         """The values of all ranks merged, on rank 0; None on the others."""
         with self._call():
             merged = merge([value, *(self._receive(child) for child in self.children)])
@@ -89,7 +101,7 @@ class Tree:
             self._send(self.parent, merged)
         return None
 
-    def from_first(self, value: bytes) -> bytes:
+    def from_first(self, value: Buffer) -> Buffer:
         """Rank 0's value, on every rank."""
         with self._call():
             if self.parent is not None:
@@ -116,7 +128,8 @@ class Tree:
         try:
             yield
         except BaseException as error:
-            self.lost = str(error) if isinstance(error, LostRank) else f"rank {self.rank}: {error}"
+            own = f"Connection closed by rank {self.rank} of {self.size}: {error}"
+            self.lost = str(error) if isinstance(error, LostRank) else own
             self._say_goodbye()
             raise
 
@@ -128,13 +141,18 @@ class Tree:
                 peer.connection.sendall(HEADER.pack(GONE, self.calls, len(reason)) + reason)
         self.close()
 
-    def _send(self, peer: Peer, value: bytes) -> None:
+    def _send(self, peer: Peer, value: Buffer) -> None:
         try:
-            peer.connection.sendall(HEADER.pack(MESSAGE, self.calls, len(value)) + value)
+            header = HEADER.pack(MESSAGE, self.calls, len(value))
+            if len(value) < COPIED_BYTES:
+                peer.connection.sendall(header + value)
+            else:
+                peer.connection.sendall(header)
+                peer.connection.sendall(value)
         except OSError as error:
             self._is_lost(peer, error)
 
-    def _receive(self, peer: Peer) -> bytes:
+    def _receive(self, peer: Peer) -> Buffer:
         try:
             kind, call, size = HEADER.unpack(_exactly(peer.connection, HEADER.size))
             value = _exactly(peer.connection, size)
@@ -146,19 +164,21 @@ class Tree:
         return value
 
     def _is_lost(self, peer: Peer, error: OSError) -> NoReturn:
-        seconds = peer.connection.gettimeout()
-        what = f"has not answered for {seconds:g} s" if isinstance(error, TimeoutError) else "left"
-        raise LostRank(f"rank {peer.rank} of {self.size} {what} (says rank {self.rank})") from error
+        what = "Connection closed by"
+        if isinstance(error, TimeoutError):
+            what = f"Timed out after {peer.connection.gettimeout():g} s, waiting for"
+        who = f"rank {peer.rank} of {self.size} (says rank {self.rank})"
+        raise LostRank(f"{what} {who}") from error
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _exactly(connection: socket.socket, size: int) -> Buffer:
     value, filled = bytearray(size), 0
     while filled < size:
         count = connection.recv_into(memoryview(value)[filled:])
         if count == 0:
             raise ConnectionResetError("the connection was closed")
         filled += count
-    return bytes(value)
+    return value
 
 
 def join(
@@ -206,7 +226,7 @@ def _connect(store: Store, secret: bytes, trees: Sequence[Tree], timeout_seconds
     for number, tree in enumerate(trees):
         connection = socket.create_connection((host, int(port)), timeout_seconds)
         connection.sendall(HELLO.pack(secret, number, rank))
-        tree.parent = Peer(parent, _ready(connection, timeout_seconds))
+        tree.parent = Peer(parent, _ready(connection, timeout_seconds * patience(rank, parent)))
 
 
 def _listener(backlog: int) -> socket.socket:
@@ -238,6 +258,7 @@ def _accept(
             connection.close()
             continue
         awaited.remove((number, child))
+        connection.settimeout(timeout_seconds * patience(trees[number].rank, child))
         trees[number].children.append(Peer(child, connection))
     for tree in trees:
         tree.children.sort(key=lambda peer: peer.rank)

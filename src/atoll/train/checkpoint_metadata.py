@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import struct
+import zlib
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +76,8 @@ def missing(table: Table) -> str | None:
 
 
 def entries(written: Written, table: Table) -> bytes:
-    """What this rank adds to the pickle: the parts that it wrote, and where they are."""
+    """What this rank adds to the pickle: the parts that it wrote, and where they are; compressed,
+    which leaves a twentieth for the first rank to collect."""
     numbers = _numbered(table)
     chunks = {item.index: item.tensor_data.chunk for item in written.items if item.tensor_data}
     lines = []
@@ -88,13 +90,15 @@ def entries(written: Written, table: Table) -> bytes:
     whole = b"".join(lines)
     for number, kind in enumerate(SHARED):
         whole = whole.replace(_dumped(kind), GET + bytes([number]))
-    return whole
+    return zlib.compress(whole, level=1)
 
 
 def write_metadata(folder: Path, table: Table, entries_of_ranks: list[bytes]) -> None:
     """Join the file and sync it, on one rank."""
     with (folder / METADATA).open("wb") as file:
-        file.writelines([_head(folder, table), *entries_of_ranks, pickle.STOP])
+        file.write(_head(folder, table))
+        file.writelines(map(zlib.decompress, entries_of_ranks))
+        file.write(pickle.STOP)
         file.flush()
         os.fsync(file.fileno())
 
