@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 
+from atoll.commands import close_stdin
 from atoll.errors import UserError
 
 # verb -> (module, what it does); its function is `main(argv) -> int`, or named after a colon.
@@ -40,6 +41,8 @@ VERBS = {
     "generate": ("atoll.train.generate", "continue a prompt with a run, checkpoint or adapter"),
 }
 
+LOADS = {"tokenize", "fetch", "untrained", "generate"}  # of others, with libraries that may ask
+
 # what a verb was called before -> its name
 RENAMED = {"difference": "make-delta", "rebase": "apply-delta"}
 
@@ -68,11 +71,19 @@ def main(argv: list[str]) -> int:
     return int(code or 0)
 
 
+def process() -> None:
+    """A verb in a process of its own: what it writes is for nobody else to change."""
+    os.umask(os.umask(0o022) | 0o002)
+    if sys.argv[1:2] and sys.argv[1] in LOADS:
+        close_stdin()
+    sys.exit(main(sys.argv[1:]))
+
+
 def entry() -> None:
     """The `atoll` of an environment: a PYTHONPATH, as a site's modules set it, shadows nothing."""
     foreign = {os.path.abspath(path) for path in os.environ.pop("PYTHONPATH", "").split(":")}
     sys.path[:] = [path for path in sys.path if path not in foreign]
-    sys.exit(main(sys.argv[1:]))
+    process()
 
 
 def _usage() -> str:
@@ -81,4 +92,4 @@ def _usage() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    process()

@@ -167,6 +167,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
         with open(partial, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
+            os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & 0o7775)  # by nobody else
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:

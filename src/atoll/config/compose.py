@@ -178,6 +178,21 @@ def campaign_values(overrides: Sequence[str], tree: Path | None = None) -> dict[
         return _plain(hydra_compose("campaign", lines))
 
 
+def settings_of(
+    overrides: Sequence[str], tree: Path | None = None
+) -> Iterator[tuple[str, Any, bool]]:
+    """Of each word the setting, its value, and whether it is a plain choice of a group."""
+    tree = tree or config_tree()
+    with _hydra(tree) as loader:
+        parsed = [_parsed(line, loader) for line in overrides]
+    offered = groups(tree)
+    for override in parsed:
+        name, value = override.key_or_group, override.value()
+        choices = [*offered.get(name, []), *(["auto"] if f"{name}=auto" == AUTO else [])]
+        plain = isinstance(value, str) and override.package is None
+        yield name, value, plain and value in choices
+
+
 def shardings(tree: Path) -> dict[str, dict[str, Any]]:
     """Name -> the content of each sharding's YAML."""
     files = sorted((tree / "sharding").glob("*.yaml"))

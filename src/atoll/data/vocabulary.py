@@ -138,7 +138,7 @@ def describe(folder: Path, bos: str = "auto") -> Vocabulary:
     """
     from transformers import PreTrainedTokenizerFast
 
-    saved = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    saved = PreTrainedTokenizerFast.from_pretrained(str(folder), trust_remote_code=False)
     # Encoders such as BERT separate texts rather than end them.
     ends = [saved.eos_token_id, saved.sep_token_id]
     end_id = next((token for token in ends if token is not None), None)
@@ -177,7 +177,8 @@ def _of_folder_or_hub(run: Run, name: str) -> Any:
 
     folder = Path(name).expanduser()
     where = str(folder) if folder.is_dir() else name
-    return AutoTokenizer.from_pretrained(where, revision=_revision(run) or "main")
+    revision = _revision(run) or "main"
+    return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=False)
 
 
 def _of_file(path: Path) -> Any:

@@ -104,7 +104,12 @@ def _skeleton(config: Any) -> Any:
     attention.register()
     auto: Any = AutoModelForSequenceClassification if _classifies(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        hf = auto.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+        hf = auto.from_config(
+            config,
+            attn_implementation=attention.NAME,
+            dtype=torch.float32,
+            trust_remote_code=False,
+        )
     hf.tie_weights()
     return hf
 

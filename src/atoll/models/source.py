@@ -72,4 +72,10 @@ def load_config(model: Model, special_ids: dict[str, int]) -> Any:
     if not (folder / "config.json").is_file():
         raise UserError(f"no config.json in {folder}", "give the folder of a Hugging Face model")
     overrides.pop("model_type", None)
-    return AutoConfig.from_pretrained(folder, **overrides)
+    overrides["trust_remote_code"] = False
+    try:
+        return AutoConfig.from_pretrained(folder, **overrides)
+    except ValueError as error:
+        raise UserError(
+            f"{folder}: {first_line(error)}", "its code is never run: choose a model without any"
+        ) from error

@@ -157,7 +157,7 @@ def _tied_in_files(hf: Any, folder: Path) -> dict[str, str]:
     tied: dict[str, str] = getattr(hf, "all_tied_weights_keys", None) or {}
     if tied or not (folder / "config.json").is_file():
         return tied
-    if not AutoConfig.from_pretrained(folder).tie_word_embeddings:
+    if not AutoConfig.from_pretrained(folder, trust_remote_code=False).tie_word_embeddings:
         return {}
     return dict(getattr(hf, "_tied_weights_keys", None) or {})
 

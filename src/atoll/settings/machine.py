@@ -16,8 +16,10 @@ from atoll.settings.fields import (
     Word,
 )
 
+# MYTOKEN, OPENAI_KEY, AWS_ACCESS_KEY_ID, GITHUB_PAT, PGPASS; but neither NCCL_IB_PKEY nor PATH
 SECRET_NAME = re.compile(
-    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIALS?)(_|$)", re.IGNORECASE
+    r"SECRET|CREDENTIAL|PASSWO?R?D|PASSPHRASE|(TOKEN|(?<!P)KEYS?|(?<!BY)PASS)(_|$)|(^|_)PAT(_|$)",
+    re.IGNORECASE,
 )
 SubmitFlag = str | int | bool | list[str | int] | None
 Capability = Annotated[str, Field(pattern=r"^(\d+\.\d|gfx[0-9a-f]+)$", coerce_numbers_to_str=True)]
@@ -117,6 +119,21 @@ class Facility(Settings):
     port: Port | None = None
     checked_on: str | None = None
     source: str | None = None
+
+    @field_validator("submit")
+    @classmethod
+    def _exports_no_secret(cls, submit: dict[str, SubmitFlag]) -> dict[str, SubmitFlag]:
+        for flag in ("export", "v", "comment"):  # of sbatch and qsub: NAME=VALUE, …
+            words = submit.get(flag) or []
+            for word in words if isinstance(words, list) else str(words).split(","):
+                name, given, _ = str(word).partition("=")
+                if given and SECRET_NAME.search(name.strip()):
+                    raise ValueError(
+                        f"facility.submit.{flag} gives {name.strip()}, which looks like a secret, "
+                        "and run folders keep none",
+                        f"export {name.strip()} in the shell that submits: jobs inherit it",
+                    )
+        return submit
 
     @field_validator("environment")
     @classmethod
