@@ -231,11 +231,6 @@ def _check_stages(shape: Shape, stages: int) -> None:
             f"the model has {shape.layers} layers, the pipeline {stages} stages",
             "lower sharding.pipeline or sharding.stages_per_rank",
         )
-    if stages > 1 and shape.tied:
-        raise UserError(
-            f"the model's embedding is its head too, which {stages} pipeline stages cannot share",
-            "model.config.tie_word_embeddings=false, or sharding.pipeline=1",
-        )
 
 
 def _config_files(source: str, environment: Mapping[str, str]) -> list[Path]:

@@ -5,6 +5,7 @@ import torch
 from atoll import run_dir
 from atoll.models import export
 from atoll.models.adapter import gathered_adapter, merged, write_adapter
+from atoll.models.classifier import new_head
 from atoll.models.source import source_folder
 from atoll.sharding.process_group import gathered, run_on_all_ranks, say
 from atoll.train.assemble import TrainState
@@ -21,7 +22,8 @@ def _export(train_state: TrainState) -> None:
     world, final = train_state.world, run_dir.export(train_state.run_folder)
     dtype = getattr(torch, train_state.run.export.dtype)
     plain, lora = parameters_of(train_state), train_state.run.model.lora
-    adapter = {} if lora is None else gathered_adapter(plain)
+    head = new_head(train_state.config)
+    adapter = {} if lora is None else gathered_adapter(plain, head)
     parameters = plain if lora is None else merged(train_state.model.hf, lora, plain)
     sizes = {name: p.numel() * dtype.itemsize for name, p in parameters.items()}
     limit = int(train_state.run.export.max_file_gib * 2**30)
@@ -44,7 +46,7 @@ def _export(train_state: TrainState) -> None:
 
     def rest() -> None:
         if adapter:
-            write_adapter(partial / "adapter", train_state.run.model, adapter)
+            write_adapter(partial / "adapter", train_state.run.model, adapter, head)
         total = sum(sum(of_stage.values()) for of_stage in sizes_of_stages)
         architecture = type(train_state.model.hf).__name__
         export.write_rest(
