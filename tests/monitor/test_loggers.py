@@ -247,11 +247,11 @@ def failing_at_step_four(world: World, run: Run) -> None:
     update = loop_module.update
     rates: list[float] = []
 
-    def fail(train_state: Any, rate: float) -> Any:
+    def fail(train_state: Any, rate: float, judge: Any) -> Any:
         rates.append(rate)
         if len(rates) > 4:
             raise RuntimeError("stopped")
-        return update(train_state, rate)
+        return update(train_state, rate, judge)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="stopped"):
         patch.setattr(loop_module, "update", fail)

@@ -5,6 +5,7 @@ from atoll.train import checkpoint
 from atoll.train.assemble import TrainState
 from atoll.train.guard import Guard, Trouble
 from atoll.train.optimizer import step_counts
+from atoll.train.replay import check_copies
 from atoll.train.state_dict import state_dict
 
 
@@ -31,6 +32,7 @@ class CheckpointSaver:
         trouble = self.guard.of_state(state, step)
         if trouble is not None:
             return trouble
+        check_copies(train_state, state, step)
         progress = checkpoint.Progress(
             step,
             self.guard.samples_of(step)[1],

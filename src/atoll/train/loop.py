@@ -21,6 +21,7 @@ from atoll.train.checkpoint_saver import CheckpointSaver
 from atoll.train.evaluate import evaluate
 from atoll.train.guard import Guard, Trouble
 from atoll.train.optimizer import clear_gradients, learning_rate
+from atoll.train.replay import Replay, microbatches_of
 from atoll.train.state_dict import update
 from atoll.train.stop_signals import StopCode, exchanged_stop_code
 
@@ -43,7 +44,7 @@ def loop(
     """Take the steps behind `start`; the state of the last one is saved when this returns."""
     run, world, total_steps = train_state.run, train_state.world, train_state.total_steps
     heartbeat = train_state.heartbeat
-    guard = Guard(train_state, start)
+    guard, replay = Guard(train_state, start), Replay(train_state)
     saver = CheckpointSaver(train_state, guard, observers)
     tokens = start.tokens
     clear_gradients(train_state.optimizer)
@@ -53,7 +54,7 @@ def loop(
             code_of_all = exchanged_stop_code(world, stop_code)
             for observer in observers:
                 observer.before_step(step)
-            record = train_step(train_state, batches, step, tokens, guard, saver)
+            record = train_step(train_state, batches, step, tokens, guard, replay, saver)
             tokens = record.total_tokens
             last = step == total_steps
             heartbeat.at("communication")
@@ -82,6 +83,7 @@ def train_step(
     step: int,
     tokens: int,
     guard: Guard,
+    replay: Replay,
     saver: CheckpointSaver,
 ) -> StepRecord:
     """One optimizer step behind so many tokens: batch, gradients, update."""
@@ -91,7 +93,12 @@ def train_step(
     share = next(batches)
     data_wait_seconds = time.monotonic() - started
     heartbeat.at("compute")
+    if replay.is_due(step):
+        saver.finish()  # what was good before is kept, whatever comes out
+        least = microbatches_of(share, run)
+        replay.before(step, partial(accumulate_gradients, train_state, least, step))
     loss_sum = accumulate_gradients(train_state, share, step)
+    replay.behind(step)
     saver.await_copy()
     heartbeat.at("optimizer")
     rate = learning_rate(run.optimizer, step, train_state.total_steps, run.axes.data)
