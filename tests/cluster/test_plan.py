@@ -1,6 +1,7 @@
 """`atoll plan` and `atoll report`: what they print."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -103,3 +104,17 @@ def test_a_run_without_steps(runs, here):
     run_dir.metrics_file(here / "runs" / "r1").unlink()
     with pytest.raises(UserError, match="run r1 has no steps to report"):
         report.main(["r1"])
+
+
+def test_plan_says_how_often_to_save(here, capsys):
+    words = ["facility=leonardo", "facility.account=p", "model=llama_tiny", "nodes=100"]
+    words += ["training.global_batch_samples=400"]
+    plan.main(words)
+    assert "a failure each 63.2 h (0.0038 a node and day); checkpoint.every_steps=auto" in (
+        capsys.readouterr().out
+    )
+    measured = {"facility": "leonardo", "measured_on": "2026-11-23", "file_write_gb_s": 0.001}
+    run_dir.write_whole(here / "facilities" / "leonardo.json", json.dumps(measured))
+    plan.main(words)
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("checkpoints:"))
+    assert re.search(r"a save of [\d.]+ s, .* is best each [\d.]+ min", line)

@@ -23,6 +23,7 @@ from atoll.sharding.process_group import World
 from atoll.train import checkpoint
 from atoll.train import loop as loop_module
 from atoll.train import train as train_module
+from atoll.train.checkpoint_saver import CheckpointSaver
 
 ALL = ["tensorboard", "wandb", "mlflow"]
 TESTS = Path(__file__).parents[1]
@@ -255,7 +256,7 @@ def failing_at_step_four(world: World, run: Run) -> None:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="stopped"):
         patch.setattr(loop_module, "update", fail)
-        patch.setattr(loop_module, "is_due", lambda step, every: False)  # no checkpoint
+        patch.setattr(CheckpointSaver, "is_due", lambda saver, step: False)
         small_run.train_here(world, run)
 
 

@@ -2,6 +2,7 @@
 
 import shlex
 
+from atoll.config import certificate
 from atoll.config.compose import (
     AUTO,
     compose,
@@ -11,6 +12,7 @@ from atoll.config.compose import (
     overrides_parser,
     shardings,
 )
+from atoll.plan.checkpoint_interval import daly_seconds, seconds_between_failures
 from atoll.plan.choose import USABLE, Option, choose, options
 from atoll.plan.memory import gibibytes
 from atoll.plan.shapes import Shape
@@ -36,6 +38,7 @@ COLUMNS = {
     "host": "host",
     "PEAK": "peak",
 }
+STATE_BYTES = 12  # of a parameter, in a checkpoint: itself and AdamW's two moments, fp32
 # what the planner chooses, whatever was typed
 CHOSEN = ("sharding=", "training.activation_checkpointing=")
 
@@ -51,6 +54,7 @@ def main(argv: list[str]) -> int:
     print(memory_table(choices))
     best = choose(choices)
     print(verdict(run, best))
+    print(checkpoints_line(run, shape))
     kept = [word for word in overrides if not word.startswith(CHOSEN)]
     print(f"sbatch/train.sbatch {shlex.join([*kept, *best.overrides])}")
     return 0
@@ -82,6 +86,23 @@ def memory_table(choices: list[Option]) -> str:
         for option in choices
     ]
     return table(["", *COLUMNS, "sends", "fits"], rows)
+
+
+def checkpoints_line(run: Run, shape: Shape) -> str:
+    """How often to save, where `doctor --job` has measured what writing takes."""
+    rate = run.restart.failures_per_node_day
+    between = seconds_between_failures(run.nodes, rate)
+    about = f"checkpoints: a failure each {between / 3600:,.1f} h ({rate:g} a node and day); "
+    by_itself = "checkpoint.every_steps=auto finds the interval"
+    write_gb_s = (certificate.read(run) or {}).get("file_write_gb_s")
+    if not write_gb_s:
+        return f"{about}{by_itself} once a save is measured"
+    seconds = STATE_BYTES * shape.parameters / (write_gb_s * 1e9 * run.nodes)
+    minutes = daly_seconds(seconds, between) / 60
+    return (
+        f"{about}a save of {seconds:,.1f} s, written by one process a node as measured, "
+        f"is best each {minutes:,.1f} min; {by_itself} from the run's own saves"
+    )
 
 
 def sent_text(size: float | None) -> str:

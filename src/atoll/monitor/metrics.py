@@ -66,7 +66,7 @@ class Metrics(Observer):
         times = {"save_seconds": save_seconds, "blocked_seconds": blocked_seconds}
         self.write({"event": "checkpoint", "step": step} | times)
 
-    def on_guard(self, record: Record) -> None:
+    def on_record(self, record: Record) -> None:
         self.write(record)
 
     def on_evaluation(self, step: int, figures: dict[str, float], seconds: float) -> None:

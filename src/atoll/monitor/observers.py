@@ -71,8 +71,8 @@ class Observer:
     def on_evaluation(self, step: int, figures: dict[str, float], seconds: float) -> None:
         """The held-out part was evaluated, which took so long; figures: the first rank's alone."""
 
-    def on_guard(self, record: Record) -> None:
-        """A batch was skipped, or the state rolled back; every rank has the same record."""
+    def on_record(self, record: Record) -> None:
+        """The loop tells of something rare, as a skipped batch; every rank has the same record."""
 
     def on_end(self) -> None:
         """The loop took its last step, or was stopped in time; not after an error."""

@@ -71,8 +71,10 @@ class RanksStart:
 
 
 def goodput(run_folder: Path) -> dict[str, float]:
-    """Node-seconds of a run by column; empty for one that was never started."""
+    """Node-seconds of a run by column; empty for one whose ranks never began."""
     lines = ledger(run_folder)
+    if not lines:
+        return {}
     nodes = load_run(run_dir.settings_file(run_folder)).nodes
     jobs = job_starts(run_folder) or by_itself(lines, nodes)
     return spent(jobs, ranks_starts(lines), faults(run_folder), nodes)
@@ -99,7 +101,7 @@ def ranks_starts(lines: Iterable[Line]) -> list[RanksStart]:
             parts.append([])
         parts[-1].append(line)
     resumed = [*(part[0]["step"] for part in parts[1:]), None]
-    return [RanksStart(part, step) for part, step in zip(parts, resumed, strict=True)]
+    return [RanksStart(part, step) for part, step in zip(parts, resumed, strict=False)]
 
 
 def job_starts(run_folder: Path) -> list[JobStart]:

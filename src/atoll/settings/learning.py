@@ -219,7 +219,8 @@ class Training(Settings):
 class Checkpoint(Settings):
     """When the state is saved, and how many states are kept."""
 
-    every_steps: CountOrZero  # 0: only at the end
+    # 0: only at the end; auto: by Young and Daly, from what a save and a step turn out to take
+    every_steps: CountOrZero | Literal["auto"]
     keep: Count
     asynchronous: bool
 

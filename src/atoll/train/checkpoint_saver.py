@@ -1,6 +1,10 @@
 """The checkpoints of a running loop: one at a time, in the background, and the time they cost."""
 
+import time
+
 from atoll.monitor.observers import Observers
+from atoll.plan.checkpoint_interval import interval_steps, seconds_between_failures
+from atoll.sharding.process_group import of_first
 from atoll.train import checkpoint
 from atoll.train.assemble import TrainState
 from atoll.train.guard import Guard, Trouble
@@ -8,14 +12,27 @@ from atoll.train.optimizer import step_counts
 from atoll.train.replay import check_copies
 from atoll.train.state_dict import state_dict
 
+FIRST_STEPS = 10  # before the first checkpoint of a start whose interval is to be found
+
 
 class CheckpointSaver:
     """Saves a train state; observers hear of each checkpoint when it is whole."""
 
-    def __init__(self, train_state: TrainState, guard: Guard, observers: Observers) -> None:
+    def __init__(
+        self, train_state: TrainState, first_step: int, guard: Guard, observers: Observers
+    ) -> None:
         self.train_state, self.guard, self.observers = train_state, guard, observers
         self.pending: checkpoint.Pending | None = None
         self.blocked_seconds = 0.0
+        self.saved_step, self.saved_at = first_step, time.monotonic()
+        self.next_step = first_step + FIRST_STEPS  # where the interval is to be found
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint follows this step."""
+        every = self.train_state.run.checkpoint.every_steps
+        if every == "auto":
+            return step >= self.next_step
+        return every > 0 and step % every == 0
 
     def save(self, step: int, tokens: int) -> Trouble | None:
         """Start to save the state of `step`, once the save before is whole.
@@ -49,9 +66,36 @@ class CheckpointSaver:
             train_state.world,
         )
         self.blocked_seconds += self.pending.blocked_seconds
-        if not run.checkpoint.asynchronous:
+        if run.checkpoint.every_steps == "auto":
+            self._find_interval(self.pending)
+        elif not run.checkpoint.asynchronous:
             self.finish()
         return None
+
+    def _find_interval(self, pending: checkpoint.Pending) -> None:
+        """Measure this save to its end; the first rank's figures say when the next is due."""
+        now, run = time.monotonic(), self.train_state.run
+        step_seconds = (now - self.saved_at) / max(1, pending.step - self.saved_step)
+        copied_seconds = pending.blocked_seconds + checkpoint.await_copy(pending)
+        self.finish()
+        between = seconds_between_failures(run.nodes, run.restart.failures_per_node_day)
+        save_seconds = pending.done.result()
+        steps = interval_steps(copied_seconds, save_seconds, step_seconds, between)
+        steps = of_first(self.train_state.world, steps)
+        self.saved_step, self.saved_at = pending.step, time.monotonic()
+        self.next_step = pending.step + steps
+        for observer in self.observers:
+            observer.on_record(
+                {
+                    "event": "checkpoint_interval",
+                    "step": pending.step,
+                    "steps": steps,
+                    "step_seconds": step_seconds,
+                    "blocked_seconds": copied_seconds,
+                    "save_seconds": save_seconds,
+                    "seconds_between_failures": between,
+                }
+            )
 
     def await_copy(self) -> None:
         """Wait until the state may change: until then it is being copied."""

@@ -237,7 +237,7 @@ def note(
         "skipped": trouble.skipped,
     }
     for observer in observers:
-        observer.on_guard(record)
+        observer.on_record(record)
     evidence = f"{trouble.what}; {ABOUT_ACTION[action]} (samples {before} to {behind - 1})"
     fault = Fault(
         trouble.kind, blame, evidence, rank=trouble.rank, step=trouble.step, phase="optimizer"

@@ -42,10 +42,10 @@ def loop(
     train_state: TrainState, start: Progress, stop_code: StopCode, observers: Observers
 ) -> LoopEnd:
     """Take the steps behind `start`; the state of the last one is saved when this returns."""
-    run, world, total_steps = train_state.run, train_state.world, train_state.total_steps
+    world, total_steps = train_state.world, train_state.total_steps
     heartbeat = train_state.heartbeat
     guard, replay = Guard(train_state, start), Replay(train_state)
-    saver = CheckpointSaver(train_state, guard, observers)
+    saver = CheckpointSaver(train_state, start.step, guard, observers)
     tokens = start.tokens
     clear_gradients(train_state.optimizer)
     with remaining_batches(train_state, start) as batches:
@@ -59,7 +59,7 @@ def loop(
             last = step == total_steps
             heartbeat.at("communication")
             code = code_of_all() * (not last)
-            is_saved = last or code != 0 or is_due(step, run.checkpoint.every_steps)
+            is_saved = last or code != 0 or saver.is_due(step)
             for observer in observers:
                 observer.after_step(replace(record, is_saved=is_saved))
             trouble = guard.settle(observers, wait=is_saved)
