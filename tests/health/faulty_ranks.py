@@ -110,7 +110,7 @@ def slow_phases(step: int) -> None:
 
     def slowly(original: Any) -> Any:
         def call(*args: Any) -> Any:
-            time.sleep(2.5)
+            time.sleep(4.5)
             return original(*args)
 
         return call

@@ -27,14 +27,14 @@ DEVICE_ERROR = re.compile(
 PEER_ERROR = re.compile(
     r"gloo/|DistBackendError|DistNetworkError|DistStoreError|ncclRemoteError|ncclSystemError|"
     r"remote process exited|Connection (reset|closed|refused)|Broken pipe|"
-    r"Timed out (waiting|after)|timed out|TCPStore|Socket (closed|Timeout)|Abort(ed)? COMM",
+    r"Timed out (waiting|after)|timed out|TCPStore|failed to (recv|send)|Socket (closed|Timeout)",
     re.IGNORECASE,
 )
 USER_ERROR = "UserError:"
 # Of a fault in the program, or of a broken memory: it does not say which.
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 # A watcher hears of a death later than a rank hears of it from its sockets.
-LATE_SECONDS = 1.0
+LATE_SECONDS = 5.0
 
 
 def culprit(nodes: Sequence[NodeRecord], node_count: int, missing_speaks: bool) -> Fault | None:

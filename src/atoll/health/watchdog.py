@@ -41,7 +41,7 @@ ANSWER_SECONDS = 1.5  # a rank that is stopped, or stuck in C, never answers
 COLLECT_SECONDS = 6.0  # the first node waits so long for the records of the others
 VERDICT_SECONDS = COLLECT_SECONDS + 3.0  # and they for its verdict; then another one judges
 PATIENCE_SECONDS = VERDICT_SECONDS + 5.0  # a rank that failed waits so long with its end
-GRACE_SECONDS = 3.0  # for ranks that failed to print their own error
+GRACE_SECONDS = 5.0  # for ranks that failed to print their own error
 
 
 @dataclass(frozen=True)
