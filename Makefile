@@ -25,7 +25,7 @@ GPU_PYTHON ?= 3.12
 GPU_PIP := $(PIP) install --quiet --upgrade --no-deps --no-compile --only-binary=:all: \
 	--python-version $(GPU_PYTHON) --implementation cp --platform manylinux_2_28_x86_64 \
 	--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64
-BENCH_TESTBED := image_start compose_and_submit srun_to_first_collective
+BENCH_TESTBED := image_start compose_and_submit srun_to_first_collective faults_of_peers
 
 # A site's settings of Python would reach into the environments made here.
 unexport PYTHONHOME PYTHONPATH
@@ -130,12 +130,13 @@ gpu-travel: $(READY) ## Download them into .build/gpu, for GPU_PYTHON (3.12)
 	$(GPU_PIP) --target .build/gpu/peers torchtitan==0.2.2 torchdata==0.11.0 tyro==1.0.17 \
 		docstring-parser==0.18.0 typeguard==4.6.0 litgpt==0.5.13 jsonargparse==4.41.0
 
-bench-trainer_against_hf: .build/peers/.ready
+bench-trainer_against_hf bench-faults_of_peers: .build/peers/.ready
 
 # Without what they ask for: the versions here are those that all sides share.
 .build/peers/.ready: $(READY)
 	$(PIP) install --quiet --upgrade --no-deps --target $(@D) litgpt==0.5.13 jsonargparse==4.41.0 \
-		lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0
+		lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 \
+		submitit==1.5.4 cloudpickle==3.1.2
 	@touch $@
 
 bench-%: $(READY) ## Run one of them: benchmarks/%.py (bench-report: draw what was measured)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.rendezvous import rendezvous
 
 CLONE = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CLONE / "tests")]
@@ -30,25 +31,29 @@ STRATEGIES = ("ddp", "full_shard")
 
 def rank_main(rank: int, port: int, rounds: int, times_of_strategies: Any) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
+    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", rank, RANKS))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     try:
-        for strategy in STRATEGIES:
-            times = measured(rank, strategy, rounds)
-            if rank == 0:
-                times_of_strategies[strategy] = times
+        from atoll.sharding.process_group import talking
+        from atoll.sharding.tree import join
+
+        trees = join(store, rank, RANKS, "127.0.0.1", timeout_seconds=600, count=3)
+        with talking(trees, torch.device("cpu")) as world:
+            for strategy in STRATEGIES:
+                times = measured(world, strategy, rounds)
+                if rank == 0:
+                    times_of_strategies[strategy] = times
     finally:
         dist.destroy_process_group()
 
 
-def measured(rank: int, strategy: str, rounds: int) -> dict[str, list[float]]:
+def measured(world: Any, strategy: str, rounds: int) -> dict[str, list[float]]:
     """Seconds of a step, ours and bare, A B B A."""
     import small_run
 
     from atoll.models.build import build_config, build_model
     from atoll.settings import Run
     from atoll.sharding.engines import ENGINES
-    from atoll.sharding.process_group import World
     from atoll.sharding.step_plan import StepPlan
     from atoll.train.assemble import build_sharded
     from atoll.train.optimizer import make_optimizer, take_step
@@ -64,9 +69,6 @@ def measured(rank: int, strategy: str, rounds: int) -> dict[str, list[float]]:
         model__config=config,
         data__sequence_tokens=TOKENS,
         training__global_batch_samples=RANKS * MICROBATCHES,
-    )
-    world = World(
-        rank, RANKS, torch.device("cpu"), *[dist.new_group(backend="gloo") for _ in range(2)]
     )
     hf_config = build_config(run.model, 4096, TOKENS, {})
     plan = StepPlan(torch.float32, False, False, False)

@@ -118,22 +118,21 @@ def _serve(pipe: Any) -> None:
 def _in_group(function: Any, args: Any, rank: int, size: int, port: int) -> Any:
     import torch
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
-    from atoll.sharding.process_group import World
+    from atoll.sharding.process_group import World, talking
+    from atoll.sharding.tree import join
 
     device = torch.device("cpu")
     if size == 1:
         return function(World(0, 1, device), *args)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
+    timeout = timedelta(seconds=60)
+    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", rank, size, timeout=timeout))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        groups = [dist.new_group(backend="gloo") for _ in range(2)]
-        return function(World(rank, size, device, *groups), *args)
+        trees = join(store, rank, size, "127.0.0.1", timeout.total_seconds(), count=3)
+        with talking(trees, device) as world:
+            return function(world, *args)
     finally:
         dist.destroy_process_group()
         _forget_groups()

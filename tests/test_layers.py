@@ -15,7 +15,7 @@ BASE = {"settings", "errors", "run_dir", "commands"}
 # room -> the rooms it may import, beside itself
 ROOMS = {
     "__init__": set(),
-    "__main__": {"errors"},
+    "__main__": {"errors", "commands"},
     "errors": set(),
     "commands": {"errors"},
     "tables": set(),

@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 
+from atoll.commands import close_stdin
 from atoll.errors import UserError
 
 # verb -> (module, what it does); its function is `main(argv) -> int`, or named after a colon.
@@ -12,6 +13,11 @@ VERBS = {
     "plan": ("atoll.cluster.plan", "what each strategy needs, what fits, and which one to take"),
     "submit": ("atoll.cluster.submit", "compose, check, write the run folder, call the scheduler"),
     "status": ("atoll.cluster.status", "say of a run: queued, running, finished, failed and why"),
+    "list": ("atoll.cluster.listing", "name facilities, models, data, runs, jobs and others"),
+    "logs": ("atoll.cluster.job_control:logs", "print what a run's last job printed"),
+    "cancel": ("atoll.cluster.job_control:cancel", "end the jobs of a run"),
+    "diff": ("atoll.config.diff", "the settings in which two runs differ"),
+    "judge": ("atoll.health.judge", "name who is at fault for the end of a run's last job"),
     "report": ("atoll.report.command", "tables of runs: speed, scaling, communication"),
     "doctor": ("atoll.cluster.doctor", "check a facility, and with --job its devices and links"),
     "rehearse": (
@@ -35,6 +41,8 @@ VERBS = {
     "generate": ("atoll.train.generate", "continue a prompt with a run, checkpoint or adapter"),
 }
 
+LOADS = {"tokenize", "fetch", "untrained", "generate"}  # of others, with libraries that may ask
+
 # what a verb was called before -> its name
 RENAMED = {"difference": "make-delta", "rebase": "apply-delta"}
 
@@ -43,6 +51,9 @@ def main(argv: list[str]) -> int:
     """Run one verb; a `UserError` becomes two lines on stderr and exit code 2."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_usage())
+        return 0
+    if argv[0] == "--version":
+        print(f"atoll {importlib.import_module('importlib.metadata').version('atoll')}")
         return 0
     try:
         if argv[0] in RENAMED:
@@ -60,11 +71,19 @@ def main(argv: list[str]) -> int:
     return int(code or 0)
 
 
+def process() -> None:
+    """A verb in a process of its own: what it writes is for nobody else to change."""
+    os.umask(os.umask(0o022) | 0o002)
+    if sys.argv[1:2] and sys.argv[1] in LOADS:
+        close_stdin()
+    sys.exit(main(sys.argv[1:]))
+
+
 def entry() -> None:
     """The `atoll` of an environment: a PYTHONPATH, as a site's modules set it, shadows nothing."""
     foreign = {os.path.abspath(path) for path in os.environ.pop("PYTHONPATH", "").split(":")}
     sys.path[:] = [path for path in sys.path if path not in foreign]
-    sys.exit(main(sys.argv[1:]))
+    process()
 
 
 def _usage() -> str:
@@ -73,4 +92,4 @@ def _usage() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    process()

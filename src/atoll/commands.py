@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
@@ -50,6 +51,13 @@ def run_command(
     except OSError as error:
         return Finished(MISSING, "", f"cannot start {argv[0]}: {error.strerror}")
     return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def close_stdin() -> None:
+    """Nobody is asked: a library that would ask reads the end of the file."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
 
 
 class VerbParser(argparse.ArgumentParser):

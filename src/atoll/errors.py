@@ -23,3 +23,9 @@ class UserError(Exception):
 def first_line(error: Exception) -> str:
     """What a library's error says first, or its name where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def printable(text: str, most: int | None = None) -> str:
+    """Text of others as it may be shown: what steers a terminal is escaped, what is long is cut."""
+    cut = text if most is None or len(text) <= most else f"{text[:most]} …"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)

@@ -61,6 +61,11 @@ def faults_file(run_folder: Path) -> Path:
     return run_folder / "faults.jsonl"
 
 
+def node_records(run_folder: Path) -> Path:
+    """What the nodes of a start wrote down of their ranks, a folder for each start that failed."""
+    return run_folder / "health"
+
+
 def doctor_file(run_folder: Path) -> Path:
     """What the ranks of a doctor's job found."""
     return run_folder / "doctor.json"
@@ -73,6 +78,11 @@ def certificate(run: Run) -> Path:
 
 def metrics_file(run_folder: Path) -> Path:
     return run_folder / "metrics.jsonl"
+
+
+def ledger_file(run_folder: Path) -> Path:
+    """Where the time of all starts of a run went."""
+    return run_folder / "ledger.jsonl"
 
 
 def metrics(run_folder: Path) -> list[dict[str, Any]]:
@@ -157,6 +167,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
         with open(partial, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
+            os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & 0o7775)  # by nobody else
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from atoll.campaign.asked import training_words
 from atoll.campaign.coordinator import main
 from atoll.campaign.dry_run import dry_run
-from atoll.campaign.round import training_words
 from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.config.compose import campaign_values, compose, path_word
 from atoll.errors import UserError

@@ -81,7 +81,7 @@ def test_nothing_near_it_fits(composed):
         (["facility.node.device_memory_gib=null"], "facility.node.device_memory_gib is not set"),
         (["sharding=deepspeed_zero3"], "DeepSpeed"),
         (["experiment=llama_qlora"], "adapters"),
-        (["model.source=a/b", "model.config.model_type=qwen3"], "does not know the shape of a/b"),
+        (["model=from_path", "model.source=a/b"], "does not know the shape of a/b"),
     ],
 )
 def test_what_is_not_known_is_said_and_not_refused(words, why, composed, monkeypatch, here, capsys):

@@ -15,6 +15,7 @@ from atoll import run_dir
 from atoll.cluster.jobs import Job
 from atoll.cluster.status import follow, main, status
 from atoll.errors import UserError
+from atoll.health.faults import Fault, add_fault
 from atoll.settings import dumped
 
 
@@ -95,6 +96,35 @@ def test_what_the_scheduler_says(kind, says, state, why, run_folder, scheduler):
     answer = status(run_folder)
     assert answer[0] == state
     assert why in answer[1]
+
+
+def test_the_fault_counts_more_than_the_last_words(run_folder, scheduler):
+    """srun names the task that it hears of first, which is an innocent one."""
+    scheduler(sacct="9|FAILED|1:0|n1")
+    run_dir.jobs_file(run_folder).write_text("slurm 8\nslurm 9\n")
+    (run_folder / "slurm-9.out").write_text("srun: error: n1: task 0: Killed\n")
+    faults = [
+        Fault("died", "node", "its process is gone", node="n2", rank=3, step=4, job="8"),
+        Fault("stalled", "node", "it is stopped", node="n4", rank=5, step=7, job="9"),
+        Fault("slow", "node", "1.4 of the median", node="n6", job="9"),
+    ]
+    for fault in faults:
+        add_fault(run_folder, fault)
+    state, why = status(run_folder)
+    assert state == "failed" and "rank 5 on n4: step 7: it is stopped" in why
+    assert "task 0" not in why and "n2" not in why and "n6" not in why
+
+
+def test_a_run_without_a_scheduler_says_who_was_at_fault(run_folder, scheduler):
+    add_fault(run_folder, Fault("died", "code", "it failed: ValueError: 3", node="n2", rank=3))
+    records = [{"event": "train", "step": 7, "loss": 1.0}, {"event": "fault", "step": 8}]
+    metrics = run_dir.metrics_file(run_folder)
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    why = status(run_folder)[1]
+    assert "step 7 is the last one" in why and "rank 3 on n2: it failed: ValueError: 3" in why
+    with metrics.open("a") as file:
+        file.write(json.dumps(records[0]) + "\n")
+    assert "rank 3" not in status(run_folder)[1], "it went on since"
 
 
 def test_restarts_are_counted(run_folder, scheduler):

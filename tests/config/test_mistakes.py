@@ -1,5 +1,8 @@
 """A mistake in the configuration ends in two lines that name it and how to fix it."""
 
+import json
+import re
+
 import pytest
 
 from atoll.__main__ import main
@@ -62,6 +65,8 @@ CASES = [
     (["sharding.shard=3"], "world size (2)", "settings"),
     (["facility.environment.HF_TOKEN=x"], "looks like a secret", "export HF_TOKEN"),
     (["facility.environment.A-B=x"], "facility.environment.A-B", "another"),
+    (["model.config.model_type=t5"], "models of type 't5'", "choose one of llama"),
+    (["data.sequence_tokens=4096"], "(4096) is more than", "data.sequence_tokens=1024 or less"),
     (["data.validation.split=test"], "data.validation.fraction", "settings"),
 ]
 
@@ -75,6 +80,24 @@ def test_a_mistake_is_named_with_its_mend(overrides, found, hint, composed):
     assert found in caught.value.found
     assert hint in caught.value.hint
     assert "\n" not in caught.value.found + caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"model_type": "t5"}, "no parts are known for models of type 't5'"),
+        ({"model_type": "gpt2", "n_positions": 64}, r"data.sequence_tokens \(\d+\) .* \(64\)"),
+        ({"model_type": "llama", "max_position_embeddings": 32}, r"\(512\) .* \(32\)"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_where_it_is_typed(
+    config, found, tmp_path, capsys, here
+):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["facility=laptop", "model=from_path", f"model.source={tmp_path}", "data=python_stdlib"]
+    assert main(["submit", "--dry-run", *words]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and re.search(found, lines[0])
 
 
 def test_a_mistake_in_the_local_file_is_placed_there(tree, composed):

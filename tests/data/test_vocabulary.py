@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from data_runs import content, make_run, prose, write_lines
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from atoll import run_dir
@@ -113,6 +113,52 @@ def test_an_encoder_ends_documents_with_its_separator(tmp_path: Path) -> None:
     run = run_with(tmp_path, tmp_path / "given")
     prepare(run, quiet)
     assert open_prepared(run).end_id == 0
+
+
+def beginning(count: int) -> PreTrainedTokenizerFast:
+    """A tokenizer that puts <s> before a text, as Llama's does."""
+    tokenizer = words(count, eos_token="</s>", bos_token="<s>")
+    begin = tokenizer.convert_tokens_to_ids("<s>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", begin)]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("bos", "puts_it", "begins"),
+    [("auto", True, 1.0), ("auto", False, 0.0), ("always", False, 1.0), ("never", True, 0.0)],
+)
+def test_documents_begin_as_the_tokenizer_begins_them(
+    bos: str, puts_it: bool, begins: float, tmp_path: Path
+) -> None:
+    given = beginning(200) if puts_it else words(200, eos_token="</s>", bos_token="<s>")
+    given.save_pretrained(tmp_path / "given")
+    write_lines(tmp_path / "text.txt", 60)
+    data = LINES | {"files": [str(tmp_path / "text.txt")], "bos": bos}
+    run = make_run(tmp_path, data, {"path": str(tmp_path / "given")})
+    folder = prepare(run, quiet)
+    read = np.fromfile(folder / "train" / "00000.ds", dtype="<u2")
+    ends = np.fromfile(folder / "train" / "00000.ds.index", dtype="<u8").astype(int)
+    documents = np.split(read, ends[:-1])
+    begin = given.convert_tokens_to_ids("<s>")
+    assert np.mean([document[0] == begin for document in documents]) == begins
+    assert all(np.count_nonzero(document == begin) == begins for document in documents)
+    manifest = open_prepared(run)
+    assert manifest.begin_id == (begin if begins else None)
+    assert manifest.tokens("train") == len(read)
+    if bos == "auto":
+        text = given.decode(documents[0][int(begins) : -1])
+        assert given(text)["input_ids"] == documents[0][:-1].tolist(), "as it does at inference"
+
+
+def test_a_tokenizer_without_a_beginning_cannot_put_one(tmp_path: Path) -> None:
+    words(200, eos_token="</s>").save_pretrained(tmp_path / "given")
+    write_lines(tmp_path / "text.txt", 60)
+    data = LINES | {"files": [str(tmp_path / "text.txt")], "bos": "always"}
+    run = make_run(tmp_path, data, {"path": str(tmp_path / "given")})
+    with pytest.raises(UserError, match=r"data\.bos=always, and the tokenizer has no beginning"):
+        prepare(run, quiet)
 
 
 def test_a_tokenizer_that_knows_no_end_is_refused(tmp_path: Path) -> None:

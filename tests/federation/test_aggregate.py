@@ -266,7 +266,7 @@ def test_late_work_counts_less_and_too_late_work_is_refused(tmp_path: Path) -> N
     one = made_up.update(tmp_path / "one", base, "f0", given[0], tokens=3000)
     found = [verified(one.folder, bases), verified(late.folder, bases)]
     assert [update.rounds_late for update in found] == [0, 1]
-    outcome = run(base, found, tmp_path / "next", staleness_exponent=1.0, **LOOSE)
+    outcome = run(base, found, tmp_path / "next", staleness_exponent=1.0, weigh="tokens", **LOOSE)
     assert outcome.weights == pytest.approx({"f0": 2 / 3, "f2": 1 / 3})
     start, end = made_up.read(base / "master"), made_up.read(tmp_path / "next" / "master")
     for name, values in start.items():

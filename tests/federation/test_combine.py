@@ -21,7 +21,8 @@ def weights(tokens: list[int], late: list[int] | None = None, **rule: Any) -> li
 
 
 def test_weights_add_up_to_one() -> None:
-    assert weights([1, 3]) == [0.25, 0.75]
+    assert weights([1, 3], weigh="tokens") == [0.25, 0.75]
+    assert weights([1, 3]) == [0.5, 0.5], "nobody has more than half by default"
     assert weights([1, 3], weigh="equal") == [0.5, 0.5]
     steps = combine.weights_of(manifests([1, 1], [1, 4]), [0, 0], Rule(weigh="steps"))
     assert steps == pytest.approx([0.2, 0.8])

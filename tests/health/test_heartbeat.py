@@ -1,5 +1,6 @@
 """A rank's record: what it is at, as another process reads it."""
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -67,8 +68,9 @@ def test_a_new_start_of_a_rank_forgets_the_old_one(tmp_path: Path) -> None:
 
 
 def test_each_start_of_each_run_has_its_folder(tmp_path: Path) -> None:
-    folders = {heartbeat.node_folder(tmp_path / name, port) for name in "ab" for port in (1, 2)}
-    assert len(folders) == 4
+    names = itertools.product("ab", ("1-29500", "2-29500"), (0, 1))
+    folders = {heartbeat.node_folder(tmp_path / run, start, node) for run, start, node in names}
+    assert len(folders) == 8
 
 
 def test_a_move_is_cheap() -> None:

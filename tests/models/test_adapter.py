@@ -9,13 +9,13 @@ import pytest
 import tiny
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from atoll.errors import UserError
 from atoll.models import adapter
-from atoll.models.build import build_config, build_model, weights_for
+from atoll.models.build import build_config, build_model, classifier_config, weights_for
 from atoll.models.weights import fill, fill_buffers, materialize
-from atoll.settings import Lora, Model, Training
+from atoll.settings import Classes, Lora, Model, Training
 
 CPU = torch.device("cpu")
 TRAINING = Training(**defaults.group("training", global_batch_samples=1))
@@ -23,7 +23,10 @@ TRAINING = Training(**defaults.group("training", global_batch_samples=1))
 
 def adapted(folder: Path, model: Model) -> Any:
     config = build_config(model, tiny.VOCABULARY, tiny.SEQUENCE, {})
-    built = build_model(config, TRAINING)
+    return filled_with_adapters(build_model(config, TRAINING), model, config)
+
+
+def filled_with_adapters(built: Any, model: Model, config: Any) -> Any:
     adapter.adapt(built.hf, model)
     shapes = {name: tuple(p.shape) for name, p in built.hf.named_parameters()}
     with weights_for(model, config, 0) as read:
@@ -128,6 +131,51 @@ def test_the_adapter_alone_is_loaded_by_peft(tmp_path: Path, alpha: float) -> No
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings["lora_alpha"] == alpha
     loaded = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter")).eval()
+    tokens = tiny.batch(1).tokens_BT
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, hf.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bert"])
+@pytest.mark.parametrize("quantisation", ["none", "int8"])
+def test_a_classifier_s_adapter_is_loaded_by_peft(
+    tmp_path: Path, architecture: str, quantisation: Any
+) -> None:
+    """Its head is new: it learns whole, stays as it is stored, and goes with the adapter."""
+    from peft import PeftModel
+
+    sizes = tiny.CONFIGS[architecture] | {"num_labels": 3, "is_decoder": False, "hidden_size": 64}
+    torch.manual_seed(7)
+    base = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**sizes))
+    base.base_model.save_pretrained(tmp_path / "base")
+    lora = Lora(rank=2, targets=["q_proj", "query"])
+    model = Model(
+        name="x", source=str(tmp_path / "base"), lora=lora, quantisation=quantisation,
+        config={"is_decoder": False},
+    )  # fmt: skip
+    classes = Classes(text_fields=["text"], labels=["a", "b", "c"])
+    config = classifier_config(model, classes, tiny.VOCABULARY, tiny.SEQUENCE, 1)
+    hf = filled_with_adapters(build_model(config, TRAINING), model, config)
+    head = {"llama": "score", "bert": "classifier"}[architecture]
+    learning = {name for name, p in hf.named_parameters() if p.requires_grad}
+    assert {name for name in learning if ".lora_" not in name} == {
+        name for name, _ in hf.named_parameters() if name.startswith(head + ".")
+    }
+    for name, parameter in hf.named_parameters():
+        if name in learning:
+            nn.init.normal_(parameter, std=0.2)
+    parameters = dict(hf.named_parameters())
+    adapter.write_adapter(
+        tmp_path / "adapter", model, adapter.gathered_adapter(parameters, head), head
+    )
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (settings["task_type"], settings["modules_to_save"]) == ("SEQ_CLS", [head])
+    if quantisation != "none":
+        return
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3)
+    loaded = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter")).eval()
+    loaded.config.pad_token_id = 0
+    hf.config.pad_token_id = 0
     tokens = tiny.batch(1).tokens_BT
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, hf.eval()(tokens).logits)

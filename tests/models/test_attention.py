@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from atoll.errors import UserError
 from atoll.models import attention, causal_lm
 from atoll.models.build import build_config, build_model, weights_for
 from atoll.models.causal_lm import CausalLM
@@ -199,3 +200,59 @@ def test_a_segment_is_attended_to_as_if_alone(dtype: torch.dtype, causal: bool) 
     for x, exact in zip(inputs, doubles, strict=True):
         assert x.grad is not None and exact.grad is not None
         torch.testing.assert_close(x.grad.double(), exact.grad, **near)
+
+
+@pytest.mark.parametrize("asked", [{"sliding_window": 5}, {"softcap": 0.5}])
+@pytest.mark.parametrize("more", [{}, {"sliding_window": 150}])
+def test_windows_and_capped_scores_are_those_of_whole_scores(
+    asked: dict[str, Any], more: dict[str, Any]
+) -> None:
+    asked = more | asked
+    lengths, module = (3, 200, 97), torch.nn.Module()
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(1, heads, sum(lengths), 8) for heads in (4, 2, 2)]
+    inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    packed, _ = attention.packed_attention(
+        module, *inputs, None, segment_lengths=lengths, use_cache=False, **asked
+    )
+    alone = [
+        attention.packed_attention(module, *parts, None, **asked)[0]
+        for parts in zip(*(x.split(lengths, 2) for x in inputs), strict=True)
+    ]
+    exact = [
+        whole_scores(*parts, **asked)
+        for parts in zip(*(x.split(lengths, 2) for x in inputs), strict=True)
+    ]
+    near = {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(torch.cat(alone, 1), torch.cat(exact, 1), **near)
+    torch.testing.assert_close(packed, torch.cat(exact, 1), **near)
+    weight = torch.randn(packed.shape, generator=generator)
+    ours = torch.autograd.grad((packed * weight).sum(), inputs)
+    theirs = torch.autograd.grad((torch.cat(exact, 1) * weight).sum(), inputs)
+    torch.testing.assert_close(ours, theirs, **near)
+
+
+def whole_scores(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sliding_window: int = 999, softcap: float = 0
+) -> torch.Tensor:
+    """Causal attention as it is written down, with all scores at once: [B, T, H, D]."""
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    places = torch.arange(q.shape[2])
+    distance = places[:, None] - places
+    scores = scores.masked_fill((distance < 0) | (distance >= sliding_window), float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def test_what_attention_does_not_compute_is_refused() -> None:
+    inputs = [torch.randn(1, 2, 8, 4) for _ in range(3)]
+    packed = attention.packed_attention
+    for name in ("s_aux", "position_bias", "indices", "what_comes_next_year"):
+        with pytest.raises(UserError, match=f"asks its attention for {name}, which"):
+            packed(torch.nn.Module(), *inputs, None, **{name: torch.ones(2)})
+        packed(torch.nn.Module(), *inputs, None, **{name: None})
+    both_ways: Any = SimpleNamespace(is_causal=False)
+    with pytest.raises(UserError, match="looks both ways"):
+        packed(both_ways, *inputs, None, sliding_window=3)

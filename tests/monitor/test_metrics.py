@@ -61,11 +61,13 @@ def test_overlapping_collectives_are_counted_once() -> None:
 def test_a_resume_forgets_what_came_after_its_checkpoint(tmp_path: Path) -> None:
     for step in (0, 5, 10, 15):
         metrics_file.append(tmp_path, {"event": "train", "step": step, "loss": float("nan")})
+    metrics_file.append(tmp_path, {"event": "fault", "step": 12, "kind": "died"})
     with run_dir.metrics_file(tmp_path).open("a") as file:
         file.write('{"event": "tra')
     metrics_file.begin(tmp_path, 10)
     lines = [json.loads(line) for line in run_dir.metrics_file(tmp_path).read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 5, 10]
+    assert [line["step"] for line in lines] == [0, 5, 10, 12]
+    assert lines.pop()["event"] == "fault", "what went wrong is not forgotten"
     assert lines[0]["loss"] is None, "JSON has no NaN"
 
 

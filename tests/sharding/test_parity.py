@@ -244,6 +244,39 @@ def test_a_pipeline_of_four_ranks_has_two_neighbours_each(ranks: RankPool) -> No
     assert_same(one_process("llama", 1.0, untied=True), got[0])
 
 
+TIED = [s for s in STRATEGIES if s.untied]
+
+
+def tied(run: Run) -> Run:
+    """The run with an embedding that is the head too."""
+    config = run.model.config | {"tie_word_embeddings": True}
+    return run.model_copy(update={"model": run.model.model_copy(update={"config": config})})
+
+
+@pytest.mark.matrix(always=lambda strategy, family: strategy == TIED[0] or family == "gpt2")
+@pytest.mark.parametrize("family", tiny.CONFIGS)
+@pytest.mark.parametrize("strategy", TIED, ids=str)
+def test_the_ends_of_a_pipeline_share_a_tied_embedding(
+    ranks: RankPool, strategy: Strategy, family: str
+) -> None:
+    if family not in strategy.families:
+        return
+    alone = settings(
+        config_of(family, strategy),
+        small_run.sharding("single"),
+        1,
+        training__microbatch_samples=SAMPLES,
+    )
+    reference = train(World(0, 1, torch.device("cpu")), tied(alone), 1.0)
+    losses, norms, weights = ranks.run(train, tied(chosen(strategy, family)), 1.0)[0]
+    [copy] = weights.keys() - reference[2].keys()
+    [embedding] = [n for n in reference[2] if n.endswith(("wte.weight", "tokens.weight"))] or [
+        "hf.bert.embeddings.word_embeddings.weight"
+    ]
+    assert torch.equal(weights.pop(copy), weights[embedding])
+    assert_same(reference, (losses, norms, weights))
+
+
 def test_clipping_acts(ranks: RankPool) -> None:
     unclipped = one_process("llama", None, untied=True)
     run = chosen(Strategy("full_shard", {"tensor": 2, "pipeline": 2}, True), "llama")

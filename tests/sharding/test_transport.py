@@ -1,5 +1,6 @@
 """A run over TCP on a facility with a fabric ends before its first step."""
 
+import dataclasses
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,7 +62,7 @@ def test_sockets_are_refused_where_there_is_a_fabric(log, fabric, refused, tmp_p
 
 def ends(world: World, run: Run) -> str:
     networks = tuple(transport.networks_in(SOCKETS if world.rank == 0 else ""))
-    mine = World(world.rank, world.size, world.device, world.host_group, None, networks)
+    mine = dataclasses.replace(world, networks=networks)
     try:
         check_transport(run, mine)
     except UserError as error:

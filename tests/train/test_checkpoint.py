@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_pool import RankPool
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from atoll import run_dir
 from atoll.errors import UserError
-from atoll.sharding.process_group import World, gathered
+from atoll.sharding.process_group import World, barrier, gathered
 from atoll.train import checkpoint
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -148,7 +147,7 @@ def barriers_beside_a_save(world: World, folder: Path) -> float:
         pending = checkpoint.start_save(folder, state(world, 5.0), progress(5, 2), 2, world)
         time.sleep(0.0 if world.rank == 0 else 0.2)
         ranks = gathered(world, world.rank)
-        dist.barrier(group=world.host_group)
+        barrier(world)
         checkpoint.finish(pending)
     return sum(ranks)
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import small_run
-import torch.distributed as dist
 from rank_pool import RankPool
 
 from atoll import run_dir
 from atoll.errors import UserError
 from atoll.monitor.observers import Observer, StepRecord
+from atoll.sharding.agreement import Background
 from atoll.sharding.process_group import World
 from atoll.train import stop_signals
 from atoll.train import train as trainer
@@ -42,23 +42,21 @@ def calls_under_way(world: World, run) -> list[str]:
     """What the ranks still exchange when a step is handed to the observers."""
     pending, under_way = [], []
 
-    def all_reduce(*args: Any, **options: Any) -> Any:
-        work = original(*args, **options)
-        if options.get("async_op"):
-            pending.append(work)
-        return work
+    def start(background: Background, call: Any) -> Any:
+        pending.append(original(background, call))
+        return pending[-1]
 
     class Watcher(Observer):
         def after_step(self, update: StepRecord) -> None:
             time.sleep(0.01 * world.rank)  # the other rank would be ahead, and wait for this one
-            under_way.extend(str(update.step) for work in pending if not work.is_completed())
+            under_way.extend(str(update.step) for call in pending if not call.done())
 
-    original, dist.all_reduce = dist.all_reduce, all_reduce
+    original, Background.start = Background.start, start
     built, trainer.watching = trainer.watching, lambda _: nullcontext((Watcher(),))
     try:
         train(run, run_dir.folder(run), world, lambda: 0)
     finally:
-        dist.all_reduce, trainer.watching = original, built
+        Background.start, trainer.watching = original, built
     assert len(pending) >= 6
     return under_way
 

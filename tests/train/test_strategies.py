@@ -9,6 +9,7 @@ import small_run
 import tiny
 import torch
 from rank_pool import RankPool
+from safetensors import safe_open
 from test_train import plain_loss, stop_after
 from transformers import AutoModelForCausalLM
 
@@ -71,6 +72,28 @@ def stopped(ranks: RankPool, folder: Path) -> Path:
     run_folder = small_run.ready(run)
     ranks.run(stop_after, run, 2)
     return run_folder
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "pipeline_interleaved"])
+def test_a_tied_model_goes_through_a_pipeline(ranks: RankPool, folder: Path, strategy: str) -> None:
+    """From full_shard and back to it: one embedding is saved and exported, whoever has copies."""
+    family = CONFIG | {"tie_word_embeddings": True}
+    expected = small_run.losses(reference(ranks, folder, family, f"tied_for_{strategy}"))
+    for first, second in (("full_shard", strategy), (strategy, "full_shard")):
+        run = spread(folder, first, family, name=f"tied_{first}_to_{second}")
+        run_folder = small_run.ready(run)
+        ranks.run(stop_after, run, 2)
+        again = spread(folder, second, family, name=run.name)
+        ranks.run(small_run.train_here, again)
+        assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-4), first
+        held_out = small_run.records(run_folder, "evaluation")[-1]["loss"]
+        assert plain_loss(again, run_folder) == pytest.approx(held_out, abs=1e-4)
+        names = {
+            name
+            for file in run_dir.export(run_folder).glob("*.safetensors")
+            for name in safe_open(file, "pt").keys()  # noqa: SIM118
+        }
+        assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
 
 
 @pytest.mark.matrix

@@ -346,14 +346,14 @@ def test_an_evaluation_is_in_no_step_s_time(ranks: RankPool, folder: Path) -> No
 def train_with_slow_evaluations(world: World, run: Run) -> None:
     from atoll.train import evaluate
 
-    shares = evaluate._shares
+    shares = evaluate.shares
 
     def slowly(*args: Any) -> Any:
         time.sleep(2.0)
         return shares(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "_shares", slowly)
+        patch.setattr(evaluate, "shares", slowly)
         small_run.train_here(world, run)
 
 

@@ -6,16 +6,14 @@ network is used, and what is only there (bundles, images, accounts) is not looke
 
 import yaml
 
+from atoll.campaign.asked import BUNDLE, training_words, without_bundle
 from atoll.campaign.first_model import start_words
-from atoll.campaign.round import training_words
 from atoll.campaign.store import CampaignStore
 from atoll.cluster import limits
 from atoll.config.compose import check_model, compose, known_shape, path_word
-from atoll.errors import UserError
+from atoll.errors import UserError, printable
 from atoll.settings import Model, Run
 from atoll.settings.federation import Site
-
-BUNDLE = "folders.bundle="
 
 
 def dry_run(store: CampaignStore) -> str:
@@ -26,14 +24,14 @@ def dry_run(store: CampaignStore) -> str:
     settings = yaml.safe_dump(
         store.campaign.model_dump(mode="json"), sort_keys=False, allow_unicode=True
     )
-    start = compose(_without_bundle(start_words(store))[0]).run
+    start = compose(without_bundle(start_words(store))[0]).run
     lines = [_first_model(store, start)]
     for site in store.campaign.sites:
         try:
             lines += _of_site(store, site, start.model)
         except UserError as error:
             raise UserError(f"{site.name}: {error.found}", error.hint) from None
-    return settings + "".join(f"# {line}\n" for line in lines)
+    return settings + "".join(f"# {printable(line)}\n" for line in lines)
 
 
 def _first_model(store: CampaignStore, start: Run) -> str:
@@ -49,7 +47,7 @@ def _first_model(store: CampaignStore, start: Run) -> str:
 def _of_site(store: CampaignStore, site: Site, model: Model) -> list[str]:
     """What a facility does in a round; checked as it will be there."""
     campaign = store.campaign
-    words, bundle = _without_bundle(training_words(campaign, 1, site))
+    words, bundle = without_bundle(training_words(campaign, 1, site))
     run = compose([*words, path_word("model.source", store.model(0)), f"name={site.name}"]).run
     known = {"source": model.source, "config": model.config}
     check_model(run.model_copy(update={"model": run.model.model_copy(update=known)}))
@@ -74,10 +72,3 @@ def _of_site(store: CampaignStore, site: Site, model: Model) -> list[str]:
             f"{BUNDLE}FOLDER, made by atoll prepare --into FOLDER"
         )
     return lines
-
-
-def _without_bundle(words: list[str]) -> tuple[list[str], str]:
-    """The words that need nothing of another machine, and the bundle that the others name."""
-    bundles = [word.removeprefix(BUNDLE) for word in words if word.startswith(BUNDLE)]
-    kept = [word for word in words if not word.startswith(BUNDLE)]
-    return kept, bundles[-1] if bundles else ""

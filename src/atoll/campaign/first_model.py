@@ -26,7 +26,9 @@ def make_first_model(store: CampaignStore) -> None:
         run_dir.write_whole(settings, composition.as_yaml())
         words = ["untrained", str(settings), str(model)]
         # a person sees how far it is
-        code = subprocess.run([*atoll_command(composition.run), *words]).returncode
+        code = subprocess.run(
+            [*atoll_command(composition.run), *words], stdin=subprocess.DEVNULL
+        ).returncode
         if code:
             raise UserError(f"the first model ended with exit code {code}", "see the lines above")
         words = ["apply-delta", str(model), str(store.model(0)), "--first"]

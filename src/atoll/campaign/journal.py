@@ -7,6 +7,8 @@ event        at             what it says
 asked        facility       what the coordinator wants of the round
 submitted    facility       a job is handed to the scheduler
 refused      facility       it was not taken
+accepted     facility       it was taken, and where there is no scheduler it has ended: an attempt
+                            that no kill cut short
 began        coordinator    the deadline counts from here
 answered     coordinator    state of a facility: needs, received, queued, running, retry, unknown,
                             unreachable, ready, refused or failed
@@ -73,6 +75,11 @@ class Journal:
 
 def round_name(number: int) -> str:
     return f"round-{number:03d}"
+
+
+def round_number(folder: Path) -> int:
+    """Of a folder of that name; as a number, since round-1000 is not before round-999."""
+    return int(folder.name.removeprefix("round-"))
 
 
 @contextmanager

@@ -7,22 +7,34 @@ for the engines that start each step by itself. A step that is done already does
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
+from atoll.campaign.asked import check_update, request
+from atoll.campaign.average import average
+from atoll.campaign.calls import Over, never
 from atoll.campaign.journal import alone, round_name
-from atoll.campaign.signing import refuse_unsigned
 from atoll.campaign.store import CampaignStore, load_store
-from atoll.campaign.transfer import Unreachable, ask, atoll_here, fetch, run_verb, send
+from atoll.campaign.transfer import PARTS, Unreachable, ask, fetch, send
 from atoll.commands import VerbParser
-from atoll.errors import UserError
-from atoll.settings.federation import Campaign, Site
+from atoll.errors import UserError, printable
+from atoll.settings.exchange import (
+    MAX_ANSWER_BYTES,
+    MAX_MANIFEST_BYTES,
+    SHOWN,
+    read_answer,
+    read_plain,
+)
+from atoll.settings.federation import Site
 
 # what is sent of a global model -> what of it is not: a facility's export has the master's weights
 FIRST = {"master": (), "export": ("*.safetensors",)}
 LATER: dict[str, tuple[str, ...]] = {"delta": ()}
+MANIFEST = ("manifest.json", "manifest.json.sig")
+CALL_SECONDS = 3600.0
+LAST_QUESTION_SECONDS = 60.0
 
 
 def main(argv: list[str]) -> int:
@@ -36,42 +48,89 @@ def main(argv: list[str]) -> int:
     arguments = parser.read(argv)
     store, number = load_store(arguments.folder), arguments.number
     if arguments.step == "average":
-        if len(updates(store, number)) >= store.campaign.rule.quorum:
+        if len(store.updates(number)) >= store.campaign.rule.quorum:
             average(store, number)
         return 0  # below the quorum it is the coordinator that says so, and holds the round
     site = store.site(arguments.facility)
     if arguments.step == "send":
         bring_models(store, number, site, "--receive")
     else:
-        use_answer(store, number, site, json.loads(arguments.answer.read_text()))
+        text = read_plain(arguments.answer, MAX_ANSWER_BYTES).decode(errors="replace")
+        at_the_seam(
+            store,
+            number,
+            site,
+            lambda: use_answer(store, number, site, read_answer(text, site.name)),
+        )
     return 0
 
 
-def go_on(store: CampaignStore, number: int, site: Site) -> None:
-    """One question to one facility, and what its answer asks for."""
+def go_on(store: CampaignStore, number: int, site: Site, stopped: Over = never) -> None:
+    """One question to one facility, and what its answer asks for.
+
+    stopped: nobody waits for any answer any more.
+    """
+    over = time_of(store, number, site, stopped)
+
+    def step() -> None:
+        use_answer(store, number, site, bring_models(store, number, site, over=over), over)
+
+    at_the_seam(store, number, site, step)
+
+
+def at_the_seam(store: CampaignStore, number: int, site: Site, step: Callable[[], None]) -> None:
+    """Whatever comes of one facility's words and files is that facility's failure, and counted."""
     try:
-        use_answer(store, number, site, bring_models(store, number, site))
+        step()
     except Unreachable as error:
         store.record_answer(number, site, {"state": "unreachable", "why": error.found})
     except UserError as error:
         store.count_failure(number, site, error.found)
+    except Exception as error:
+        why = f"{site.name}: unexpected {type(error).__name__}: {error}"
+        store.count_failure(number, site, printable(why, SHOWN))
 
 
-def bring_models(store: CampaignStore, number: int, site: Site, *flags: str) -> dict[str, Any]:
+def time_of(store: CampaignStore, number: int, site: Site, stopped: Over = never) -> Over:
+    """Whether a call that begins now is waited for no longer.
+
+    Up to the deadline; then, where the others are a quorum, for one last question and its answer,
+    and where they are too few, for the grace. No call over ssh has more than an hour.
+    """
+    deadline, begun = store.deadline(number), time.time()
+    grace = 60 * store.campaign.grace_minutes
+    last = deadline if begun < deadline else begun + min(LAST_QUESTION_SECONDS, grace)
+    end = max(deadline, begun) + grace
+    if site.host is not None:
+        end = min(end, begun + CALL_SECONDS)
+
+    def over() -> bool:
+        now = time.time()
+        enough = now > last and len(store.updates(number)) >= store.campaign.rule.quorum
+        return stopped() or enough or now > end
+
+    return over
+
+
+def bring_models(
+    store: CampaignStore, number: int, site: Site, *flags: str, over: Over = never
+) -> dict[str, Any]:
     """Ask, and send the model that the facility is to begin with if it needs it; its answer."""
-    newest = None
-    while (answer := _asked(store, number, site, *flags))["state"] == "needs":
-        if answer["have"] == newest:
+    newest = -2
+    while (answer := _asked(store, number, site, over, *flags))["state"] == "needs":
+        if answer["have"] <= newest:
             raise UserError(
                 f"{site.name} has no global model newer than round {newest}, though it was sent",
                 f"look into {site.folder}/incoming and {site.folder}/bases there",
             )
         newest = answer["have"]
-        _send_models(store, number, site, newest)
+        _send_models(store, number, site, over, newest)
     return answer
 
 
-def use_answer(store: CampaignStore, number: int, site: Site, answer: dict[str, Any]) -> None:
+def use_answer(
+    store: CampaignStore, number: int, site: Site, answer: dict[str, Any], over: Over = never
+) -> None:
     """Take what is ready; go on without a facility that has failed; wait in all other states."""
     store.record_answer(number, site, answer)
     state, why = answer["state"], answer.get("why", "")
@@ -86,74 +145,78 @@ def use_answer(store: CampaignStore, number: int, site: Site, answer: dict[str, 
 
 
 def _take(store: CampaignStore, number: int, site: Site) -> None:
-    """Fetch an update and check it; what is wrong in it is fetched again, then left out."""
+    """Fetch an update and check it; what is wrong in it is fetched again, then left out.
+
+    Its manifest comes first: nothing is fetched that it does not name, or that is larger than a
+    model. What is ready has the grace to come.
+    """
     update, asked = store.update(number, site), store.asked_round(number, site)
+    source = f"{site.folder}/rounds/{round_name(asked)}/update"
+    end = max(store.deadline(number), time.time()) + 60 * store.campaign.grace_minutes
     with alone(update.parent):
         if store.state(number, site).settled:
             return
         partial, began = update.with_name(".update.partial"), time.time()
-        fetch(store.campaign, site, f"{site.folder}/rounds/{round_name(asked)}/update", partial)
-        size = sum(path.stat().st_size for path in _files(partial))
+
+        def past() -> bool:
+            return time.time() > end
+
+        def get(names: Sequence[str], most_bytes: int) -> None:
+            fetch(store.campaign, site, source, partial, names, most_bytes, past)
+            keep_only(partial, {*MANIFEST, *names})
+
         try:
-            check_update(store, number, site, partial)
-        except UserError as error:
-            shutil.rmtree(partial)
-            store.count_failure(number, site, error.found)
-            return
+            get(MANIFEST, MAX_MANIFEST_BYTES)
+            files = check_update(store, number, site, partial).files
+            get(list(files), max((facts.bytes for facts in files.values()), default=0))
+        except Unreachable:
+            raise
+        except UserError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        size = sum(path.stat().st_size for path in _files(partial))
         partial.rename(update)
         run_dir.sync_folder(update.parent)
     seconds = time.time() - began
     store.journal(number).append("received", facility=site.name, bytes=size, seconds=seconds)
 
 
-def _asked(store: CampaignStore, number: int, site: Site, *flags: str) -> dict[str, Any]:
+def keep_only(folder: Path, names: set[str]) -> None:
+    """Remove what is beside plain files of these names; parts of them that came stay."""
+    for path in folder.iterdir():
+        plain = path.is_file() and not path.is_symlink()
+        if path.is_dir() and not path.is_symlink() and path.name != PARTS:
+            shutil.rmtree(path)
+        elif path.name != PARTS and not (plain and path.name in names):
+            path.unlink()
+
+
+def _asked(
+    store: CampaignStore, number: int, site: Site, over: Over, *flags: str
+) -> dict[str, Any]:
     asked = store.asked_round(number, site)
     words = ["site", site.folder, str(asked), "--request", json.dumps(request(store, asked, site))]
-    answer: dict[str, Any] = json.loads(ask(store.campaign, site, [*words, *flags]))
+    answer = read_answer(ask(store.campaign, site, [*words, *flags], over), site.name)
+    if answer["state"] == "needs" and answer["have"] >= asked - 1:
+        raise UserError(
+            f"{site.name} needs a model, and has that of round {answer['have']}",
+            f"look into {site.folder}/bases there",
+        )
     return answer
 
 
-def request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
-    """What a facility is asked in a round: the same words every time."""
-    campaign = store.campaign
-    return {
-        "campaign": campaign.name,
-        "round": number,
-        "facility": site.name,
-        "base": store.model_manifest(number - 1)["digest"],
-        "codec": campaign.codec,
-        "attempts": campaign.attempts,
-        "signing_key": site.signing_key,
-        "overrides": training_words(campaign, number, site),
-    }
-
-
-def training_words(campaign: Campaign, number: int, site: Site) -> list[str]:
-    """The settings of a facility's run of a round, but for the folders there."""
-    return [
-        *campaign.train,
-        *site.overrides,
-        "model=from_path",
-        f"training.steps={campaign.steps}",
-        "training.epochs=null",
-        f"training.global_batch_samples={campaign.batch_samples}",
-        "training.device_batch_samples=null",
-        f"training.consumed_samples={(number - 1) * campaign.steps * campaign.batch_samples}",
-    ]
-
-
-def _send_models(store: CampaignStore, number: int, site: Site, have: int) -> None:
+def _send_models(store: CampaignStore, number: int, site: Site, over: Over, have: int) -> None:
     """The first model whole, then deltas; the manifest last, which says it is whole."""
     for before in range(have + 1, store.asked_round(number, site)):
         model, target = store.model(before), f"{site.folder}/incoming/{round_name(before)}"
         began, size = time.time(), 0
         for part, left_out in (FIRST if before == 0 else LATER).items():
-            send(store.campaign, site, model / part, f"{target}/{part}", left_out)
+            send(store.campaign, site, model / part, f"{target}/{part}", left_out, over)
             size += sum(path.stat().st_size for path in _files(model / part, left_out))
         staged = model.with_name(f".manifest-for-{site.name}")
         staged.mkdir(exist_ok=True)
         shutil.copy(model / "manifest.json", staged / "manifest.json")
-        send(store.campaign, site, staged, target)
+        send(store.campaign, site, staged, target, over=over)
         seconds = time.time() - began
         store.journal(number).append("sent", facility=site.name, bytes=size, seconds=seconds)
 
@@ -161,65 +224,3 @@ def _send_models(store: CampaignStore, number: int, site: Site, have: int) -> No
 def _files(folder: Path, left_out: Sequence[str] = ()) -> list[Path]:
     files = [path for path in folder.iterdir() if path.is_file()]
     return [path for path in files if not any(map(path.match, left_out))]
-
-
-def check_update(store: CampaignStore, number: int, site: Site, folder: Path) -> None:
-    """Signed by the facility, made for what this round asked of it, and never seen before.
-
-    Its files are checked where they are read, by `atoll aggregate`.
-    """
-    path, names = folder / "manifest.json", ("campaign", "round", "facility", "base")
-    if store.campaign.allowed_signers is not None:
-        refuse_unsigned(path, Path(store.campaign.allowed_signers).expanduser(), site.name)
-    try:
-        content = json.loads(path.read_text())
-        manifest = {name: content[name] for name in (*names, "nonce")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no manifest: {error}", "send the update again") from None
-    asked = request(store, store.asked_round(number, site), site)
-    for name in names:
-        if manifest[name] != asked[name]:
-            raise UserError(
-                f"the update of {site.name} says {name}={manifest[name]}, this round is "
-                f"{asked[name]}",
-                "train the model of this round",
-            )
-    if manifest["nonce"] in store.nonces(number, site):
-        raise UserError(f"the update of {site.name} was sent before", "train again")
-
-
-def average(store: CampaignStore, number: int) -> None:
-    """Give the updates to `atoll aggregate`, which writes the next model whole or not at all."""
-    campaign, rule = store.campaign, store.campaign.rule
-    with alone(store.round(number)):
-        if store.has_model(number):
-            return
-        folders = updates(store, number)
-        _refuse_below_quorum(store, number, len(folders))
-        began = time.time()
-        words = ["aggregate", *map(str, folders)]
-        words += ["--base", str(store.model(number - 1))]
-        words += ["--out", str(store.model(number)), "--codec", campaign.global_codec]
-        words += ["--rule", rule.model_dump_json(), "--about", json.dumps({"round": number})]
-        for before in range(number - 2, max(-1, number - 2 - rule.max_staleness), -1):
-            words += ["--older", store.model_manifest(before)["digest"]]
-        outcome = json.loads(run_verb([*atoll_here(), *words], f"the model of round {number}"))
-    store.journal(number).append("averaged", seconds=time.time() - began, **outcome)
-
-
-def updates(store: CampaignStore, number: int) -> list[Path]:
-    """Those that were taken, in the order of the campaign's facilities."""
-    folders = [store.update(number, site) for site in store.campaign.sites]
-    return [folder for folder in folders if folder.is_dir()]
-
-
-def _refuse_below_quorum(store: CampaignStore, number: int, count: int) -> None:
-    sites, quorum = store.campaign.sites, store.campaign.rule.quorum
-    if count < quorum:
-        why = "; ".join(sorted(store.left_out(number).values()))
-        store.journal(number).append("reopened")
-        raise UserError(
-            f"round {number}: {count} of {len(sites)} facilities sent an update, the quorum "
-            f"is {quorum} ({why})",
-            "fix what --status names and type the same line again: nobody trains twice",
-        )

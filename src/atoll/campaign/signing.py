@@ -4,8 +4,10 @@ from pathlib import Path
 
 from atoll.commands import run_command
 from atoll.errors import UserError
+from atoll.settings.exchange import MAX_MANIFEST_BYTES, MAX_SIGNATURE_BYTES, read_plain
 
 NAMESPACE = "atoll-update"
+VERIFY_SECONDS = 60.0
 
 
 def sign(file: Path, key: Path) -> Path:
@@ -26,11 +28,14 @@ def sign(file: Path, key: Path) -> Path:
 def refuse_unsigned(file: Path, allowed_signers: Path, identity: str) -> None:
     """Raise `UserError` unless `identity`, as the campaign's file knows it, signed the file."""
     signature = file.with_name(f"{file.name}.sig")
+    content = read_plain(file, MAX_MANIFEST_BYTES)
     if not signature.is_file():
         raise UserError(f"{file} is not signed", f"{identity} signs with sites[…].signing_key")
+    read_plain(signature, MAX_SIGNATURE_BYTES)
     argv = ["ssh-keygen", "-Y", "verify", "-q", "-f", str(allowed_signers), "-I", identity]
     argv += ["-n", NAMESPACE, "-s", str(signature)]
-    done = run_command(argv, input_text=file.read_text(errors="replace"))
+    text = content.decode(errors="replace")
+    done = run_command(argv, input_text=text, timeout_seconds=VERIFY_SECONDS)
     if done.returncode:
         raise UserError(
             f"{file} is not signed by {identity}, as {allowed_signers} knows it: {done.last_line}",

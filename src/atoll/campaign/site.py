@@ -1,6 +1,8 @@
 """`atoll site FOLDER`: one round at one facility, a step further each time it is asked.
 
 FOLDER (the campaign, at the facility)/
+  site.allow                 which settings a request may change (allow.py)
+  campaign.json              the one campaign that this folder is of
   incoming/round-000/        the first global model, whole; of later rounds the delta alone
   bases/round-000/           the global model a round begins from; bit for bit the coordinator's
   rounds/round-001/          journal.jsonl (journal.py), update/, and residual/: what encoding the
@@ -12,6 +14,7 @@ What is decided is read from whole folders and the journal: asking twice does no
 
 import argparse
 import json
+import math
 import os
 import shutil
 import time
@@ -19,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
-from atoll.campaign.journal import Journal, alone, round_name
+from atoll.campaign.allow import refuse_outside, refuse_settings
+from atoll.campaign.journal import Journal, alone, round_name, round_number
 from atoll.campaign.signing import sign
 from atoll.campaign.transfer import atoll_here, complaint, run_verb
 from atoll.cluster.launchers import atoll_command
@@ -28,6 +32,7 @@ from atoll.commands import VerbParser, run_command
 from atoll.config.compose import compose, path_word
 from atoll.errors import UserError
 from atoll.settings import Run
+from atoll.settings.exchange import read_request
 
 ANOTHER_IS_AT_IT = "is running already"
 WORK = ".streamflow"
@@ -47,7 +52,11 @@ def main(argv: list[str]) -> int:
     arguments = parser.read(argv)
     folder, number = arguments.folder.absolute(), arguments.round
     if arguments.request is not None:
-        _keep_request(_round_folder(folder, number), json.loads(arguments.request))
+        request = read_request(arguments.request)
+        refuse_settings(request.overrides, folder)
+        with alone(folder):  # two campaigns may come at one instant
+            _keep_campaign(folder, request.campaign)
+            _keep_request(_round_folder(folder, number), number, request.model_dump())
     if arguments.receive:
         shutil.rmtree(folder / WORK, ignore_errors=True)
     answer = wait if arguments.until else advance
@@ -95,6 +104,7 @@ def _advance(
         return {"state": "received"}
     lines = _overrides(folder, number, request, base)
     run = compose(lines).run
+    refuse_outside(run, request["overrides"], folder)
     state, why = _submitted(here, run, lines, request["attempts"])
     if state != "finished":
         return {"state": state, "why": why}
@@ -106,8 +116,23 @@ def _round_folder(folder: Path, number: int) -> Path:
     return folder / "rounds" / round_name(number)
 
 
-def _keep_request(here: Path, request: dict[str, Any]) -> None:
+def _keep_campaign(folder: Path, name: str) -> None:
+    """A folder is of one campaign for life."""
+    path = folder / "campaign.json"
+    owner = json.loads(path.read_text())["name"] if path.is_file() else name
+    if owner != name:
+        raise UserError(
+            f"{folder} is of the campaign {owner}, and {name} asks for it",
+            "give it another folder at the facility",
+        )
+    if not path.is_file():
+        run_dir.write_whole(path, json.dumps({"name": name}))
+
+
+def _keep_request(here: Path, number: int, request: dict[str, Any]) -> None:
     """Keep what the coordinator asks; the same round is never asked twice differently."""
+    if request["round"] != number:
+        raise UserError(f"round {number} with a request for {request['round']}", "ask for one")
     journal = Journal(here)
     before = journal.last("asked").get("request", {})
     for name in request:
@@ -165,7 +190,8 @@ def _apply_delta(folder: Path, before: int, came: Path, base: Path) -> None:
 
 def _container_side(folder: Path) -> list[str]:
     """Atoll where there is torch: in the image that the runs use, or here."""
-    newest = sorted((folder / "rounds").glob("*/journal.jsonl"))[-1].parent
+    newest = max((folder / "rounds").glob("*/journal.jsonl"), key=lambda p: round_number(p.parent))
+    newest = newest.parent
     own = [path_word("folders.runs", folder / "runs"), path_word("model.source", folder)]
     run = compose([*_request(newest)["overrides"], *own, "name=site"]).run
     bound = run.model_copy(update={"folders": run.folders.model_copy(update={"prepared": folder})})
@@ -208,15 +234,18 @@ def _submitted(here: Path, run: Run, lines: list[str], attempts: int) -> tuple[s
         state, why = status(folder)
         if state in ("queued", "running", "finished", "unknown"):
             return state, why
-    tried = len(journal.records("submitted"))
+    tried = len(journal.records("refused", "accepted"))  # what a kill cut short is none
     if tried >= attempts:
         return "failed", f"{tried} attempts: {why or 'no reason was given'}"
     journal.append("submitted", run=str(folder))
     done = run_command([*atoll_here(), "submit", *lines])
     if done.returncode:
         why, _ = complaint(done.stderr)
+        if ANOTHER_IS_AT_IT in done.stderr:
+            return "running", why
         journal.append("refused", why=why)
-        return "running" if ANOTHER_IS_AT_IT in done.stderr else "retry", why
+        return "retry", why
+    journal.append("accepted")
     state, why = status(folder)
     return "retry" if state == "failed" else state, why  # the next question submits it again
 
@@ -224,7 +253,8 @@ def _submitted(here: Path, run: Run, lines: list[str], attempts: int) -> tuple[s
 def _make_update(folder: Path, here: Path, run: Run, request: dict[str, Any], base: Path) -> None:
     """What training changed, encoded with the residual of the last update; signed, then named."""
     partial = here / "made"
-    residuals = sorted((folder / "rounds").glob("*/residual"))
+    numbers = {round_number(path.parent): path for path in (folder / "rounds").glob("*/residual")}
+    earlier = [number for number in numbers if number < round_number(here)]
     about = {
         "campaign": request["campaign"],
         "round": request["round"],
@@ -236,8 +266,8 @@ def _make_update(folder: Path, here: Path, run: Run, request: dict[str, Any], ba
     argv = [*_container_side(folder), "make-delta", "--base", str(base)]
     argv += ["--run", str(run_dir.folder(run)), "--codec", request["codec"], "--out", str(partial)]
     argv += ["--residual", str(here / "residual"), "--about", json.dumps(about)]
-    for previous in [path for path in residuals if path.parent.name < here.name][-1:]:
-        argv += ["--previous-residual", str(previous)]
+    if earlier:
+        argv += ["--previous-residual", str(numbers[max(earlier)])]
     run_verb(argv, "the update")
     if request["signing_key"]:
         sign(partial / "manifest.json", Path(request["signing_key"]).expanduser())
@@ -250,7 +280,9 @@ def _measured(here: Path) -> dict[str, Any]:
     job = Journal(here).last("submitted")
     records = run_dir.metrics(Path(job["run"])) if job else []
     return {
-        "losses": [r["loss"] for r in records if r["event"] == "evaluation"],
+        "losses": [
+            r["loss"] for r in records if r["event"] == "evaluation" and math.isfinite(r["loss"])
+        ],
         "submitted": job.get("time"),
         "started": records[0].get("time") if records else None,
         "ended": records[-1].get("time") if records else None,

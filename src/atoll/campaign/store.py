@@ -21,7 +21,7 @@ from atoll.settings.federation import Campaign, Site, checked_settings
 
 # What may change in a campaign's life: its length, our patience, and how it is carried out.
 FREE = {"rounds", "deadline_minutes", "poll_seconds", "attempts", "target_loss", "ssh_options"}
-FREE |= {"engine"}
+FREE |= {"engine", "grace_minutes", "rule.below_quorum"}
 
 
 @dataclass
@@ -83,6 +83,11 @@ class CampaignStore:
     def update(self, number: int, site: Site) -> Path:
         return self.round(number) / site.name / "update"
 
+    def updates(self, number: int) -> list[Path]:
+        """Those that were taken, in the order of the campaign's facilities."""
+        folders = [self.update(number, site) for site in self.campaign.sites]
+        return [folder for folder in folders if folder.is_dir()]
+
     def site(self, name: str) -> Site:
         return next(site for site in self.campaign.sites if site.name == name)
 
@@ -134,11 +139,22 @@ class CampaignStore:
 
     def mean_losses(self, number: int) -> tuple[float, float] | None:
         """Held-out, the mean over facilities: of the model they began with, and of their own."""
-        states = [self.state(number, site) for site in self.campaign.sites]
-        losses = [s.answer["losses"] for s in states if s.has_update and s.answer.get("losses")]
+        losses = self.losses(number)
         if not losses:
             return None
         return sum(x[0] for x in losses) / len(losses), sum(x[-1] for x in losses) / len(losses)
+
+    def losses(self, number: int) -> list[list[float]]:
+        """What the facilities say whose updates were taken, and are in the model if there is one.
+
+        Each: held-out, of the model it began with, …, of its own.
+        """
+        taken = [site for site in self.campaign.sites if self.update(number, site).is_dir()]
+        if self.has_model(number):
+            weights = self.model_manifest(number)["weights"]
+            taken = [site for site in taken if site.name in weights]
+        answers = [self.state(number, site).answer for site in taken]
+        return [answer["losses"] for answer in answers if answer.get("losses")]
 
     def record_answer(self, number: int, site: Site, answer: dict[str, Any]) -> None:
         """Keep what a facility said, where it is not what it said before."""
@@ -174,6 +190,12 @@ def checked_campaign(values: dict[str, Any]) -> Campaign:
     return checked_settings(Campaign, values, "campaign setting ", hint)
 
 
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """The rule's settings by themselves."""
+    rule = {f"rule.{name}": value for name, value in values.get("rule", {}).items()}
+    return {name: value for name, value in values.items() if name != "rule"} | rule
+
+
 def settings_file(folder: Path) -> Path:
     return folder / "campaign.json"
 
@@ -192,12 +214,13 @@ def keep_settings(store: CampaignStore) -> None:
     path = settings_file(store.folder)
     now = store.campaign.model_dump(mode="json")
     if path.is_file():
-        before = json.loads(path.read_text())
-        for name in now:
-            if name not in FREE and before.get(name) != now[name]:
+        before, wanted = (_flat(values) for values in (json.loads(path.read_text()), now))
+        for name in wanted:
+            # a setting that it was begun without has what it began with
+            if name not in FREE and before.get(name, wanted[name]) != wanted[name]:
                 raise UserError(
                     f"campaign {store.campaign.name} was begun with {name}={before.get(name)}, now "
-                    f"it is {now[name]}",
+                    f"it is {wanted[name]}",
                     "give this one another name: name=NAME",
                 )
     run_dir.write_whole(path, json.dumps(now, indent=1))

@@ -4,11 +4,14 @@ import re
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from atoll.commands import run_command
-from atoll.errors import UserError
+from atoll.campaign.calls import Over, call, never
+from atoll.commands import TIMED_OUT, run_command
+from atoll.errors import UserError, printable
+from atoll.settings.exchange import SHOWN
 from atoll.settings.federation import Campaign, Site
 
 # Unknown hosts are refused and nobody is asked; a dead line is noticed within two minutes.
@@ -19,6 +22,8 @@ SSH = (
 SSH_FAILED = 255  # ssh's own exit code
 # rsync's manual, EXIT VALUES: socket, stream, timeout, no connection; and ssh's own
 CONNECTION_CODES = {10, 12, 30, 35, SSH_FAILED}
+HOME_SECONDS = 120.0
+PARTS = ".rsync-partial"  # of what a transfer was cut off in
 PROGRAM_MISSING = re.compile(r"rsync.*not found|not found.*rsync")
 
 
@@ -33,7 +38,7 @@ def atoll_here() -> list[str]:
 def at_site(campaign: Campaign, site: Site, words: list[str]) -> list[str]:
     """The command that runs `atoll WORDS` at a facility."""
     own = [*(site.command or atoll_here()), *words]
-    return own if site.host is None else [*ssh(campaign), site.host, shlex.join(own)]
+    return own if site.host is None else [*ssh(campaign), "--", site.host, shlex.join(own)]
 
 
 def ssh(campaign: Campaign) -> list[str]:
@@ -44,15 +49,24 @@ def home_of(campaign: Campaign, site: Site) -> Path | None:
     """The home folder at a facility that answers now, where relative paths begin; None: here."""
     if site.host is None:
         return None
-    return Path(_output(campaign, site, [*ssh(campaign), site.host, "pwd"]).strip())
+    end = time.monotonic() + HOME_SECONDS
+    argv = [*ssh(campaign), "--", site.host, "pwd"]
+    home = _output(campaign, site, argv, lambda: time.monotonic() > end).strip()
+    if not re.fullmatch(r"/[^\x00-\x1f\x7f]*", home):
+        raise UserError(
+            f"{site.name}: `pwd` printed {printable(home, 80)!r}, which is no folder",
+            "its login shell must print nothing of itself (.bashrc)",
+        )
+    return Path(home)
 
 
-def ask(campaign: Campaign, site: Site, words: list[str]) -> str:
-    """What a verb at a facility prints.
+def ask(campaign: Campaign, site: Site, words: list[str], over: Over = never) -> str:
+    """What a verb at a facility prints, until it is `over`.
 
-    Raises `Unreachable` where the line is down, and `UserError` where the verb says no.
+    Raises `Unreachable` where the line is down or there is no answer, and `UserError` where the
+    verb says no.
     """
-    return _output(campaign, site, at_site(campaign, site, words))
+    return _output(campaign, site, at_site(campaign, site, words), over)
 
 
 def run_verb(argv: list[str], what: str) -> str:
@@ -69,47 +83,70 @@ def complaint(stderr: str) -> tuple[str, str]:
     lines = _lines(stderr)
     ours = [n for n, line in enumerate(lines) if line.startswith("atoll: ")]
     if not ours:
-        return (lines[-1] if lines else "no reason was given"), "look at its run folder"
-    found, *hints = lines[ours[-1] :]
+        last = printable(lines[-1], SHOWN) if lines else "no reason was given"
+        return last, "look at its run folder"
+    found, *hints = [printable(line, SHOWN) for line in lines[ours[-1] :][:3]]
     return found.removeprefix("atoll: "), " ".join(hints) or "look at its run folder"
 
 
-def _output(campaign: Campaign, site: Site, argv: list[str]) -> str:
-    done = run_command(argv)
+def _output(campaign: Campaign, site: Site, argv: list[str], over: Over) -> str:
+    done = call(argv, over)
     if done.returncode == 0:
         return done.stdout
-    if site.host is not None and done.returncode == SSH_FAILED:
-        lines = _lines(done.stderr)
-        raise Unreachable(
-            f"{site.name} does not answer: {lines[-1] if lines else 'ssh failed'}",
-            f"try it: {shlex.join([*ssh(campaign), site.host, 'true'])}",
-        )
+    failed = site.host is not None and done.returncode == SSH_FAILED
+    if failed or done.returncode == TIMED_OUT:
+        last = printable((_lines(done.stderr) or ["ssh failed"])[-1], SHOWN)
+        words = [*ssh(campaign), "--", site.host or "", "true"] if site.host else argv
+        raise Unreachable(f"{site.name} does not answer: {last}", f"try it: {shlex.join(words)}")
     found, hint = complaint(done.stderr)
     raise UserError(f"{site.name}: {found}", hint)
 
 
 def send(
-    campaign: Campaign, site: Site, source: Path, target: str, left_out: Sequence[str] = ()
+    campaign: Campaign,
+    site: Site,
+    source: Path,
+    target: str,
+    left_out: Sequence[str] = (),
+    over: Over = never,
 ) -> None:
     """Copy a folder but for some files to a facility; what is there already is not sent again."""
     excludes = [f"--exclude={pattern}" for pattern in left_out]
     if site.host is None:
         Path(target).mkdir(parents=True, exist_ok=True)
-        _rsync(campaign, site, f"{source}/", f"{target}/", *excludes)
+        _rsync(campaign, site, [*excludes, "--", f"{source}/", f"{target}/"], over)
     else:  # the folders above: rsync's own --mkpath came with 3.2.3, RHEL 8 has 3.1.3
-        program = f"mkdir -p {shlex.quote(target)} && rsync"
+        program = f"mkdir -p -- {shlex.quote(target)} && rsync"
         far = f"{site.host}:{target}/"
-        _rsync(campaign, site, f"{source}/", far, f"--rsync-path={program}", *excludes)
+        words = [f"--rsync-path={program}", *excludes, "--", f"{source}/", far]
+        _rsync(campaign, site, words, over)
 
 
-def fetch(campaign: Campaign, site: Site, source: str, target: Path) -> None:
-    """Copy a folder from a facility; links and devices are never taken over."""
+def fetch(
+    campaign: Campaign,
+    site: Site,
+    source: str,
+    target: Path,
+    names: Sequence[str] | None = None,
+    most_bytes: int | None = None,
+    over: Over = never,
+) -> None:
+    """Copy plain files of a folder at a facility; links and devices are never taken over.
+
+    names: these alone (else all), and none that is longer than `most_bytes`; what is here beside
+    them stays.
+    """
     target.mkdir(parents=True, exist_ok=True)
     remote = source if site.host is None else f"{site.host}:{source}"
-    _rsync(campaign, site, f"{remote}/", f"{target}/", "--no-links", "--delete")
+    words = ["--no-links", "--no-devices", "--no-specials"]
+    if names is not None:
+        words += [*(f"--include=/{name}" for name in names), "--exclude=*"]
+    if most_bytes is not None:
+        words.append(f"--max-size={most_bytes}")
+    _rsync(campaign, site, [*words, "--", f"{remote}/", f"{target}/"], over)
 
 
-def _rsync(campaign: Campaign, site: Site, source: str, target: str, *more: str) -> None:
+def _rsync(campaign: Campaign, site: Site, words: list[str], over: Over) -> None:
     """`--partial-dir` keeps what an interrupted transfer had, apart from whole files.
 
     Raises `Unreachable` where the line is down, and `UserError` with rsync's words for all that
@@ -117,18 +154,21 @@ def _rsync(campaign: Campaign, site: Site, source: str, target: str, *more: str)
     """
     if shutil.which("rsync") is None:
         raise UserError("there is no rsync on this machine", "install it: apt install rsync")
-    argv = ["rsync", "--recursive", "--times", "--partial-dir=.rsync-partial", "--timeout=300"]
+    argv = ["rsync", "--recursive", "--times", f"--partial-dir={PARTS}", "--timeout=300"]
     if site.host is not None:
         argv += ["--rsh", shlex.join(ssh(campaign))]
-    done = run_command([*argv, *more, source, target])
+    done = call([*argv, *words], over)
     if done.returncode == 0:
         return
-    lines = _lines(done.stderr) or [f"exit code {done.returncode}"]
+    if done.returncode == TIMED_OUT:
+        raise Unreachable(f"{site.name}: rsync: {done.stderr}", "it goes on from there later")
+    lines = [printable(line, SHOWN) for line in _lines(done.stderr)]
+    lines = lines or [f"exit code {done.returncode}"]
     found = f"{site.name}: rsync stopped: {'; '.join(dict.fromkeys((lines[0], lines[-1])))}"
     codes = {done.returncode, *map(int, re.findall(r"\(code (\d+)\)", done.stderr))}
     if codes <= CONNECTION_CODES and not PROGRAM_MISSING.search(done.stderr):
         raise Unreachable(found, "it goes on from there when it is tried again")
-    raise UserError(found, f"mend it in {target}, then type the same line again")
+    raise UserError(found, f"mend it in {words[-1]}, then type the same line again")
 
 
 def _lines(text: str) -> list[str]:

@@ -5,7 +5,7 @@ from atoll.errors import UserError
 from atoll.plan.choose import USABLE, fits
 from atoll.plan.memory import memory_of
 from atoll.plan.nearest import nearest
-from atoll.plan.shapes import FAMILIES, Shape, known_config, shape_of
+from atoll.plan.shapes import Shape, known_config, shape_of
 from atoll.settings import Run
 
 
@@ -37,7 +37,7 @@ def _is_asked(run: Run) -> bool:
 
 def _shape(run: Run) -> Shape | None:
     config = known_config(run.model)
-    return shape_of(config) if config and config.get("model_type") in FAMILIES else None
+    return shape_of(config) if config and "model_type" in config else None
 
 
 def _unknown(run: Run, shape: Shape | None) -> str:

@@ -13,6 +13,7 @@ from atoll.cluster.lease import Lease, lease_of
 from atoll.cluster.scheduler import answer_lines
 from atoll.commands import VerbParser
 from atoll.errors import UserError
+from atoll.health.faults import ENDING, faults, in_a_line
 from atoll.settings import load_run
 
 ABOUT = "Say of each run (the folder, or its name in runs/) where it stands, and why."
@@ -73,7 +74,7 @@ def status(folder: Path, answers: Mapping[JobId, Job] | None = None) -> tuple[st
     if job.code == "TIMEOUT":
         reasons = [_time_was_over(folder)]
     if job.state == "failed":
-        reasons.append(last_words(folder, scheduler, job_id))
+        reasons.append(_fault(folder, job_id) or last_words(folder, scheduler, job_id))
     if job.state == "running":
         reasons += [f"refused job {other}: it holds the run" for other in _refused(folder)]
     reasons.append(_last_step(folder, job.state == "running"))
@@ -93,7 +94,8 @@ def _without_scheduler(folder: Path) -> tuple[str, str] | None:
         return "running", _last_step(folder, True)
     where = "here" if run.facility.scheduler == "none" else "by hand"
     started = f"it was started {where}, no scheduler knows of it"
-    return "not finished", f"{_last_step(folder, False)}; {started}"
+    reasons = (_last_step(folder, False), _fault(folder), started)
+    return "not finished", "; ".join(filter(None, reasons))
 
 
 def _telling(
@@ -127,6 +129,16 @@ def _restarts(folder: Path, job: Job) -> int:
     asked = _count_lines(run_dir.restarts_file(folder))
     missed = run_dir.restart_file(folder).exists() and job.state not in LIVE
     return max(0, asked - int(missed))
+
+
+def _fault(folder: Path, job_id: str | None = None) -> str:
+    """Who was at fault for the end of a job, or of a run's last start; empty where nobody was."""
+    ends = [fault for fault in faults(folder) if fault.kind in ENDING]
+    if job_id is not None:
+        ends = [fault for fault in ends if fault.job == job_id]
+    elif ends and run_dir.metrics(folder)[-1:] and run_dir.metrics(folder)[-1]["event"] != "fault":
+        ends = []  # the run went on behind it
+    return in_a_line(ends[-1]) if ends else ""
 
 
 def last_words(folder: Path, scheduler: str, job_id: str) -> str:
@@ -167,7 +179,8 @@ def _job_lines(folder: Path) -> list[list[str]]:
 
 def _last_step(folder: Path, with_age: bool) -> str:
     """The last step that was written down, and how long ago that was."""
-    records = [record for record in run_dir.metrics(folder) if record.get("step") is not None]
+    metrics = [record for record in run_dir.metrics(folder) if record["event"] != "fault"]
+    records = [record for record in metrics if record.get("step") is not None]
     if not records:
         return "no step yet"
     last = max(records, key=lambda record: int(record["step"]))

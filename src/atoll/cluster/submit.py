@@ -19,7 +19,7 @@ from atoll.cluster.scheduler import queued, without_outer_job
 from atoll.commands import VerbParser
 from atoll.config.compose import Composition, compose_all, config_tree, overrides_parser
 from atoll.config.identity import check_same_run
-from atoll.errors import UserError
+from atoll.errors import UserError, printable
 from atoll.images.check import check_image
 from atoll.settings import Run
 
@@ -100,7 +100,8 @@ def dry_run(run: Run, here: bool = False) -> str:
     """The exact commands, as shell text."""
     folder = run_dir.folder(run)
     queue = "" if _runs_here(run, here) else shlex.join(_submission(run)) + "\n\n"
-    return f"{queue}# {run_dir.launch_script(folder)}\n{_script(run, here)}"
+    path = printable(str(run_dir.launch_script(folder)))  # a comment is one line
+    return f"{queue}# {path}\n{_script(run, here)}"
 
 
 def _discard(folder: Path) -> None:

@@ -38,8 +38,13 @@ from atoll.config.paths import with_absolute_paths, with_caches, with_image_file
 from atoll.config.provenance import DERIVED, annotated, leaves, origins
 from atoll.errors import UserError
 from atoll.plan.choose import choose, options
-from atoll.plan.shapes import FAMILIES, Shape, check_architecture, known_config, shape_of
-from atoll.settings import Run, checked, dumped, is_setting
+from atoll.plan.shapes import (
+    Shape,
+    check_architecture,
+    known_config,
+    shape_of,
+)
+from atoll.settings import Run, check_positions, checked, dumped, is_setting
 from atoll.settings.suggestions import check_choice, unknown_setting, unreadable
 
 COMMAND_LINE = "command line"
@@ -152,10 +157,12 @@ def path_word(name: str, path: Path) -> str:
 
 
 def check_model(run: Run) -> None:
-    """Refuse what cannot be divided, where this machine knows the model's shape."""
+    """Refuse what cannot be trained or divided, where this machine knows the model's shape."""
     config = known_config(run.model)
-    if config is not None and config.get("model_type") in FAMILIES:
-        check_architecture(shape_of(config), run.sharding)
+    if config is not None and "model_type" in config:
+        shape = shape_of(config)
+        check_positions(shape.positions, run.data.sequence_tokens)
+        check_architecture(shape, run.sharding)
 
 
 def campaign_values(overrides: Sequence[str], tree: Path | None = None) -> dict[str, Any]:
@@ -169,6 +176,21 @@ def campaign_values(overrides: Sequence[str], tree: Path | None = None) -> dict[
                 check_choice(key, override.value(), groups(tree)[key])
             lines.append(text if key == "federation" else f"++{text}")
         return _plain(hydra_compose("campaign", lines))
+
+
+def settings_of(
+    overrides: Sequence[str], tree: Path | None = None
+) -> Iterator[tuple[str, Any, bool]]:
+    """Of each word the setting, its value, and whether it is a plain choice of a group."""
+    tree = tree or config_tree()
+    with _hydra(tree) as loader:
+        parsed = [_parsed(line, loader) for line in overrides]
+    offered = groups(tree)
+    for override in parsed:
+        name, value = override.key_or_group, override.value()
+        choices = [*offered.get(name, []), *(["auto"] if f"{name}=auto" == AUTO else [])]
+        plain = isinstance(value, str) and override.package is None
+        yield name, value, plain and value in choices
 
 
 def shardings(tree: Path) -> dict[str, dict[str, Any]]:

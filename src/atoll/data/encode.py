@@ -64,9 +64,16 @@ class WorkItem(NamedTuple):
 
 
 def encoder(
-    tokenizer_file: Path, end_id: int | None, dtype: str, data: Data, sources: list[SplitCorpus]
+    tokenizer_file: Path,
+    around: tuple[int | None, int | None],
+    dtype: str,
+    data: Data,
+    sources: list[SplitCorpus],
 ) -> Callable[[WorkItem], dict[Split, TokenBlock]]:
-    """Give the function that turns a block into tokens, each document closed by `end_id`."""
+    """Give the function that turns a block into tokens.
+
+    around: the tokens that begin and end each document, None where there is none.
+    """
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -82,7 +89,7 @@ def encoder(
             chosen = np.flatnonzero(held_out == (split == "validation")).tolist()
             if data.classes is None:
                 texts = [_filled(data.template, columns[0][n]) for n in chosen if columns[0][n]]
-                encoded[split] = _encoded(tokenizer, end_id, dtype, texts, len(chosen))
+                encoded[split] = _encoded(tokenizer, around, dtype, texts, len(chosen))
             else:
                 rows = [(block.first_document + n, *(c[n] for c in columns)) for n in chosen]
                 encoded[split] = _labelled(tokenizer, dtype, data.classes, rows)
@@ -105,7 +112,7 @@ def tokenizer_maker(
             train = vocabulary.TRAINED[run.tokenizer.kind]
             made = train(_training_texts(run, corpora[0]), run.tokenizer.vocabulary_tokens)
         made.save_pretrained(str(folder))
-        return vocabulary.describe(folder)
+        return vocabulary.describe(folder, run.data.bos)
 
     return make
 
@@ -140,16 +147,21 @@ def _training_texts(run: Run, train: CorpusBlocks) -> Iterator[str]:
 
 
 def _encoded(
-    tokenizer: Any, end_id: int | None, dtype: str, texts: list[str], documents: int
+    tokenizer: Any,
+    around: tuple[int | None, int | None],
+    dtype: str,
+    texts: list[str],
+    documents: int,
 ) -> TokenBlock:
     """Texts that are not blank, of so many documents."""
     pieces: list[bytes] = []
     lengths: list[int] = []
-    end = np.array([] if end_id is None else [end_id], dtype=dtype)
+    begin, end = (np.array([] if t is None else [t], dtype=dtype).tobytes() for t in around)
+    added = sum(token is not None for token in around)
     for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
         ids = np.array(encoding.ids, dtype=dtype)
-        pieces += (ids.tobytes(), end.tobytes())
-        lengths.append(len(ids) + len(end))
+        pieces += (begin, ids.tobytes(), end)
+        lengths.append(len(ids) + added)
     blank = documents - len(lengths)
     return TokenBlock(b"".join(pieces), np.array(lengths, dtype=np.int64), blank)
 

@@ -24,7 +24,7 @@ from atoll.data.vocabulary import Vocabulary
 from atoll.errors import UserError
 from atoll.run_dir import sha256_of, write_whole
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SPLITS: tuple["Split", ...] = ("train", "validation")
 Split = Literal["train", "validation"]
 
@@ -62,13 +62,15 @@ class TokenPlan(Record):
     tokenizer_fingerprint: str
     tokenizer_sha256: str
     vocabulary_tokens: int
+    begin_id: int | None
     end_id: int | None
     pad_id: int
     dtype: Literal["uint16", "uint32"]
 
     @property
     def vocabulary(self) -> Vocabulary:
-        return Vocabulary(self.vocabulary_tokens, self.end_id, self.pad_id, self.tokenizer_sha256)
+        ids = (self.begin_id, self.end_id, self.pad_id)
+        return Vocabulary(self.vocabulary_tokens, *ids, self.tokenizer_sha256)
 
 
 class TokenManifest(TokenPlan):

@@ -230,6 +230,7 @@ def _new_plan(
         **identity,
         tokenizer_sha256=made.sha256,
         vocabulary_tokens=made.tokens,
+        begin_id=made.begin_id,
         end_id=made.end_id,
         pad_id=made.pad_id,
         dtype=made.dtype,
@@ -252,7 +253,7 @@ def _write_shards(
     start = partial(
         encode.encoder,
         shards.tokenizer_folder(folder) / "tokenizer.json",
-        plan.end_id,
+        (plan.begin_id, plan.end_id),
         plan.dtype,
         run.data,
         [text.source for text in corpora],

@@ -22,6 +22,7 @@ class Vocabulary(NamedTuple):
     """What the tokens of a run mean: `tokens` is the largest possible id + 1."""
 
     tokens: int
+    begin_id: int | None  # nothing is put before documents where the tokenizer puts nothing
     end_id: int | None  # nothing is put between documents where the tokenizer knows no end
     pad_id: int
     sha256: str
@@ -130,14 +131,14 @@ def characters(texts: Iterable[str]) -> Any:
 TRAINED = {"bpe": trained, "wordpiece": wordpiece}
 
 
-def describe(folder: Path) -> Vocabulary:
-    """Read a saved tokenizer's ids and hash.
+def describe(folder: Path, bos: str = "auto") -> Vocabulary:
+    """Read a saved tokenizer's ids and hash; bos: whether documents get a beginning (data.bos).
 
-    Raises `UserError` where it knows no token that may end a document.
+    Raises `UserError` where it knows no token that may end a document, or none to begin it.
     """
     from transformers import PreTrainedTokenizerFast
 
-    saved = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    saved = PreTrainedTokenizerFast.from_pretrained(str(folder), trust_remote_code=False)
     # Encoders such as BERT separate texts rather than end them.
     ends = [saved.eos_token_id, saved.sep_token_id]
     end_id = next((token for token in ends if token is not None), None)
@@ -148,7 +149,27 @@ def describe(folder: Path) -> Vocabulary:
         )
     pad_id = (end_id or 0) if saved.pad_token_id is None else saved.pad_token_id
     tokens = max(saved.get_vocab().values()) + 1
-    return Vocabulary(tokens, end_id, pad_id, sha256_of(folder / "tokenizer.json"))
+    begin_id = _begin_id(folder, bos)
+    return Vocabulary(tokens, begin_id, end_id, pad_id, sha256_of(folder / "tokenizer.json"))
+
+
+def _begin_id(folder: Path, bos: str) -> int | None:
+    """What is put before each document: auto, what whoever loads the tokenizer gets there."""
+    from transformers import AutoTokenizer
+
+    if bos == "never":
+        return None
+    saved = AutoTokenizer.from_pretrained(str(folder))
+    begin_id: int | None = saved.bos_token_id
+    if bos == "always":
+        if begin_id is None:
+            raise UserError(
+                "data.bos=always, and the tokenizer has no beginning-of-text token",
+                "data.bos=auto, or give it one: tokenizer.bos_token = '<s>', then save_pretrained",
+            )
+        return begin_id
+    puts_it = begin_id is not None and saved("a")["input_ids"][:1] == [begin_id]
+    return begin_id if puts_it and saved("a", add_special_tokens=False)["input_ids"] else None
 
 
 def _of_folder_or_hub(run: Run, name: str) -> Any:
@@ -156,7 +177,8 @@ def _of_folder_or_hub(run: Run, name: str) -> Any:
 
     folder = Path(name).expanduser()
     where = str(folder) if folder.is_dir() else name
-    return AutoTokenizer.from_pretrained(where, revision=_revision(run) or "main")
+    revision = _revision(run) or "main"
+    return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=False)
 
 
 def _of_file(path: Path) -> Any:

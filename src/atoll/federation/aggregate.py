@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,22 @@ import torch
 from torch import Tensor
 
 from atoll.commands import VerbParser
-from atoll.errors import UserError
+from atoll.errors import UserError, printable
 from atoll.federation import combine, global_model, step
 from atoll.federation.codec import CODECS
 from atoll.federation.error_feedback import encoded_layout, read_decoded, write_encoded
-from atoll.federation.tensors import Layout, Stretch, TensorReader, TensorWriter, stretches, typed
-from atoll.federation.update import (
-    UpdateManifest,
-    read_manifest,
-    refuse_wrong_files,
-    refuse_wrong_tensors,
+from atoll.federation.judge import Bound, Measured, cosines, judge
+from atoll.federation.tensors import (
+    Layout,
+    Stretch,
+    TensorReader,
+    TensorWriter,
+    copy_fixed,
+    stretches,
+    typed,
 )
+from atoll.federation.update import refuse_wrong_files, refuse_wrong_tensors
+from atoll.settings.exchange import UpdateManifest, read_manifest
 from atoll.settings.federation import Rule, checked_settings
 
 THREADS = 2
@@ -51,23 +57,8 @@ class Update:
     def facility(self) -> str:
         return self.manifest.facility
 
-    def tensors(self) -> TensorReader:
-        return TensorReader(self.folder, self.manifest.files)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Of the updates, in order: inner products of each pair, and values that are not finite."""
-
-    gram_KK: Tensor
-    not_finite: list[int]
-
-    @property
-    def norms(self) -> list[float]:
-        return [math.sqrt(max(0.0, value)) for value in self.gram_KK.diagonal().tolist()]
-
-    def only(self, places: list[int]) -> "Measured":
-        return Measured(self.gram_KK[places][:, places], [self.not_finite[n] for n in places])
+    def tensors(self, most: int | None = None) -> TensorReader:
+        return TensorReader(self.folder, self.manifest.files, most)
 
 
 @dataclass(frozen=True)
@@ -80,33 +71,51 @@ class Outcome:
     rejected: dict[str, str] = field(default_factory=dict)
 
 
+class SmallCohort(UserError):
+    """Fewer updates are left than the rule needs; `rejected`: facility -> why."""
+
+    def __init__(self, found: str, rejected: dict[str, str]) -> None:
+        super().__init__(found, "the global model stays: wait for more, or fix what is named")
+        self.rejected = rejected
+
+
 def main(argv: list[str]) -> int:
     """`atoll aggregate`: the next global model from updates whose senders are known."""
     arguments = _read(argv)
     rule = checked_settings(Rule, json.loads(arguments.rule), "rule.", "see settings/federation.py")
     bases = [global_model.read_global(arguments.base)["digest"], *arguments.older]
     updates, unreadable = [], dict[str, str]()
-    for folder in arguments.updates:
+    for folder in [] if arguments.hold else arguments.updates:
         try:
             updates.append(verified(folder, bases))
-        except UserError as error:
-            unreadable[folder.parent.name] = error.found
+        except Exception as error:  # whatever one facility sent, the others go on
+            unreadable[folder.parent.name] = reason_of(error)
     about = json.loads(arguments.about) | {"unreadable": unreadable}
     _allow_many_files()
-    outcome = aggregate(arguments.base, updates, rule, arguments.codec, arguments.out, about)
+    try:
+        if arguments.hold:
+            outcome = hold(arguments.base, rule, arguments.codec, arguments.out, about)
+        else:
+            base, out = arguments.base, arguments.out
+            outcome = aggregate(base, updates, rule, arguments.codec, out, about)
+    except SmallCohort as error:
+        facts = {"short": error.found, "rejected": error.rejected}
+        print(json.dumps(facts | {"unreadable": unreadable}))
+        return 0
     print(json.dumps(asdict(outcome) | {"unreadable": unreadable}))
     return 0
 
 
 def _read(argv: list[str]) -> argparse.Namespace:
     parser = VerbParser("aggregate", main.__doc__)
-    parser.add_argument("updates", nargs="+", type=Path)
+    parser.add_argument("updates", nargs="*", type=Path)
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--older", action="append", default=[], help="digest of the model before")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rule", default="{}", help="JSON: weigh, combine, update and the rest")
     parser.add_argument("--codec", default="fp32", choices=list(CODECS), help="of the delta")
     parser.add_argument("--about", default="{}", help="JSON: kept in the manifest")
+    parser.add_argument("--hold", action="store_true", help="of no update: the model stays")
     return parser.read(argv)
 
 
@@ -142,6 +151,8 @@ def aggregate(
     """
     with TensorReader(base / "master") as before:
         layout = before.layout
+    known = global_model.read_global(base)
+    bound = Bound(known.get("norms_before", []), partial(norm_of, base))
     rejected = _unfit(updates, layout)
     updates = [update for update in updates if update.facility not in rejected]
     updates.sort(key=lambda update: update.facility)
@@ -150,65 +161,48 @@ def aggregate(
         measured = _one_pass(updates, layout, None)
     while True:
         if measured is not None:
-            rejected |= (refused := judge(measured, updates, rule))
+            rejected |= (refused := judge(measured, _names(updates), rule, bound))
             places = [n for n, update in enumerate(updates) if update.facility not in refused]
             updates, measured = [updates[n] for n in places], measured.only(places)
-        _refuse_small_cohort(updates, rule, rejected)
-        weights, factors = _weights(updates, rule, measured)
-        partial = global_model.begin(out)
-        with NextModel(base, partial, layout, rule, codec, weights, factors) as next_model:
+        weights, factors = _weights(updates, rule, measured, rejected)
+        unfinished = global_model.begin(out)
+        with NextModel(base, unfinished, layout, rule, codec, weights, factors) as next_model:
             measured = _one_pass(updates, layout, next_model)
-        if not judge(measured, updates, rule):
+        if judge(measured, _names(updates), rule, bound):
+            continue
+        if not next_model.overflows:
             break
-    names = [update.facility for update in updates]
+        longest = updates.pop(measured.norms.index(max(measured.norms)))
+        rejected[longest.facility] = (
+            f"{sum(next_model.overflows):,} values overflow in the server's step"
+        )
+        measured = None
+    names = _names(updates)
     outcome = Outcome(
         weights=dict(zip(names, weights, strict=True)),
         norms=dict(zip(names, measured.norms, strict=True)),
         cosines=dict(zip(names, cosines(measured.gram_KK), strict=True)),
         rejected=rejected,
     )
-    previous = global_model.read_global(base)["digest"]
-    facts = {"base": previous, "codec": codec, "rule": rule.model_dump(), **asdict(outcome)}
-    global_model.publish(partial, out, about | facts)
+    facts = {"base": known["digest"], "codec": codec, "rule": rule.model_dump(), **asdict(outcome)}
+    facts["norms_before"] = bound.after(measured.norms)
+    global_model.publish(unfinished, out, about | facts)
     return outcome
 
 
-def judge(measured: Measured, updates: list[Update], rule: Rule) -> dict[str, str]:
-    """Facility -> why its update is left out: not finite, far too long, or the wrong way."""
-    names, norms = [update.facility for update in updates], measured.norms
-    refused = {
-        name: f"{count:,} values are not finite"
-        for name, count in zip(names, measured.not_finite, strict=True)
-        if count
-    }
-    places = [n for n, name in enumerate(names) if name not in refused]
-    median = sorted(norms[n] for n in places)[(len(places) - 1) // 2] if places else 0.0
-    for n in places:
-        if norms[n] > rule.max_norm_ratio * median:
-            refused[names[n]] = (
-                f"its norm {norms[n]:.3g} is more than {rule.max_norm_ratio:g} times the "
-                f"median {median:.3g}"
-            )
-    places = [n for n in places if names[n] not in refused]
-    if len(places) >= 2:
-        angles = cosines(measured.only(places).gram_KK)
-        lowest = min(angles)
-        if lowest < rule.min_cosine:  # of two, nobody knows which
-            wrong = places if len(places) == 2 else [places[angles.index(lowest)]]
-            why = f"its cosine to the others, {lowest:.2f}, is below {rule.min_cosine:g}"
-            refused |= {names[n]: why for n in wrong}
-    return refused
-
-
-def cosines(gram_KK: Tensor) -> list[float]:
-    """Of each update to the sum of the others; 1 where there are no others."""
-    cosine_K = []
-    for n in range(len(gram_KK)):
-        others = [k for k in range(len(gram_KK)) if k != n]
-        dot = float(gram_KK[n, others].sum())
-        length = math.sqrt(max(0.0, float(gram_KK[n, n] * gram_KK[others][:, others].sum())))
-        cosine_K.append(dot / length if others and length > 0 else 1.0)
-    return cosine_K
+def hold(base: Path, rule: Rule, codec: str, out: Path, about: dict[str, Any]) -> Outcome:
+    """A next global model of no update: what the server remembers stays as well."""
+    with TensorReader(base / "master") as before:
+        layout = before.layout
+    known, unfinished = global_model.read_global(base), global_model.begin(out)
+    with NextModel(base, unfinished, layout, rule, codec, [], [], hold=True) as next_model:
+        for stretch in stretches(layout):
+            next_model.add(stretch, torch.zeros(1, stretch.count))
+    outcome = Outcome({}, {}, {})
+    facts = {"base": known["digest"], "codec": codec, "rule": rule.model_dump(), **asdict(outcome)}
+    facts["norms_before"] = known.get("norms_before", [])
+    global_model.publish(unfinished, out, about | facts)
+    return outcome
 
 
 class NextModel(ExitStack):
@@ -223,19 +217,22 @@ class NextModel(ExitStack):
         codec: str,
         weights: list[float],
         factors: list[float],
+        hold: bool = False,
     ) -> None:
         super().__init__()
+        self.hold, self.overflows = hold, list[int]()  # values, of stretches that overflow
         scaled = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
         self.rule, self.codec = rule, codec
         self.weights_K = torch.tensor(scaled, dtype=torch.float64)
         self.factors_K = torch.tensor(factors)
         self.fresh = step.fresh_memory(rule) | ({} if codec == "fp32" else {RESIDUAL: 0.0})
         wide = typed(layout, torch.float32)
-        half = typed(layout, getattr(torch, rule.dtype))
         encoded = encoded_layout(layout, codec)
         self.before = self.enter_context(TensorReader(base / "master"))
-        self.master = self.enter_context(TensorWriter(partial / "master", wide))
-        self.export = self.enter_context(TensorWriter(partial / "export", half))
+        master, export = (self.before.typed_as(x) for x in (torch.float32, _dtype(rule)))
+        self.master = self.enter_context(TensorWriter(partial / "master", master))
+        self.export = self.enter_context(TensorWriter(partial / "export", export))
+        copy_fixed(self.before, self.master, self.export)
         self.delta = self.enter_context(TensorWriter(partial / "delta", encoded))
         self.memory, self.memory_before = dict[str, TensorWriter](), dict[str, TensorReader]()
         for name in self.fresh:
@@ -249,15 +246,21 @@ class NextModel(ExitStack):
         rule = self.rule
         if rule.combine in ("median", "trimmed_mean"):
             values_KN = values_KN * self.factors_K[:, None]
-        combined_N = combine.COMBINE[rule.combine](values_KN, self.weights_K, rule)
         memory = {name: self._remembered(name, stretch) for name in self.fresh}
-        added_N = step.STEPS[rule.update](combined_N, memory, rule)
+        if self.hold:
+            added_N = values_KN[0]
+        else:
+            combined_N = combine.COMBINE[rule.combine](values_KN, self.weights_K, rule)
+            added_N = step.STEPS[rule.update](combined_N, memory, rule)
         decoded_N, residual_N = write_encoded(
             self.delta, self.codec, stretch, added_N, memory.get(RESIDUAL)
         )
         new_N = self.before.values(stretch) + decoded_N
+        rounded_N = new_N.to(_dtype(rule))
+        if not bool(torch.isfinite(rounded_N).all()):
+            self.overflows.append(len(new_N) - int(torch.isfinite(rounded_N).sum()))
         self.master.put(stretch, new_N)
-        self.export.put(stretch, new_N)
+        self.export.put(stretch, rounded_N)
         for name, writer in self.memory.items():
             writer.put(stretch, residual_N if name == RESIDUAL else memory[name])
 
@@ -296,7 +299,8 @@ def _measured(values_KN: Tensor) -> tuple[Tensor, Tensor]:
     if bool(torch.isfinite(gram_KK).all()):
         return gram_KK, torch.zeros(len(values_KN), dtype=torch.int64)
     not_finite_K = (~torch.isfinite(values_KN)).sum(dim=1)
-    return torch.nan_to_num(gram_KK, nan=0.0, posinf=3e38, neginf=-3e38), not_finite_K
+    wide_KN = torch.nan_to_num(values_KN.double(), nan=0.0, posinf=3e38, neginf=-3e38)
+    return wide_KN @ wide_KN.T, not_finite_K
 
 
 def _in_order(pool: ThreadPoolExecutor, work: Any, items: Iterator[Stretch]) -> Iterator[Any]:
@@ -308,34 +312,46 @@ def _in_order(pool: ThreadPoolExecutor, work: Any, items: Iterator[Stretch]) -> 
 
 
 def _unfit(updates: list[Update], layout: Layout) -> dict[str, str]:
-    """Facility -> how its tensors differ from the model's."""
-    rejected = {}
+    """Facility -> how its tensors differ from the model's, or that it is there twice."""
+    rejected, seen = dict[str, str](), set[str]()
+    tensors = sum(map(len, layout.values()))
     for update in updates:
+        parts = CODECS[update.manifest.encoding].parts
         try:
-            with update.tensors() as reader:
+            if update.facility in seen:
+                raise UserError(f"{update.facility} has two updates", "give one of each")
+            seen.add(update.facility)
+            with update.tensors(most=tensors * len(parts)) as reader:
                 refuse_wrong_tensors(reader, update.manifest, layout)
-        except UserError as error:
-            rejected[update.facility] = error.found
+        except Exception as error:  # whatever one facility sent, the others go on
+            rejected[update.facility] = reason_of(error)
     return rejected
 
 
-def _refuse_small_cohort(updates: list[Update], rule: Rule, rejected: dict[str, str]) -> None:
-    if len(updates) < rule.quorum or not updates:
-        why = "; ".join(f"{name}: {reason}" for name, reason in sorted(rejected.items()))
-        raise UserError(
-            f"{len(updates)} updates are left, the quorum is {rule.quorum}"
-            + (f" ({why})" if why else ""),
-            "the global model stays as it is: wait for more, or fix what is named",
-        )
-    combine.refuse_too_few(len(updates), rule)
+def reason_of(error: Exception) -> str:
+    """Why an update is left out, in one line."""
+    found = error.found if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return printable(found, 500)
 
 
 def _weights(
-    updates: list[Update], rule: Rule, measured: Measured | None
+    updates: list[Update], rule: Rule, measured: Measured | None, rejected: dict[str, str]
 ) -> tuple[list[float], list[float]]:
-    """The share of each update, and what clipping multiplies it with."""
+    """The share of each update, and what clipping multiplies it with.
+
+    Raises `SmallCohort` where too few are left for the quorum or the rule.
+    """
+    if len(updates) < rule.quorum or not updates:
+        why = "; ".join(f"{name}: {reason}" for name, reason in sorted(rejected.items()))
+        named = f" ({why})" if why else ""
+        found = f"{len(updates)} updates are left, the quorum is {rule.quorum}{named}"
+        raise SmallCohort(found, rejected)
     late = [update.rounds_late for update in updates]
-    weights = combine.weights_of([update.manifest for update in updates], late, rule)
+    try:
+        combine.refuse_too_few(len(updates), rule)
+        weights = combine.weights_of([update.manifest for update in updates], late, rule)
+    except UserError as error:
+        raise SmallCohort(error.found, rejected) from None
     factors = [1.0] * len(updates)
     if measured is not None:
         factors = combine.clip_factors(measured.norms, rule.clip_norm)
@@ -344,3 +360,21 @@ def _weights(
             gram = measured.gram_KK * scale[:, None] * scale[None]
             weights = combine.krum_weights(gram, rule.krum_bad)
     return weights, factors
+
+
+def _names(updates: list[Update]) -> list[str]:
+    return [update.facility for update in updates]
+
+
+def norm_of(base: Path) -> float:
+    """The length of the global model itself."""
+    with TensorReader(base / "master") as reader:
+        squares = (
+            float(reader.values(s).double().square().sum()) for s in stretches(reader.layout)
+        )
+        return math.sqrt(sum(squares))
+
+
+def _dtype(rule: Rule) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, rule.dtype)
+    return dtype

@@ -59,6 +59,6 @@ def apply_delta(base: Path, delta: Path, codec: str, out: Path) -> str:
         def values_of(stretch: Stretch) -> Tensor:
             return before.values(stretch) + read_decoded(encoded, codec, stretch)
 
-        global_model.write_master(partial, before.layout, values_of)
+        global_model.write_master(partial, before, values_of)
     global_model.link_export(base / "export", partial)
     return publish(partial, out, {})

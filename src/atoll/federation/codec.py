@@ -6,13 +6,11 @@ Blocks of 64 values share a scale, as in bitsandbytes (Dettmers et al. 2022).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 BLOCK = 64
-Codec = Literal["fp32", "bf16", "int8", "int4", "topk"]
 Parts = dict[str, Tensor]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from atoll.errors import UserError
-from atoll.federation.update import UpdateManifest
+from atoll.settings.exchange import UpdateManifest
 from atoll.settings.federation import Rule
 
 Weigh = Callable[[list[UpdateManifest], Rule], list[float]]
@@ -30,6 +30,8 @@ def equally(manifests: list[UpdateManifest], rule: Rule) -> list[float]:
 def capped(manifests: list[UpdateManifest], rule: Rule) -> list[float]:
     """By tokens, but nobody has more than `rule.cap` of the whole; the rest goes to the others."""
     shares = _normalised(by_tokens(manifests, rule))
+    if len(shares) == 1:
+        return shares
     if rule.cap * len(shares) < 1.0:
         raise UserError(
             f"rule.cap={rule.cap} of {len(shares)} updates leaves some weight to nobody",

@@ -21,13 +21,12 @@ from torch import Tensor
 from atoll import run_dir
 from atoll.errors import UserError
 from atoll.federation.tensors import (
-    Layout,
     Stretch,
     TensorReader,
     TensorWriter,
+    copy_fixed,
     files_of,
     stretches,
-    typed,
 )
 
 # what of an export is copied from the model before: never anything of an update
@@ -38,16 +37,19 @@ def first_global(model: Path, out: Path, about: dict[str, Any]) -> str:
     """The global model before any round, from a Hugging Face folder; its digest."""
     partial = begin(out)
     with TensorReader(model) as reader:
-        write_master(partial, reader.layout, reader.values)
+        write_master(partial, reader, reader.values)
     link_export(model, partial)
     return publish(partial, out, about)
 
 
-def write_master(partial: Path, layout: Layout, values_of: Callable[[Stretch], Tensor]) -> None:
-    """The fp32 weights, a stretch at a time."""
-    with TensorWriter(partial / "master", typed(layout, torch.float32)) as writer:
-        for stretch in stretches(layout):
+def write_master(
+    partial: Path, before: TensorReader, values_of: Callable[[Stretch], Tensor]
+) -> None:
+    """The fp32 weights, a stretch at a time; what does not learn as it was before."""
+    with TensorWriter(partial / "master", before.typed_as(torch.float32)) as writer:
+        for stretch in stretches(before.layout):
             writer.put(stretch, values_of(stretch))
+        copy_fixed(before, writer)
 
 
 def copy_beside_weights(export: Path, into: Path, dtype: str) -> None:

@@ -6,6 +6,7 @@ Legend: N values of one stretch.
 import json
 import os
 import re
+import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -18,15 +19,18 @@ import torch
 from torch import Tensor
 
 from atoll.errors import UserError
+from atoll.settings.exchange import refuse_name
 
-# The format's own limit is 100 MB; a model of a thousand layers needs less than 2.
-MAX_HEADER_BYTES = 16 << 20
+# The format's own limit is 100 MB; a file with a thousand layers needs less than 2.
+MAX_HEADER_BYTES = 4 << 20
+MAX_DIMENSIONS = 16
+MAX_VALUES = 1 << 48
 STRETCH = 1 << 19  # values in memory at once, of one tensor: a multiple of every block
-FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")
-TENSOR_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.:-]*$")
+TENSOR_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 DTYPES = {
-    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8,
-    "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Layout = dict[str, dict[str, tuple[int, ...]]]  # file name -> tensor -> shape
@@ -64,10 +68,12 @@ class Entry:
 class TensorReader(ExitStack):
     """The tensors of a folder's files, each once; read by their place, no file is mapped.
 
-    names: of the files; without them all that are there.
+    names: of the files; without them all that are there. most: tensors, before it is no model.
     """
 
-    def __init__(self, folder: Path, names: Iterable[str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, names: Iterable[str] | None = None, most: int | None = None
+    ) -> None:
         super().__init__()
         self.folder, self.entries = folder, dict[str, Entry]()
         paths = files_of(folder) if names is None else [folder / name for name in sorted(names)]
@@ -80,16 +86,35 @@ class TensorReader(ExitStack):
                         other = self.entries[name].path.name
                         raise UserError(f"{path} has {name}, as {other} does", "send it again")
                     self.entries[name] = entry
+                if most is not None and len(self.entries) > most:
+                    raise UserError(
+                        f"{folder} has more tensors than the {most:,} of the model",
+                        "train the model of this round",
+                    )
             self.push(opened.pop_all())
 
     @property
     def layout(self) -> Layout:
-        """File name -> tensor -> shape; `UserError` where there is none."""
+        """File name -> tensor that learns -> shape; `UserError` where there is none."""
         layout: Layout = {}
         for name, entry in self.entries.items():
-            layout.setdefault(entry.path.name, {})[name] = entry.shape
+            if entry.dtype.is_floating_point:
+                layout.setdefault(entry.path.name, {})[name] = entry.shape
         if not layout:
             raise UserError(f"no safetensors in {self.folder}", "give the folder of a model")
+        return layout
+
+    @property
+    def fixed(self) -> dict[str, Entry]:
+        """Counts and masks: they are kept as they are, bit for bit, and never averaged."""
+        return {n: e for n, e in self.entries.items() if not e.dtype.is_floating_point}
+
+    def typed_as(self, dtype: torch.dtype) -> TypedLayout:
+        """The files with what learns in this number format, the rest in its own."""
+        layout: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+        for name, entry in self.entries.items():
+            own = dtype if entry.dtype.is_floating_point else entry.dtype
+            layout.setdefault(entry.path.name, {})[name] = (own, entry.shape)
         return layout
 
     def values(self, stretch: Stretch) -> Tensor:
@@ -128,6 +153,15 @@ class TensorWriter(ExitStack):
         _write(entry.file, content, entry.start + stretch.first * entry.dtype.itemsize)
 
 
+def copy_fixed(before: TensorReader, *writers: TensorWriter) -> None:
+    """Counts and masks of the model before."""
+    for name, entry in before.fixed.items():
+        for first in range(0, entry.numel, STRETCH):
+            stretch = Stretch(name, first, min(STRETCH, entry.numel - first))
+            for writer in writers:
+                writer.put(stretch, before.values(stretch))
+
+
 def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
@@ -145,16 +179,15 @@ def stretches(layout: Layout) -> Iterator[Stretch]:
                 yield Stretch(name, first, min(STRETCH, total - first))
 
 
-def refuse_name(name: str, pattern: re.Pattern[str], where: str) -> None:
-    if not pattern.match(name):
-        raise UserError(f"{where} {name[:80]!r}", "do not use what comes from there")
-
-
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}", "send it again") from None
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise UserError(f"{path} is no plain file", "do not use what comes from there")
+    return file
 
 
 def _entries(path: Path, file: int) -> dict[str, Entry]:
@@ -173,6 +206,7 @@ def _entries(path: Path, file: int) -> dict[str, Entry]:
         header.pop("__metadata__", None)
         entries = {name: _entry(path, file, about, place) for name, about in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        # of the header's making, whatever it is: lists for numbers, numbers for names
         raise UserError(f"{path} has a header that is not safetensors'", "send it again") from None
     for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
         refuse_name(name, TENSOR_NAME, f"{path} names a tensor")
@@ -185,10 +219,15 @@ def _entries(path: Path, file: int) -> dict[str, Entry]:
 
 
 def _entry(path: Path, file: int, about: dict[str, Any], begin: int) -> Entry:
-    shape = tuple(int(length) for length in about["shape"])
-    start, end = about["data_offsets"]
-    entry = Entry(path, file, DTYPES[about["dtype"]], shape, begin + int(start))
-    if min((0, *shape)) < 0 or end - start != entry.size:
+    shape, offsets = about["shape"], about["data_offsets"]
+    whole = [type(number) is int for number in (*shape, *offsets)]
+    if len(shape) > MAX_DIMENSIONS or len(offsets) != 2 or not all(whole):
+        raise ValueError("numbers that are not whole, or too many")
+    begins_and_ends = 0 <= offsets[0] <= offsets[1] <= 8 * MAX_VALUES
+    if not begins_and_ends or not all(0 <= length <= MAX_VALUES for length in shape):
+        raise ValueError("numbers that no file has")
+    entry = Entry(path, file, DTYPES[about["dtype"]], tuple(shape), begin + offsets[0])
+    if offsets[1] - offsets[0] != entry.size:
         raise ValueError("sizes that do not add up")
     return entry
 

@@ -6,91 +6,37 @@ UPDATE/
   manifest.json.sig                    ssh-keygen's signature of it
 """
 
-import json
+import os
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any
 
 from atoll import run_dir
-from atoll.errors import UserError
-from atoll.federation.codec import Codec
+from atoll.errors import UserError, printable
 from atoll.federation.error_feedback import encoded_layout
-from atoll.federation.tensors import FILE_NAME, Layout, TensorReader, refuse_name
-from atoll.settings.fields import Count, CountOrZero, Word
+from atoll.federation.tensors import Layout, TensorReader
+from atoll.settings.exchange import (
+    FORMAT_VERSION,
+    FileFacts,
+    UpdateManifest,
+    manifest_file,
+    read_manifest,
+    signature_file,
+)
 
-FORMAT_VERSION: Literal[1] = 1
-MAX_MANIFEST_BYTES = 4 << 20
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-
-
-class FileFacts(BaseModel):
-    """The size and digest of one file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    bytes: CountOrZero
-    sha256: Sha256
-
-
-class UpdateManifest(BaseModel):
-    """What an update says of itself, and is held to."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    format_version: Literal[1]
-    campaign: Word
-    round: Count
-    facility: Word
-    base: Sha256  # of the global model that training began from
-    tokens: Count
-    steps: Count
-    loss: Annotated[float, Field(allow_inf_nan=False)]
-    image: str
-    configuration: str
-    data: str
-    encoding: Codec
-    nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    files: dict[str, FileFacts]
-
-
-def manifest_file(folder: Path) -> Path:
-    return folder / "manifest.json"
-
-
-def signature_file(folder: Path) -> Path:
-    return folder / "manifest.json.sig"
-
-
-def read_manifest(folder: Path) -> UpdateManifest:
-    """The manifest of an update, whose files have not been looked at.
-
-    Raises `UserError` for anything but the JSON that is expected.
-    """
-    path = manifest_file(folder)
-    try:
-        if path.is_symlink() or path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise UserError(f"{path} is a link or too large", "do not use what comes from there")
-        manifest = UpdateManifest.model_validate(json.loads(path.read_bytes()))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}", "send the update again") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no manifest: {_first(error)}", "send it again") from None
-    for name in manifest.files:
-        refuse_name(name, FILE_NAME, f"{path} names the file")
-    return manifest
+__all__ = ["FORMAT_VERSION", "UpdateManifest", "manifest_file", "read_manifest"]
 
 
 def refuse_wrong_files(folder: Path, manifest: UpdateManifest) -> None:
     """Every file as the manifest says, and no other file beside them."""
     known = {*manifest.files, manifest_file(folder).name, signature_file(folder).name}
-    for path in sorted(folder.iterdir()):
-        if path.name not in known or path.is_symlink() or not path.is_file():
-            raise UserError(
-                f"{path} is not in the manifest, or no plain file",
-                "an update is JSON and safetensors: do not use what comes from there",
-            )
+    with os.scandir(folder) as beside:  # there may be millions: the first is enough
+        for file in beside:
+            if file.name not in known or not file.is_file(follow_symlinks=False):
+                raise UserError(
+                    f"{printable(file.path)} is not in the manifest, or no plain file",
+                    "an update is JSON and safetensors: do not use what comes from there",
+                )
     for name, facts in manifest.files.items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
@@ -128,10 +74,3 @@ def facts_of(path: Path) -> FileFacts:
 
 def _shown(tensor: Any) -> str:
     return "nothing" if tensor is None else f"{tensor[1]:,} x {tensor[0]}".replace("torch.", "")
-
-
-def _first(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -13,6 +13,7 @@ from typing import Literal
 from atoll import run_dir
 
 Kind = Literal["died", "stalled", "slow", "unfit", "non_finite", "spike", "corrupted"]
+ENDING: tuple[Kind, ...] = ("died", "stalled", "unfit")  # no step of the run follows by itself
 # Whom the evidence speaks against. Only a node may be excluded; a Python exception, or a loss that
 # is no number, never speaks against one.
 Blame = Literal["node", "code", "data", "unknown"]

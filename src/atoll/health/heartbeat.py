@@ -7,6 +7,7 @@ import mmap
 import os
 import struct
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -33,7 +34,7 @@ RECORD_BYTES = 8192
 _ERROR_BYTES = slice(512, RECORD_BYTES)
 # Slots of eight bytes: whole numbers, then seconds of the monotonic clock, which all processes of a
 # machine share.
-_PID, _START_TICKS, _RANK, _STEP, _STEPS, _PHASE, _EXIT_CODE = range(7)
+_PID, _START_TICKS, _RANK, _STEP, _STEPS, _PHASE, _EXIT_CODE, _THREAD = range(8)
 _MOVED, _STEP_BEGAN, _STEP_SECONDS, _PHASE_SECONDS = range(16, 20)
 
 
@@ -51,7 +52,8 @@ class Record:
     step_seconds: float  # that its last whole step took; 0: none yet
     seconds: dict[Phase, float]  # in each phase, the last one up to `moved`
     exit_code: int  # ALIVE until it has ended in order
-    error: str  # of what ended it, its type, words and innermost calls
+    thread: int  # of its main thread, as stacks name it
+    error: str  # what ended it: type and words, then its calls, the innermost last
 
 
 class Heartbeat:
@@ -60,14 +62,15 @@ class Heartbeat:
     `at` is called many times a step: about a microsecond.
     """
 
-    def __init__(self, memory: "mmap.mmap | bytearray", rank: int) -> None:
-        self._memory = memory
+    def __init__(self, memory: "mmap.mmap | bytearray", rank: int, folder: Path) -> None:
+        self._memory, self.folder = memory, folder
         self._numbers = memoryview(memory).cast("q")
         self._floats = memoryview(memory).cast("d")
-        self._phase = 0
+        self._phase, self.has_failed = 0, False
         self._moved = self._floats[_MOVED] = time.monotonic()
         self._numbers[_RANK], self._numbers[_EXIT_CODE] = rank, ALIVE
         self._numbers[_START_TICKS] = started_ticks(os.getpid())
+        self._numbers[_THREAD] = threading.main_thread().ident or 0
         self._numbers[_PID] = os.getpid()  # last: it is what makes a record one
 
     def at(self, phase: Phase) -> "_Stay":
@@ -94,8 +97,9 @@ class Heartbeat:
     def failed(self, error: str) -> None:
         """This rank ends by an error."""
         text = error.encode()[: RECORD_BYTES - _ERROR_BYTES.start - 1]
-        self._memory[_ERROR_BYTES.start : _ERROR_BYTES.start + len(text)] = text
         self._go(self._phase)
+        self._memory[_ERROR_BYTES.start : _ERROR_BYTES.start + len(text)] = text
+        self.has_failed = True
 
     @property
     def seconds(self) -> dict[Phase, float]:
@@ -125,12 +129,12 @@ class _Stay:
         self._heartbeat._go(self._before)
 
 
-def node_folder(run_folder: Path, port: int) -> Path:
+def node_folder(run_folder: Path, start: str, node_rank: int) -> Path:
     """Where the ranks of one start of a run keep their records on this node, in its memory."""
     shared = Path("/dev/shm")
     parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
     run = sha256(os.fsencode(run_folder.resolve())).hexdigest()[:12]
-    return parent / f"atoll-{os.getuid()}-{run}-{port}"
+    return parent / f"atoll-{os.getuid()}-{run}-{start}-{node_rank}"
 
 
 def record_file(folder: Path, rank: int) -> Path:
@@ -145,14 +149,14 @@ def begin(folder: Path, rank: int) -> Heartbeat:
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.ftruncate(descriptor, RECORD_BYTES)
-        return Heartbeat(mmap.mmap(descriptor, RECORD_BYTES), rank)
+        return Heartbeat(mmap.mmap(descriptor, RECORD_BYTES), rank, folder)
     finally:
         os.close(descriptor)
 
 
 def unwatched(rank: int) -> Heartbeat:
     """A record that no other process reads."""
-    return Heartbeat(bytearray(RECORD_BYTES), rank)
+    return Heartbeat(bytearray(RECORD_BYTES), rank, Path(os.devnull))
 
 
 def read(file: Path) -> Record | None:
@@ -163,7 +167,7 @@ def read(file: Path) -> Record | None:
         return None
     if len(content) < RECORD_BYTES:
         return None
-    numbers = struct.unpack_from("7q", content)
+    numbers = struct.unpack_from("8q", content)
     moved, _, step_seconds, *seconds = struct.unpack_from(f"{3 + len(PHASES)}d", content, 8 * 16)
     if not numbers[_PID]:
         return None
@@ -178,6 +182,7 @@ def read(file: Path) -> Record | None:
         step_seconds=step_seconds,
         seconds=dict(zip(PHASES, seconds, strict=True)),
         exit_code=numbers[_EXIT_CODE],
+        thread=numbers[_THREAD],
         error=content[_ERROR_BYTES].rstrip(b"\0").decode(errors="replace"),
     )
 

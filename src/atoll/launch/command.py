@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from atoll.commands import VerbParser
+from atoll.commands import VerbParser, close_stdin
 from atoll.errors import UserError
 from atoll.launch.over_ssh import follow_stdin
 from atoll.launch.placement import Placement
@@ -35,6 +35,7 @@ def main(argv: list[str]) -> int:
     _check(arguments)
     if arguments.follow_stdin:
         follow_stdin()
+    close_stdin()
     placement = placement_from(
         os.environ, socket.gethostname(), arguments.port, arguments.address_suffix
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from atoll.errors import UserError, first_line
+from atoll.models.classifier import new_head
 from atoll.models.safetensor_files import write_tensors
 from atoll.models.weights import ReadTensor, Slices
 from atoll.settings import Lora, Model
@@ -25,21 +26,29 @@ LORA = ".lora_"  # in the name of what learns
 
 
 def adapt(hf: Any, model: Model) -> None:
-    """Put adapters beside the linear layers of a model on the meta device; they alone learn."""
+    """Put adapters beside the linear layers of a model on the meta device; they alone learn.
+
+    And the head of a classifier, which is new: it learns whole.
+    """
     if model.lora is None:
         return
     from peft import inject_adapter_in_model
 
+    head = new_head(hf.config)
     if model.quantisation != "none":
-        _quantise_layers(hf, model.quantisation)
+        _quantise_layers(hf, model.quantisation, hf.get_submodule(head) if head else None)
     try:
-        config = _peft_config(model.lora, model.lora.targets)
+        config = _peft_config(
+            model.lora, model.lora.targets, exclude_modules=[head] if head else None
+        )
         inject_adapter_in_model(config, hf, low_cpu_mem_usage=True)
     except ValueError as error:
         raise UserError(
             f"model.lora.targets fits no layer: {first_line(error)}",
             "name linear layers of the model, or model.lora.targets=all-linear",
         ) from None
+    if head:
+        hf.get_submodule(head).requires_grad_(True)
 
 
 def check_device(quantisation: str, device: torch.device) -> None:
@@ -126,12 +135,12 @@ def merged(hf: Any, lora: Lora, parameters: dict[str, Tensor]) -> dict[str, Any]
     return plain
 
 
-def gathered_adapter(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters alone, whole, under the names of peft's own files; collective."""
+def gathered_adapter(parameters: dict[str, Tensor], head: str | None = None) -> dict[str, Tensor]:
+    """The adapters and a classifier's head, whole, by the names of peft's files; collective."""
     return {
         f"base_model.model.{name.replace(f'.{NAME}', '')}": full_tensor(p).cpu().contiguous()
         for name, p in parameters.items()
-        if LORA in name
+        if LORA in name or (head and name.startswith(head + "."))
     }
 
 
@@ -142,13 +151,23 @@ def full_tensor(parameter: Any) -> Tensor:
     return tensor.detach()
 
 
-def write_adapter(folder: Path, model: Model, tensors: dict[str, Tensor]) -> None:
-    """A folder that peft loads beside the model it was made for."""
+def write_adapter(
+    folder: Path, model: Model, tensors: dict[str, Tensor], head: str | None = None
+) -> None:
+    """A folder that peft loads beside the model it was made for; head: of a classifier."""
     assert model.lora is not None
     folder.mkdir(parents=True)
-    targets = sorted({name.split(LORA)[0].rpartition(".")[2] for name in tensors})
-    source, inference = model.source or "..", {"task_type": "CAUSAL_LM", "inference_mode": True}
-    config = _peft_config(model.lora, targets, base_model_name_or_path=source, **inference)
+    adapters = [name.split(LORA)[0] for name in tensors if LORA in name]
+    task: dict[str, Any] = {"task_type": "CAUSAL_LM"}
+    if head:
+        task = {"task_type": "SEQ_CLS", "modules_to_save": [head]}
+    config = _peft_config(
+        model.lora,
+        sorted({name.rpartition(".")[2] for name in adapters}),
+        base_model_name_or_path=model.source or "..",
+        inference_mode=True,
+        **task,
+    )
     config.save_pretrained(str(folder))
     write_tensors(folder / "adapter_model.safetensors", tensors)
 
@@ -168,10 +187,10 @@ def _peft_config(lora: Lora, targets: list[str] | str, **more: Any) -> Any:
     )
 
 
-def _quantise_layers(hf: Any, quantisation: str) -> None:
-    head = hf.get_output_embeddings()
+def _quantise_layers(hf: Any, quantisation: str, new: nn.Module | None) -> None:
+    heads = (hf.get_output_embeddings(), new)
     for name, module in list(hf.named_modules()):
-        if type(module) is nn.Linear and module is not head:
+        if type(module) is nn.Linear and not any(module is head for head in heads):
             owner, _, leaf = name.rpartition(".")
             setattr(hf.get_submodule(owner), leaf, _linear(quantisation, module))
 

@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from atoll.errors import UserError
+from atoll.models.attention_rows import attend_by_rows
+
 NAME = "atoll_packed"
 # Up to here torch's kernel was faster in fp32 than in bf16 (benchmarks/short_attention.py).
 SHORT_TOKENS = 256
@@ -57,6 +60,12 @@ class Kernel:
     scaling: float | None
     dropout: float
     causal: bool
+    window: int | None = None  # a token sees itself and those before it: so many in all
+    softcap: float | None = None  # scores s become softcap * tanh(s / softcap)
+
+    def by_rows(self, tokens: int) -> bool:
+        """Whether torch's kernel alone does not compute it."""
+        return self.softcap is not None or (self.window is not None and self.window < tokens)
 
 
 def packed_attention(
@@ -70,17 +79,25 @@ def packed_attention(
     segment_ends: Tensor | None = None,
     segment_lengths: tuple[int, ...] | None = None,
     heads_for_tokens: Any = None,
-    **_: Any,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,  # from here on what says nothing that matters here
+    use_cache: bool = False,
+    past_key_values: Any = None,
+    **unknown: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each segment; without segments, inside each sample.
 
-    segment_ends: int32 [S+1] on the device, cumulative over the N flattened tokens, for the
-    kernel; segment_lengths: the same on the host, for one call a segment. heads_for_tokens: where
-    ranks share a sample, gives each of them all tokens of some heads, and back. Returns
-    [B, T, H, D].
+    What a family's attention asks for beyond these arguments is refused. segment_ends: int32 [S+1]
+    on the device, cumulative over the N flattened tokens, for the kernel; segment_lengths: the same
+    on the host, for one call a segment. heads_for_tokens: where ranks share a sample, gives each of
+    them all tokens of some heads, and back. Returns [B, T, H, D].
     """
     assert attention_mask is None, "documents are kept apart by segments, not by masks"
-    kernel = Kernel(scaling, dropout, bool(getattr(module, "is_causal", True)))
+    _refuse_unknown(module, unknown)
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    kernel = Kernel(scaling, dropout, causal, sliding_window, softcap)
     device = query_BHTD.device.type
     # not what autocast would give the kernel, where positions made queries and keys fp32 again
     autocast = torch.is_autocast_enabled(device)
@@ -99,6 +116,16 @@ def packed_attention(
             out_BTHD = _sdpa(q, k, v, kernel).transpose(1, 2)
     out_BTHD = out_BTHD.to(dtype)
     return (out_BTHD if heads_for_tokens is None else heads_for_tokens.back(out_BTHD)), None
+
+
+def _refuse_unknown(module: nn.Module, unknown: dict[str, Any]) -> None:
+    asked = sorted(name for name, value in unknown.items() if value is not None)
+    if asked:
+        raise UserError(
+            f"{type(module).__name__} asks its attention for {', '.join(asked)}, which attention "
+            "of packed documents does not compute",
+            "choose a model of another family: `atoll models` lists them",
+        )
 
 
 def _kernel_dtype(device: str, dtype: torch.dtype, tokens: int, any_length: bool) -> torch.dtype:
@@ -127,8 +154,14 @@ def _varlen(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, ends: Tensor, kernel
     if k.shape[1] != heads:
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
     causal: dict[str, Any] = {"is_causal": kernel.causal}
+    before = -1 if kernel.window is None else kernel.window - 1
     if "window_size" in inspect.signature(varlen_attn).parameters:
-        causal = {"window_size": (-1, 0) if kernel.causal else (-1, -1)}
+        causal = {"window_size": (before, 0) if kernel.causal else (-1, -1)}
+    elif kernel.window is not None:
+        raise UserError(
+            f"the kernel of this torch ({torch.__version__}) knows no sliding window",
+            "use an image with a newer torch (2.11 or later)",
+        )
     out_NHD: Any = varlen_attn(q, k, v, ends, ends, tokens, tokens, **causal)
     return torch.as_tensor(out_NHD).view(batch, tokens, heads, width)
 
@@ -150,6 +183,8 @@ def _by_segment(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
+    if kernel.by_rows(q.shape[2]):
+        return attend_by_rows(q, k, v, kernel)
     return F.scaled_dot_product_attention(
         q,
         k,

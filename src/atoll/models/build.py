@@ -11,11 +11,11 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from atoll.errors import UserError
 from atoll.models import attention
 from atoll.models.causal_lm import CausalLM
-from atoll.models.classifier import Classifier, head_name
+from atoll.models.classifier import Classifier, classifies, new_head
 from atoll.models.parts import parts_of
 from atoll.models.source import load_config, local_folder
 from atoll.models.weights import ReadTensor, random_reader, stored_reader
-from atoll.settings import Classes, Model, Training
+from atoll.settings import Classes, Model, Training, check_positions
 
 
 def build_config(
@@ -60,12 +60,7 @@ def _checked_config(
             f"{config.vocab_size}",
             f"set model.config.vocab_size={vocabulary_tokens}, or use the model's own tokenizer",
         )
-    if sequence_tokens > config.max_position_embeddings:
-        raise UserError(
-            f"data.sequence_tokens ({sequence_tokens}) is more than the model's "
-            f"max_position_embeddings ({config.max_position_embeddings})",
-            f"set data.sequence_tokens={config.max_position_embeddings} or less",
-        )
+    check_positions(config.max_position_embeddings, sequence_tokens)
     return config
 
 
@@ -73,7 +68,7 @@ def build_model(config: Any, training: Training, separator_id: int | None = None
     """The model of a configuration on the meta device: shapes and ties, no memory."""
     hf, parts = _skeleton(config), parts_of(config.model_type)
     model: CausalLM | Classifier
-    if _classifies(config):
+    if classifies(config):
         model = Classifier(hf, parts, separator_id)
     else:
         model = CausalLM(hf, parts, training.loss_chunk_tokens)
@@ -93,23 +88,23 @@ def weights_for(model: Model, config: Any, seed: int) -> Iterator[ReadTensor]:
     if model.source is None:
         yield random
         return
-    # a model of text alone has no classifier yet
-    new = head_name(config.model_type) if _classifies(config) else None
-    with stored_reader(local_folder(model.source, model.revision), skeleton, new, random) as read:
+    folder = local_folder(model.source, model.revision)
+    with stored_reader(folder, skeleton, new_head(config), random) as read:
         yield read
-
-
-def _classifies(config: Any) -> bool:
-    return getattr(config, "problem_type", None) is not None
 
 
 def _skeleton(config: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     attention.register()
-    auto: Any = AutoModelForSequenceClassification if _classifies(config) else AutoModelForCausalLM
+    auto: Any = AutoModelForSequenceClassification if classifies(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        hf = auto.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+        hf = auto.from_config(
+            config,
+            attn_implementation=attention.NAME,
+            dtype=torch.float32,
+            trust_remote_code=False,
+        )
     hf.tie_weights()
     return hf
 

@@ -100,14 +100,17 @@ def backbone_output(
     inputs = {"position_ids": batch.positions_BT}
     if "inputs_embeds" not in more:
         inputs["input_ids"] = batch.tokens_BT
-    return backbone(use_cache=False, **(inputs | _segments(batch, dtype, dropout) | more))
+    capped = getattr(model.hf.config, "attn_logit_softcapping", None) is not None
+    segments = _segments(batch, dtype, dropout, capped)
+    return backbone(use_cache=False, **(inputs | segments | more))
 
 
-def _segments(batch: Batch, dtype: torch.dtype, dropout: float) -> dict[str, Any]:
+def _segments(batch: Batch, dtype: torch.dtype, dropout: float, capped: bool) -> dict[str, Any]:
     samples = batch.tokens_BT.shape[0]
     if len(batch.segment_lengths) == samples:
         return {}
-    if has_varlen_kernel(batch.tokens_BT.device, dtype, dropout):
+    # no kernel caps scores
+    if not capped and has_varlen_kernel(batch.tokens_BT.device, dtype, dropout):
         return {"segment_ends": batch.segment_ends}
     return {"segment_lengths": batch.segment_lengths}
 

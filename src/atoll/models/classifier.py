@@ -62,6 +62,16 @@ def head_name(family: str) -> str:
     return HEADS.get(family, LAST_TOKEN_HEAD)
 
 
+def classifies(config: Any) -> bool:
+    """Whether a configuration is one of `classifier_config`."""
+    return getattr(config, "problem_type", None) is not None
+
+
+def new_head(config: Any) -> str | None:
+    """The head that a model's files may lack: a classifier's."""
+    return head_name(config.model_type) if classifies(config) else None
+
+
 def summed_loss(logits_BL: Tensor, classes_B: Tensor) -> Tensor:
     """Cross-entropy of the labels, or with one output the squared error of the scores."""
     if logits_BL.shape[1] == 1:

@@ -14,9 +14,11 @@ import torch
 
 from atoll import run_dir
 from atoll.models.adapter import full_tensor
+from atoll.models.export_config import write_config, write_tokenizer_config
 from atoll.models.safetensor_files import file_name, write_index, write_tensors
 
 Pieces = list[list[str]]
+GENERATION = "generation_config.json"
 
 
 def plan_files(sizes: dict[str, int], max_file_bytes: int, ranks: int) -> Pieces:
@@ -83,15 +85,22 @@ def write_rest(
     files: Pieces,
     total_bytes: int,
     tokenizer: Path,
+    source: Path | None = None,
 ) -> None:
-    """The index, the configuration and the tokenizer beside the weights; one rank calls this."""
+    """The index, the configuration and the tokenizer beside the weights; one rank calls this.
+
+    source: the folder that the weights began from, whose settings of generation are passed on.
+    """
     write_index(folder, files, total_bytes)
     config.dtype = dtype
     config.architectures = [architecture]
-    config.save_pretrained(folder)
+    write_config(folder, config)
     for path in sorted(tokenizer.iterdir()):
         if path.suffix in (".json", ".model", ".txt", ".jinja") and path.name != "config.json":
             run_dir.write_whole(folder / path.name, path.read_bytes())
+    write_tokenizer_config(folder)
+    if source is not None and (source / GENERATION).is_file():
+        run_dir.write_whole(folder / GENERATION, (source / GENERATION).read_bytes())
 
 
 def publish(partial: Path, final: Path) -> None:

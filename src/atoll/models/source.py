@@ -18,6 +18,11 @@ def local_folder(source: str, revision: str | None) -> Path:
     return Path(source) if Path(source).is_dir() else snapshot(source, revision, None, HUB_FILES)
 
 
+def source_folder(model: Model) -> Path | None:
+    """The folder that a run's weights begin from, where they begin from any."""
+    return None if model.source is None else local_folder(model.source, model.revision)
+
+
 def snapshot(
     source: str, revision: str | None, into: Path | None, patterns: tuple[str, ...]
 ) -> Path:
@@ -67,4 +72,10 @@ def load_config(model: Model, special_ids: dict[str, int]) -> Any:
     if not (folder / "config.json").is_file():
         raise UserError(f"no config.json in {folder}", "give the folder of a Hugging Face model")
     overrides.pop("model_type", None)
-    return AutoConfig.from_pretrained(folder, **overrides)
+    overrides["trust_remote_code"] = False
+    try:
+        return AutoConfig.from_pretrained(folder, **overrides)
+    except ValueError as error:
+        raise UserError(
+            f"{folder}: {first_line(error)}", "its code is never run: choose a model without any"
+        ) from error

@@ -10,6 +10,9 @@ from atoll.errors import UserError
 from atoll.models.source import local_folder
 from atoll.settings import Generation
 
+# no code of theirs is run, and nobody is asked whether it may be
+PLAIN: dict[str, Any] = {"dtype": "auto", "trust_remote_code": False}
+
 
 class TextGenerator(NamedTuple):
     """A model that continues texts, and its tokenizer."""
@@ -31,7 +34,7 @@ def from_folder(folder: Path) -> TextGenerator:
         from peft import PeftModel
 
         home = _base_model_folder(adapter)
-        model: Any = AutoModelForCausalLM.from_pretrained(home, dtype="auto")
+        model: Any = AutoModelForCausalLM.from_pretrained(home, **PLAIN)
         model = PeftModel.from_pretrained(model, str(folder))
         # in an export of ours the tokenizer stands beside the merged model, one folder up
         places = (folder, folder.parent, home)
@@ -39,8 +42,10 @@ def from_folder(folder: Path) -> TextGenerator:
     else:
         _refuse_other_kinds(folder)
         home = folder
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    return TextGenerator(model.eval().to(device), AutoTokenizer.from_pretrained(home))
+        model = AutoModelForCausalLM.from_pretrained(folder, **PLAIN)
+    return TextGenerator(
+        model.eval().to(device), AutoTokenizer.from_pretrained(home, trust_remote_code=False)
+    )
 
 
 def continue_text(

@@ -72,7 +72,14 @@ def random_reader(skeleton: Any, parts: Parts, seed: int) -> ReadTensor:
     def drawn(unit: str) -> dict[str, Tensor]:
         return _drawn(skeleton, unit, seed)
 
-    return lambda name, slices: drawn(_unit_of(name, parts.blocks))[name][slices]
+    # where a pipeline has the head apart from the embedding that it is
+    tied: dict[str, str] = getattr(skeleton, "all_tied_weights_keys", None) or {}
+
+    def part(name: str, slices: Slices) -> Tensor:
+        name = tied.get(name, name)
+        return drawn(_unit_of(name, parts.blocks))[name][slices]
+
+    return part
 
 
 @contextmanager
@@ -157,7 +164,7 @@ def _tied_in_files(hf: Any, folder: Path) -> dict[str, str]:
     tied: dict[str, str] = getattr(hf, "all_tied_weights_keys", None) or {}
     if tied or not (folder / "config.json").is_file():
         return tied
-    if not AutoConfig.from_pretrained(folder).tie_word_embeddings:
+    if not AutoConfig.from_pretrained(folder, trust_remote_code=False).tie_word_embeddings:
         return {}
     return dict(getattr(hf, "_tied_weights_keys", None) or {})
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from atoll.monitor.observers import Observer, StepRecord, WatchedRun, Write
 from atoll.plan.traffic import rounded
+from atoll.sharding.process_group import barrier
 
 # how the profiler calls the work of a backend, on the host and on the device
 PREFIXES = ("gloo:", "nccl:", "ncclDevKernel", "rcclDevKernel")
@@ -43,7 +43,7 @@ class CommunicationProfile(Observer):
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         # nobody's earlier or later step is counted
-        dist.barrier(group=self.watched.world.host_group)
+        barrier(self.watched.world)
         self.sent_before = wire_bytes()
         self.profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         self.profiler.start()
@@ -52,7 +52,7 @@ class CommunicationProfile(Observer):
         if update.step != self.profiled_step:
             return
         self.profiler.stop()
-        dist.barrier(group=self.watched.world.host_group)
+        barrier(self.watched.world)
         sent_bytes = wire_bytes() - self.sent_before
         events = [e for e in _events(self.profiler) if e.name().startswith(PREFIXES)]
         spans = [(e.start_ns() / 1e3, (e.start_ns() + e.duration_ns()) / 1e3) for e in events]

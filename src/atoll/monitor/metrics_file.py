@@ -11,7 +11,10 @@ from atoll import run_dir
 
 
 def begin(run_folder: Path, step: int) -> None:
-    """Forget what was recorded after the checkpoint that a run resumes from; all, without one."""
+    """Forget what was recorded after the checkpoint that a run resumes from; all, without one.
+
+    A fault that was behind it stays: it did happen.
+    """
     path = run_dir.metrics_file(run_folder)
     if step == 0:
         path.unlink(missing_ok=True)
@@ -36,6 +39,7 @@ def _finite(record: dict[str, Any]) -> dict[str, Any]:
 
 def _step_of(line: str) -> int:
     try:
-        return int(json.loads(line).get("step", 0))
+        record = json.loads(line)
+        return 0 if record["event"] == "fault" else int(record.get("step", 0))
     except ValueError:
         return sys.maxsize  # a line cut short by a kill

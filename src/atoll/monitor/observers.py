@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from atoll.data.pack import PackingPlan
+from atoll.health.heartbeat import Heartbeat
 from atoll.plan.shapes import Shape
 from atoll.plan.traffic import Sent
 from atoll.settings import Run
@@ -34,6 +35,7 @@ class WatchedRun:
     packing: PackingPlan  # of the training documents
     total_steps: int
     resumed_step: int  # of the checkpoint it goes on from; 0: it begins
+    heartbeat: Heartbeat  # of this rank
     communication_bytes: Sent  # expected, by kind, sent by one rank in a step
 
 

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from atoll.monitor import loggers, metrics_file
 from atoll.monitor.comm_profile import CommunicationProfile
 from atoll.monitor.energy import EnergyCounter
+from atoll.monitor.ledger import Ledger
 from atoll.monitor.metrics import Metrics
 from atoll.monitor.observers import Observers, Record, WatchedRun, Write
 from atoll.monitor.progress import Progress
@@ -28,8 +29,10 @@ def watching(watched: WatchedRun) -> Iterator[Observers]:
         write = run_on_all_ranks(world, lambda: stack.enter_context(writer))
         profile = CommunicationProfile(watched, write) if chosen.communication else None
         energy = EnergyCounter(watched, write, stack) if chosen.energy else None
+        ledger = Ledger(watched)
+        stack.push(ledger.close)
         # the metrics of a step include what its profile found
-        observers = (profile, Metrics(watched, write, profile), energy, progress)
+        observers = (profile, Metrics(watched, write, profile), energy, progress, ledger)
         yield tuple(observer for observer in observers if observer is not None)
 
 

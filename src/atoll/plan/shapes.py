@@ -167,8 +167,8 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     name = config.get("model_type")
     if name not in FAMILIES:
         raise UserError(
-            f"nothing is known of the shape of models of type {name!r}",
-            f"choose one of {', '.join(FAMILIES)}, or add a line to FAMILIES in plan/shapes.py",
+            f"no parts are known for models of type {name!r}",
+            f"choose one of {', '.join(FAMILIES)}",
         )
     family = FAMILIES[name]
     given = {size: config.get(own) for size, own in {**NAMES, **family.names}.items()}
@@ -230,11 +230,6 @@ def _check_stages(shape: Shape, stages: int) -> None:
         raise UserError(
             f"the model has {shape.layers} layers, the pipeline {stages} stages",
             "lower sharding.pipeline or sharding.stages_per_rank",
-        )
-    if stages > 1 and shape.tied:
-        raise UserError(
-            f"the model's embedding is its head too, which {stages} pipeline stages cannot share",
-            "model.config.tie_word_embeddings=false, or sharding.pipeline=1",
         )
 
 

@@ -106,4 +106,7 @@ def _within_samples(run: Run, shape: Shape) -> dict[str, float]:
     if axes.pipeline > 1:
         stages = axes.pipeline * run.sharding.stages_per_rank
         sent["pipeline"] = passes * 2 * (stages - 1) / axes.pipeline * hidden / axes.tensor
+        if shape.tied:  # the first and the last stage add up the gradients of one embedding
+            shards = axes.shard * axes.context * axes.tensor
+            sent["pipeline"] += 2 / axes.pipeline * FP32 * shape.head_parameters / shards
     return sent

@@ -5,12 +5,14 @@ from typing import Any
 
 from atoll.plan.traffic import total
 from atoll.report.campaign import Part, Round
+from atoll.report.goodput import COLUMNS, goodput
 from atoll.report.html import COLOURS, new_figure
 from atoll.report.run import Record, RunMetrics
 
 # What a facility does in a round, in this order, each with its colour.
 SPANS = {"send": COLOURS[5], "queue": COLOURS[6], "train": COLOURS[0], "fetch": COLOURS[4]}
 AVERAGE = COLOURS[3]
+SPENT = (*COLOURS, "#332288", "#882255", "#DDCC77")  # a colour for each column of the goodput
 FACILITIES = tuple(colour for colour in COLOURS if colour != AVERAGE)
 
 
@@ -29,6 +31,7 @@ def of_runs(runs: Sequence[RunMetrics]) -> Iterator[Any]:
         yield _checkpoints(runs)
     if any(run.communication for run in runs):
         yield _communication(runs)
+    yield _goodput(runs)
     if len({run.devices for run in runs}) > 1:
         yield _scaling(runs)
 
@@ -90,6 +93,17 @@ def _communication(runs: Sequence[RunMetrics]) -> Any:
     wire = [line["wire_bytes"] / 2**20 for line in profiles.values()]
     figure.add_bar(x=list(profiles), y=expected, name="expected")
     return figure.add_bar(x=list(profiles), y=wire, name="observed on the wire")
+
+
+def _goodput(runs: Sequence[RunMetrics]) -> Any:
+    """What became of each node-minute, a bar for each run."""
+    figure = new_figure("Goodput", "node-minutes", "", barmode="stack")
+    spent = {run.name: goodput(run.folder) for run in runs}
+    for position, name in enumerate(COLUMNS):
+        minutes = [columns.get(name, 0.0) / 60 for columns in spent.values()]
+        style = {"orientation": "h", "marker": {"color": SPENT[position]}}
+        figure.add_bar(y=list(spent), x=minutes, name=name, **style)
+    return figure
 
 
 def _scaling(runs: Sequence[RunMetrics]) -> Any:

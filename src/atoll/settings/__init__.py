@@ -25,6 +25,7 @@ from atoll.settings.learning import (
     Tokenizer,
     Training,
     Validation,
+    check_positions,
 )
 from atoll.settings.machine import Facility, Folders, Image, Launcher, Limits, Node, Queue
 from atoll.settings.run import Run
@@ -52,6 +53,7 @@ __all__ = [
     "Tokenizer",
     "Training",
     "Validation",
+    "check_positions",
     "checked",
     "dumped",
     "is_setting",

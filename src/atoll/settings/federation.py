@@ -2,20 +2,22 @@
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
-from atoll.errors import UserError
+from atoll.errors import UserError, printable
+from atoll.settings.exchange import Codec
 from atoll.settings.fields import Count, CountOrZero, Fraction, Positive, Settings, Word
 
 
 class Rule(Settings):
     """weigh x combine x update, the rule of one campaign.
 
-    FedAvg: tokens, mean, replace. FedAdam: tokens, mean, adam. DiLoCo: tokens, mean, nesterov with
+    FedAvg: capped, mean, replace. FedAdam: capped, mean, adam. DiLoCo: capped, mean, nesterov with
     rate 0.7 and beta1 0.9.
     """
 
-    weigh: Literal["tokens", "steps", "equal", "capped"] = "tokens"
+    # capped: by tokens, which a facility counts itself, but nobody has more than `cap` of the whole
+    weigh: Literal["tokens", "steps", "equal", "capped"] = "capped"
     cap: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     combine: Literal["mean", "median", "trimmed_mean", "krum"] = "mean"
     trim: CountOrZero = 1
@@ -26,7 +28,7 @@ class Rule(Settings):
     beta1: Fraction = 0.9
     beta2: Fraction = 0.99
     tau: Positive = 1e-3
-    # an update so many times longer than the median of all is left out
+    # an update so many times longer than the others', or than those of earlier rounds, is left out
     max_norm_ratio: Positive = 10.0
     # nor one that points away from the sum of the others by more than this
     min_cosine: Annotated[float, Field(ge=-1.0, le=1.0)] = -0.5
@@ -36,14 +38,30 @@ class Rule(Settings):
     staleness_exponent: Annotated[float, Field(ge=0.0)] = 0.5
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of the export
     quorum: Count = 1
+    # where fewer are left: ask those again whose updates were left out, and stop when they have
+    # failed; wait for them, round the clock; or hold the model, and go on with the next round
+    below_quorum: Literal["ask", "wait", "hold"] = "ask"
+
+
+# Words of a command line that are never taken for options, nor end a line
+Plain = Annotated[
+    str, Field(min_length=1, max_length=4096, pattern=r"^[^-\x00-\x1f\x7f][^\x00-\x1f\x7f]*$")
+]
+Host = Annotated[
+    str,
+    Field(
+        max_length=255, pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*$"
+    ),
+]
+RESERVED = {"global", "untrained", "journal.jsonl", "run.yaml"}  # beside facilities in a round
 
 
 class Site(Settings):
     """One facility of a campaign: how it is reached, and what its runs say that others' do not."""
 
     name: Word
-    host: str | None = None  # as ssh knows it; null: this machine
-    folder: str  # where the campaign lives there
+    host: Host | None = None  # as ssh knows it; null: this machine
+    folder: Plain  # where the campaign lives there
     command: list[str] = []  # atoll there; empty: as here
     overrides: list[str] = []  # facility=…, data=…
     signing_key: str | None = None  # a private ssh key's path there
@@ -63,14 +81,37 @@ class Campaign(Settings):
     steps: Count = 100  # of each facility in a round
     batch_samples: Count = 64
     rule: Rule = Rule()
-    codec: Literal["fp32", "bf16", "int8", "int4", "topk"] = "int8"
+    codec: Codec = "int8"
     global_codec: Literal["fp32", "bf16", "int8", "int4"] = "bf16"
     deadline_minutes: Positive = 1440.0
     target_loss: Positive | None = None
+    # what is on its way at the deadline may still come, and where too few came, who is asked last
+    grace_minutes: Positive = 15.0
     poll_seconds: Positive = 30.0
     attempts: Count = 3  # of a facility's job, and of a transfer, in a round
     allowed_signers: str | None = None  # ssh-keygen's file; null: updates are not signed
     ssh_options: list[str] = []
+
+    @model_validator(mode="after")
+    def _facilities_are_told_apart(self) -> "Campaign":
+        names = [site.name.lower() for site in self.sites]
+        places = [(site.host, site.folder.rstrip("/")) for site in self.sites]
+        for site, place in zip(self.sites, places, strict=True):
+            if site.name.lower() in RESERVED:
+                raise ValueError(f"a facility cannot be called {site.name}")
+            if names.count(site.name.lower()) > 1:
+                raise ValueError(f"two facilities are called {site.name}")
+            if places.count(place) > 1:
+                raise ValueError(f"two facilities share {site.folder} on {site.host or 'here'}")
+        return self
+
+    @model_validator(mode="after")
+    def _cap_leaves_nothing_over(self) -> "Campaign":
+        rule, count = self.rule, len(self.sites)
+        if rule.weigh == "capped" and count > 1 and rule.cap * count < 1.0:
+            least = f"{1 / count:.3f}"
+            raise ValueError(f"rule.cap={rule.cap} of {count} facilities is less than all: {least}")
+        return self
 
 
 AnySettings = TypeVar("AnySettings", Rule, Campaign)
@@ -85,4 +126,5 @@ def checked_settings(
     except ValidationError as error:
         first = error.errors()[0]
         name = prefix + ".".join(map(str, first["loc"]))
-        raise UserError(f"{name}: {first['msg']} ({first['input']!r})", hint) from None
+        given = printable(repr(first["input"]), 200)
+        raise UserError(f"{name}: {first['msg']} ({given})", hint) from None

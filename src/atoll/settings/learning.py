@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from atoll.errors import UserError
 from atoll.settings.fields import (
     Count,
     CountOrZero,
@@ -107,6 +108,7 @@ class Data(Settings):
     document: Literal["file", "paragraph", "line"] = "file"
     classes: Classes | None = None
     template: str = "{text}"
+    bos: Literal["auto", "always", "never"] = "auto"  # before a document; auto: as the tokenizer
     max_documents: CountOrZero | None = None  # 0 or null: all
     validation: Validation
     batching: Literal["packing", "padding"] = "packing"
@@ -147,6 +149,19 @@ class Data(Settings):
         if self.classes is not None and self.batching != "padding":
             raise ValueError("rows with labels are padded, one a sample: data.batching=padding")
         return self
+
+
+def check_positions(positions: int, sequence_tokens: int) -> None:
+    """Refuse samples that are longer than what the model was made for.
+
+    Raises `UserError`.
+    """
+    if sequence_tokens > positions:
+        raise UserError(
+            f"data.sequence_tokens ({sequence_tokens}) is more than the model's "
+            f"max_position_embeddings ({positions})",
+            f"set data.sequence_tokens={positions} or less",
+        )
 
 
 class Task(Settings):

@@ -16,8 +16,10 @@ from atoll.settings.fields import (
     Word,
 )
 
+# MYTOKEN, OPENAI_KEY, AWS_ACCESS_KEY_ID, GITHUB_PAT, PGPASS; but neither NCCL_IB_PKEY nor PATH
 SECRET_NAME = re.compile(
-    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIALS?)(_|$)", re.IGNORECASE
+    r"SECRET|CREDENTIAL|PASSWO?R?D|PASSPHRASE|(TOKEN|(?<!P)KEYS?|(?<!BY)PASS)(_|$)|(^|_)PAT(_|$)",
+    re.IGNORECASE,
 )
 SubmitFlag = str | int | bool | list[str | int] | None
 Capability = Annotated[str, Field(pattern=r"^(\d+\.\d|gfx[0-9a-f]+)$", coerce_numbers_to_str=True)]
@@ -118,6 +120,21 @@ class Facility(Settings):
     checked_on: str | None = None
     source: str | None = None
 
+    @field_validator("submit")
+    @classmethod
+    def _exports_no_secret(cls, submit: dict[str, SubmitFlag]) -> dict[str, SubmitFlag]:
+        for flag in ("export", "v", "comment"):  # of sbatch and qsub: NAME=VALUE, …
+            words = submit.get(flag) or []
+            for word in words if isinstance(words, list) else str(words).split(","):
+                name, given, _ = str(word).partition("=")
+                if given and SECRET_NAME.search(name.strip()):
+                    raise ValueError(
+                        f"facility.submit.{flag} gives {name.strip()}, which looks like a secret, "
+                        "and run folders keep none",
+                        f"export {name.strip()} in the shell that submits: jobs inherit it",
+                    )
+        return submit
+
     @field_validator("environment")
     @classmethod
     def _holds_no_secret(cls, environment: dict[str, str]) -> dict[str, str]:
@@ -173,6 +190,18 @@ class Restart(Settings):
     max_restarts: CountOrZero = 20
     notice_seconds: Count = Field(
         default=180, description="time to finish a step and write a checkpoint"
+    )
+
+
+class Watch(Settings):
+    """When ranks that do not move any more are ended."""
+
+    stall_seconds: Positive | None = Field(
+        default=None, description="in a step; unset: 20 of the run's own median step, 180 at least"
+    )
+    slow_seconds: Positive = Field(
+        default=1800.0,
+        description="at the start, in the first steps, a checkpoint, an evaluation, the export",
     )
 
 

@@ -25,7 +25,7 @@ from atoll.settings.learning import (
     Tokenizer,
     Training,
 )
-from atoll.settings.machine import Facility, Folders, Image, Launcher, Restart
+from atoll.settings.machine import Facility, Folders, Image, Launcher, Restart, Watch
 from atoll.settings.sharding import Sharding
 
 
@@ -60,6 +60,7 @@ class Run(Settings):
     checkpoint: Checkpoint
     guard: Guard = Guard()
     restart: Restart = Restart()
+    watch: Watch = Watch()
     evaluation: Evaluation
     export: Export
     generation: Generation

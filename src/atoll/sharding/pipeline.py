@@ -23,6 +23,7 @@ from atoll.sharding.schedule import (
     training_programs,
 )
 from atoll.sharding.step_plan import StepPlan, set_gradient_sync
+from atoll.sharding.tied_ends import TiedEnds, add_gradients, tied_ends
 
 # exchanges that may be under way: with more, nothing gains; with fewer, interleaved ranks wait
 EXCHANGES_IN_FLIGHT = 2
@@ -53,6 +54,7 @@ class Stages:
     hidden_size: int
     # stage -> what stands in the place of the rank's other stages while it runs, by name
     placeholders: dict[int, dict[str, nn.Module]] = field(default_factory=dict)
+    tied: TiedEnds | None = None
 
     @property
     def count(self) -> int:
@@ -87,6 +89,7 @@ def split_layers(model: Any, meshes: Meshes, stages_per_rank: int) -> None:
     stages = Stages(rank, axes.pipeline, stages_per_rank, meshes.pipeline, size)
     blocks = len(blocks_of(model.hf, model.parts))
     owners = _owners(model, blocks, stages.count)
+    stages.tied = tied_ends(model.hf, owners, stages.count, rank, axes.pipeline)
     for name, owner in owners.items():
         if owner not in stages.own:
             _put(model.hf, name, _placeholder(model, name))
@@ -123,6 +126,7 @@ def pipeline(model: Any, batches: Sequence[Batch], scale: float, plan: StepPlan)
         return None if taken is None else taken.grad
 
     _carry_out(program, compute, P2P(model, batches, plan.compute_dtype))
+    add_gradients(model, total.device)
     return total
 
 

@@ -1,6 +1,7 @@
 """This rank among the others: its device, its groups, and errors that all ranks share."""
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,14 +11,19 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from atoll.errors import UserError
 from atoll.launch import Placement
 from atoll.settings import Run
+from atoll.sharding import agreement
 from atoll.sharding.own_device import own_device
 from atoll.sharding.transport import FABRICS, failed_start, nccl_log, networks_of, refusal
+from atoll.sharding.tree import Tree, join
 
 Result = TypeVar("Result")
+# A gloo group takes a socket for each other rank; rank 0's store has one for every rank.
+FILES_PER_RANK = 16
 
 
 class SharedError(UserError):
@@ -26,16 +32,17 @@ class SharedError(UserError):
 
 @dataclass(frozen=True)
 class World:
-    """A rank's view: numbers, device, and a gloo group for each thread that talks.
+    """A rank's view: numbers, device, and a tree of all ranks for each thread that talks.
 
-    Ranks match the calls of a group by their order, which two threads would not keep.
+    Ranks match the calls of a tree by their order, which two threads would not keep.
     """
 
     rank: int
     size: int
     device: torch.device
-    host_group: Any = None  # for objects, between the main threads; None in a single process
-    checkpoint_group: Any = None  # between the threads that save
+    host_tree: Tree | None = None  # between the main threads; None in a single process
+    checkpoint_tree: Tree | None = None  # between the threads that save
+    background: agreement.Background | None = None  # what is agreed on beside a step
     networks: tuple[str, ...] = ()  # that NCCL uses between nodes, as it says itself
 
 
@@ -54,31 +61,59 @@ def joined(run: Run, placement: Placement) -> Iterator[World]:
     device = own_device(run, placement)
     if run.deterministic:
         _be_deterministic()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if placement.world_size == 1:
-        with _alone(run, backend):
+        with _alone(run, backend_of(run, device)):
             yield World(0, 1, device)
         return
+    _allow_open_files(placement.world_size)
     with nccl_log(placement) as log:
-        host, checkpoint = _started(run, placement, device, backend, log)
+        trees = _started(run, placement, device, log)
         networks = tuple(networks_of(log))
     try:
-        yield World(placement.rank, placement.world_size, device, host, checkpoint, networks)
+        with talking(trees, device, networks) as world:
+            yield world
     finally:
         dist.destroy_process_group()
 
 
-def _started(
-    run: Run, placement: Placement, device: torch.device, backend: str, log: Path | None
-) -> tuple[Any, Any]:
-    """Start the process group and its two of gloo, up to a first collective on the devices."""
+@contextmanager
+def talking(
+    trees: list[Tree], device: torch.device, networks: tuple[str, ...] = ()
+) -> Iterator[World]:
+    """The world of three trees, which are left in the end: who waits for this rank hears of it."""
+    host, checkpoint, beside = trees
+    background = agreement.Background(beside)
+    try:
+        yield World(host.rank, host.size, device, host, checkpoint, background, networks)
+    finally:
+        background.close()
+        checkpoint.close()
+        host.close()
+
+
+def backend_of(run: Run, device: torch.device) -> str:
+    """NCCL alone on devices, where gloo would connect every rank with every other.
+
+    Only what offload keeps in the host's memory is reduced there as well.
+    """
+    if device.type != "cuda":
+        return "gloo"
+    offload = run.sharding.offload or run.sharding.engine == "deepspeed"
+    return "cpu:gloo,cuda:nccl" if offload else "nccl"
+
+
+def _started(run: Run, placement: Placement, device: torch.device, log: Path | None) -> list[Tree]:
+    """Start the process group, up to a first collective on the devices, and the three trees."""
     timeout = timedelta(minutes=run.training.timeout_minutes)
+    rank, size, first_host = placement.rank, placement.world_size, placement.master_address
+    url = f"tcp://{first_host}:{placement.master_port}"
+    store, _, _ = next(rendezvous(url, rank, size, timeout=timeout))
     try:
         dist.init_process_group(
-            backend,
-            init_method=f"tcp://{placement.master_address}:{placement.master_port}",
-            rank=placement.rank,
-            world_size=placement.world_size,
+            backend_of(run, device),
+            store=dist.PrefixStore("devices", store),
+            rank=rank,
+            world_size=size,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
@@ -87,8 +122,16 @@ def _started(
             torch.cuda.synchronize(device)
     except dist.DistBackendError as error:
         raise failed_start(log, error, os.environ) from error
-    host, checkpoint = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
-    return host, checkpoint
+    return join(store, rank, size, first_host, timeout.total_seconds(), count=3)
+
+
+def _allow_open_files(ranks: int) -> None:
+    """As many as connections may need, where the system lets a process raise its own limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1024 + FILES_PER_RANK * ranks
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def check_transport(run: Run, world: World) -> None:
@@ -124,22 +167,56 @@ def run_on_all_ranks(world: World, function: Callable[[], Result]) -> Result:
         result = function()
     except (UserError, OSError) as caught:
         error = _as_user_error(caught)
-    errors = gathered(world, None if error is None else (error.found, error.hint))
-    for rank, pair in enumerate(errors):
-        if pair is not None:
-            found, hint = pair
-            where = "" if all(errors) else f" (rank {rank} of {world.size})"
-            raise SharedError(found + where, hint) from error
+    failed = first_failure(world, None if error is None else (error.found, error.hint))
+    if failed is not None:
+        found, hint = failed.what
+        where = "" if failed.ranks == world.size else f" (rank {failed.rank} of {world.size})"
+        raise SharedError(found + where, hint) from error
     return result  # type: ignore[return-value]
+
+
+def run_on_first_rank(world: World, function: Callable[[], Result]) -> Result:
+    """Run `function` on rank 0; its result, or its error, is every rank's."""
+    result = run_on_all_ranks(world, lambda: function() if world.rank == 0 else None)
+    return of_first(world, result)
+
+
+def first_failure(world: World, what: Any) -> agreement.Failures | None:
+    """The first rank's that is not None, on every rank; None where all are."""
+    if world.host_tree is None:
+        return None if what is None else agreement.Failures(0, what, 1)
+    return agreement.first_failure(world.host_tree, what)
 
 
 def gathered(world: World, value: Any) -> list[Any]:
     """The value of every rank, in order of rank, on every rank."""
-    if world.size == 1:
+    return [value] if world.host_tree is None else agreement.gathered(world.host_tree, value)
+
+
+def gathered_by_first(world: World, value: Any) -> list[Any]:
+    """The value of every rank, in order of rank, on rank 0; nothing on the others."""
+    if world.host_tree is None:
         return [value]
-    values: list[Any] = [None] * world.size
-    dist.all_gather_object(values, value, group=world.host_group)
-    return values
+    return agreement.gathered_by_first(world.host_tree, value) or []
+
+
+def of_first(world: World, value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    return value if world.host_tree is None else agreement.of_first(world.host_tree, value)
+
+
+def merged_of_all(world: World, value: Result, merge: Callable[[list[Result]], Result]) -> Result:
+    """The values of all ranks merged on their way, on every rank."""
+    if world.host_tree is None:
+        return merge([value])
+    merged: Result = agreement.merged(world.host_tree, value, merge)
+    return merged
+
+
+def barrier(world: World) -> None:
+    """Wait until every rank is here."""
+    if world.host_tree is not None:
+        agreement.barrier(world.host_tree)
 
 
 def summed(world: World, values: torch.Tensor) -> torch.Tensor:

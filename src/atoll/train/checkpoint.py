@@ -16,10 +16,9 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -30,10 +29,25 @@ from atoll.sharding.process_group import (
     SharedError,
     World,
     disk_error,
-    gathered,
+    first_failure,
+    gathered_by_first,
+    merged_of_all,
     run_on_all_ranks,
+    run_on_first_rank,
     say,
 )
+from atoll.train.checkpoint_files import Written, holders_of_plain, read_own, write_own
+from atoll.train.checkpoint_metadata import (
+    METADATA,
+    entries,
+    merged_tables,
+    missing,
+    table_of,
+    write_metadata,
+)
+
+Result = TypeVar("Result")
+Files = dict[str, dict[str, Any]]  # name -> its bytes and sha256
 
 MANIFEST = "manifest.json"
 ANOTHER_RUN = "start a new run with another name="
@@ -82,9 +96,9 @@ def start_save(
     """
     started = time.monotonic()
     partial = run_dir.checkpoints(run_folder) / f".step-{progress.step:08d}.partial"
-    run_on_all_ranks(world, lambda: _prepare(partial, world))
+    run_on_first_rank(world, lambda: _prepare(partial))
     pending = Pending(progress.step, started, Future(), Future())
-    in_background = replace(world, host_group=world.checkpoint_group)
+    in_background = replace(world, host_tree=world.checkpoint_tree)
     about = (pending, _stager(world.device), state, partial, progress, keep, in_background)
     threading.Thread(target=_save, args=about, daemon=True).start()
     pending.blocked_seconds = time.monotonic() - started
@@ -159,15 +173,14 @@ def newest_intact(run_folder: Path, world: World) -> Path | None:
     One that is not is kept aside, and the one before it is looked at. Raises `SharedError` where
     no other is left: a run does not begin anew by itself.
     """
-    while (path := run_on_all_ranks(world, lambda: latest(run_folder))) is not None:
+    while (path := run_on_first_rank(world, lambda: latest(run_folder))) is not None:
         damage = _damage(path, world)
         if damage is None:
             return path
         aside = path.with_name(f"{path.name}.corrupted")
-        others = [name for name in _complete(run_folder) if name != path]
-        if not gathered(world, others)[0]:
+        if run_on_first_rank(world, lambda: _complete(run_folder)) == [path]:
             raise SharedError(damage, f"start anew without it: rm -r {path}")
-        run_on_all_ranks(world, lambda: _set_aside(path, aside) if world.rank == 0 else None)  # noqa: B023
+        run_on_first_rank(world, lambda: _set_aside(path, aside))  # noqa: B023
         say(world, f"{damage}; it is kept as {aside.name}, the run goes on from the one before")
     return None
 
@@ -179,7 +192,8 @@ def _damage(path: Path, world: World) -> str | None:
         _verify(path, world)
     except (UserError, OSError) as error:
         mine = error.found if isinstance(error, UserError) else disk_error(error).found
-    return next((text for text in gathered(world, mine) if text), None)
+    failed = first_failure(world, mine)
+    return None if failed is None else str(failed.what)
 
 
 def _set_aside(path: Path, aside: Path) -> None:
@@ -194,13 +208,12 @@ def load(path: Path, state: dict[str, Tensor], world: World, is_verified: bool =
     """
     if not is_verified:
         run_on_all_ranks(world, lambda: _verify(path, world))
-    with _as_user_error(f"checkpoint {path} does not fit this run", ANOTHER_RUN):
-        dcp.load(
-            state,
-            storage_reader=dcp.FileSystemReader(path),
-            process_group=world.host_group,
-            no_dist=world.size == 1,
-        )
+
+    def read() -> None:
+        with _as_user_error(f"checkpoint {path} does not fit this run", ANOTHER_RUN, world.rank):
+            read_own(path, state)
+
+    run_on_all_ranks(world, read)
 
 
 def check_space(run_folder: Path, state: dict[str, Tensor], keep: int) -> None:
@@ -218,12 +231,11 @@ def check_space(run_folder: Path, state: dict[str, Tensor], keep: int) -> None:
         )
 
 
-def _prepare(partial: Path, world: World) -> None:
-    if world.rank == 0:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in partial.parent.glob(".step-*.partial"):
-            shutil.rmtree(leftover)
-        partial.mkdir()
+def _prepare(partial: Path) -> None:
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in partial.parent.glob(".step-*.partial"):
+        shutil.rmtree(leftover)
+    partial.mkdir()
 
 
 def _save(
@@ -242,18 +254,7 @@ def _save(
     try:
         copy = stager.stage(state).result()
         pending.copied.set_result(None)
-        with _as_user_error(f"checkpoint of step {progress.step} cannot be written", RESUME):
-            dcp.save(
-                copy,
-                storage_writer=dcp.FileSystemWriter(partial, sync_files=True),
-                process_group=world.host_group,
-                no_dist=world.size == 1,
-            )
-        files = run_on_all_ranks(world, lambda: _own_files(partial, world))
-        every = {name: entry for part in gathered(world, files) for name, entry in part.items()}
-        run_on_all_ranks(
-            world, lambda: _publish(partial, every, progress, keep) if world.rank == 0 else None
-        )
+        _write(copy, partial, progress, keep, world)
         pending.done.set_result(time.monotonic() - pending.started)
     except BaseException as error:
         if world.rank == 0:
@@ -265,19 +266,45 @@ def _save(
             pending.copied.set_result(None)
 
 
-def _own_files(partial: Path, world: World) -> dict[str, dict[str, Any]]:
-    names = [n for n in os.listdir(partial) if n.startswith(f"__{world.rank}_")]
-    names += [".metadata"] if world.rank == 0 else []
+def _write(
+    state: dict[str, Tensor], partial: Path, progress: Progress, keep: int, world: World
+) -> None:
+    """Each rank its own parts; what the first one needs to know of them travels up the tree."""
+    what = f"checkpoint of step {progress.step} cannot be written"
+    holders = holders_of_plain(state, world)
+
+    def write() -> tuple[Written, Files]:
+        with _as_user_error(what, RESUME, world.rank):
+            written = write_own(partial, state, world, holders)
+            return written, _as_written(partial, written.files)
+
+    written, files = run_on_all_ranks(world, write)
+    table = merged_of_all(world, table_of(written), merged_tables)
+    if (name := missing(table)) is not None:
+        raise SharedError(f"{what}: a part of {name} is on no rank", RESUME)
+    all_entries = gathered_by_first(world, entries(written, table))
+    all_files = gathered_by_first(world, files)
+
+    def publish() -> None:
+        with _as_user_error(what, RESUME):
+            write_metadata(partial, table, all_entries)
+            every = {name: entry for part in all_files for name, entry in part.items()}
+            _publish(partial, every | _as_written(partial, [METADATA]), progress, keep)
+
+    run_on_first_rank(world, publish)
+
+
+def _as_written(partial: Path, names: list[str]) -> Files:
     return {
         name: {
             "bytes": (partial / name).stat().st_size,
             "sha256": run_dir.sha256_of(partial / name),
         }
-        for name in sorted(names)
+        for name in names
     }
 
 
-def _publish(partial: Path, files: dict[str, Any], progress: Progress, keep: int) -> None:
+def _publish(partial: Path, files: Files, progress: Progress, keep: int) -> None:
     content = {"files": files, "progress": asdict(progress)}
     run_dir.write_whole(partial / MANIFEST, json.dumps(content, indent=1))
     final = partial.parent / f"step-{progress.step:08d}"
@@ -323,20 +350,21 @@ def _no_space() -> OSError:
 
 
 @contextmanager
-def _as_user_error(what: str, hint: str) -> Iterator[None]:
-    """Turn what DCP gathered from all ranks (a BaseException) into two lines.
+def _as_user_error(what: str, hint: str, rank: int = 0) -> Iterator[None]:
+    """Turn what fails in a rank into two lines; DCP wraps it in a BaseException.
 
     The hint is for what is no fault of the disk.
     """
     try:
         yield
-    except CheckpointException as error:
-        rank, (first, _) = next(iter(error.failures.items()))
+    except UserError:
+        raise
+    except (Exception, CheckpointException) as error:
+        first: BaseException = error
+        if isinstance(error, CheckpointException):
+            first, _ = next(iter(error.failures.values()))
         if isinstance(first, OSError) or _FULL_DISK.search(str(first)):
             full = disk_error(first if isinstance(first, OSError) else _no_space())
-            raise SharedError(f"{what}: {full.found}", full.hint) from error
-        kind = type(first).__name__
-        raise SharedError(f"{what}: rank {rank}: {kind}: {first_line(first)}", hint) from error
-    except OSError as error:
-        full = disk_error(error)
-        raise SharedError(f"{what}: {full.found}", full.hint) from error
+            raise UserError(f"{what}: {full.found}", full.hint) from error
+        why = f"rank {rank}: {type(first).__name__}: {first_line(first)}"
+        raise UserError(f"{what}: {why}", hint) from error

@@ -7,11 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atoll.data.order import Ints, sample_ids
 from atoll.monitor.observers import Observers
 from atoll.sharding.engines import FORWARDS
-from atoll.sharding.process_group import World, gathered, summed
+from atoll.sharding.process_group import World, gathered_by_first, summed
 from atoll.train.assemble import TrainState
 from atoll.train.tasks import TASKS, BatchResult
+
+DRAW_KEY = 0
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,10 @@ def _batch_results(train_state: TrainState) -> list[BatchResult]:
     forward, result_of = FORWARDS[run.sharding.step_engine], TASKS[run.task.name].result
     knows_loss = axes.stage(world.rank) == axes.pipeline - 1
     samples, microbatch = train_state.validation, run.training.microbatch_samples
-    count = min(len(samples), run.evaluation.max_samples or len(samples))
+    chosen = drawn_ids(len(samples), run.evaluation.max_samples)
     results: list[BatchResult] = []
     train_state.model.eval()
-    for ids in _shares(count, axes.data_rank(world.rank), axes.data, microbatch):
+    for ids in shares(chosen, axes.data_rank(world.rank), axes.data, microbatch):
         train_state.heartbeat.at("evaluation")
         counted = ids[ids >= 0]
         # a rank without samples still runs the pass: sharded layers gather on all ranks
@@ -75,23 +78,32 @@ def _batch_results(train_state: TrainState) -> list[BatchResult]:
 
 
 def _all_outputs(world: World, results: list[BatchResult]) -> tuple[Tensor | None, Tensor | None]:
-    """Every rank's outputs and classes together, where the task keeps them."""
+    """Every rank's outputs and classes together on the first, where the task keeps them."""
     own = [
         (result.outputs_BL.cpu(), result.classes_B.cpu())
         for result in results
         if result.outputs_BL is not None and result.classes_B is not None
     ]
-    every = [pair for pairs in gathered(world, own) for pair in pairs]
+    every = [pair for pairs in gathered_by_first(world, own) for pair in pairs]
     if not every:
         return None, None
     outputs, classes = zip(*every, strict=True)
     return torch.cat(outputs), torch.cat(classes)
 
 
-def _shares(count: int, rank: int, ranks: int, microbatch: int) -> list[np.ndarray]:
+def drawn_ids(samples: int, most: int | None) -> Ints:
+    """All held-out samples, or so many, drawn: best-fit packing puts the longest documents first.
+
+    Not by the run's seed, so that runs are compared on the same ones.
+    """
+    if most is None or most >= samples:
+        return np.arange(samples)
+    return np.sort(sample_ids(DRAW_KEY, samples, 0, most))
+
+
+def shares(ids: Ints, rank: int, ranks: int, microbatch: int) -> list[Ints]:
     """This rank's microbatches; -1 where there is no sample left for it."""
-    per_pass = ranks * microbatch
-    passes = -(-count // per_pass)
-    ids = np.full(passes * per_pass, -1, np.int64)
-    ids[:count] = np.arange(count)
-    return list(ids.reshape(passes, ranks, microbatch)[:, rank])
+    passes = -(-len(ids) // (ranks * microbatch))
+    places = np.full(passes * ranks * microbatch, -1, np.int64)
+    places[: len(ids)] = ids
+    return list(places.reshape(passes, ranks, microbatch)[:, rank])

@@ -5,6 +5,8 @@ import torch
 from atoll import run_dir
 from atoll.models import export
 from atoll.models.adapter import gathered_adapter, merged, write_adapter
+from atoll.models.classifier import new_head
+from atoll.models.source import source_folder
 from atoll.sharding.process_group import gathered, run_on_all_ranks, say
 from atoll.train.assemble import TrainState
 from atoll.train.state_dict import parameters_of
@@ -20,14 +22,15 @@ def _export(train_state: TrainState) -> None:
     world, final = train_state.world, run_dir.export(train_state.run_folder)
     dtype = getattr(torch, train_state.run.export.dtype)
     plain, lora = parameters_of(train_state), train_state.run.model.lora
-    adapter = {} if lora is None else gathered_adapter(plain)
+    head = new_head(train_state.config)
+    adapter = {} if lora is None else gathered_adapter(plain, head)
     parameters = plain if lora is None else merged(train_state.model.hf, lora, plain)
     sizes = {name: p.numel() * dtype.itemsize for name, p in parameters.items()}
     limit = int(train_state.run.export.max_file_gib * 2**30)
     axes = train_state.run.axes
     # the ranks of a pipeline's stage write the files of its layers
     ranks, stage = axes.world // axes.pipeline, axes.stage(world.rank)
-    sizes_of_stages = gathered(world, sizes)[::ranks]
+    sizes_of_stages = gathered(world, sizes if world.rank % ranks == 0 else None)[::ranks]
     plans = [export.plan_files(of_stage, limit, ranks) for of_stage in sizes_of_stages]
     files = [names for plan in plans for names in plan]
     numbered = export.Numbered(sum(map(len, plans[:stage])), len(files))
@@ -43,11 +46,18 @@ def _export(train_state: TrainState) -> None:
 
     def rest() -> None:
         if adapter:
-            write_adapter(partial / "adapter", train_state.run.model, adapter)
+            write_adapter(partial / "adapter", train_state.run.model, adapter, head)
         total = sum(sum(of_stage.values()) for of_stage in sizes_of_stages)
         architecture = type(train_state.model.hf).__name__
         export.write_rest(
-            partial, train_state.config, architecture, dtype, files, total, train_state.tokenizer
+            partial,
+            train_state.config,
+            architecture,
+            dtype,
+            files,
+            total,
+            train_state.tokenizer,
+            source_folder(train_state.run.model),
         )
         export.publish(partial, final)
 

@@ -88,7 +88,8 @@ def from_checkpoint(path: Path, run: Run) -> TextGenerator:
     learning = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     checkpoint.load(path, {f"model/{name}": p for name, p in learning.items()}, alone)
     model.hf.set_attn_implementation("sdpa")
-    tokenizer = AutoTokenizer.from_pretrained(run_dir.prepared(run) / "tokenizer")
+    folder = run_dir.prepared(run) / "tokenizer"
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return TextGenerator(model.hf.eval(), tokenizer)
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from atoll.errors import UserError
 from atoll.settings import Optimizer
+from atoll.sharding.tied_ends import copied_names
 
 RANK_SCALES: dict[str, Callable[[int], float]] = {
     "none": lambda ranks: 1.0,
@@ -41,6 +42,7 @@ class NamedOptimizer:
     # the weights a proximal term pulls to, and how strongly (FedProx, Li et al. 2020)
     anchors: dict[str, Tensor] = field(default_factory=dict)
     proximal: float = 0.0
+    copies: frozenset[str] = frozenset()  # of weights that another stage of a pipeline counts
 
 
 def make_optimizer(settings: Optimizer, model: nn.Module) -> NamedOptimizer:
@@ -61,7 +63,8 @@ def make_optimizer(settings: Optimizer, model: nn.Module) -> NamedOptimizer:
     anchors = {}
     if settings.proximal:
         anchors = {name: p.detach().clone() for name, p in learning.items()}
-    return NamedOptimizer(optimizer, pairs, anchors, settings.proximal)
+    copies = frozenset(copied_names(model))
+    return NamedOptimizer(optimizer, pairs, anchors, settings.proximal, copies)
 
 
 def learning_rate(settings: Optimizer, step: int, total_steps: int, ranks: int) -> float:
@@ -95,7 +98,8 @@ def take_step(
         parameter, _ = optimizer.parameters[name]
         if parameter.grad is not None:
             parameter.grad.add_(parameter.detach() - anchor, alpha=optimizer.proximal)
-    norm = gradient_norm([p.grad for p, _ in optimizer.parameters.values() if p.grad is not None])
+    counted = [p.grad for n, (p, _) in optimizer.parameters.items() if n not in optimizer.copies]
+    norm = gradient_norm([gradient for gradient in counted if gradient is not None])
     if pipeline is not None:
         squared = norm.square()
         dist.all_reduce(squared, group=pipeline)

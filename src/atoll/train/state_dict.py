@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from atoll.sharding import deepspeed
+from atoll.sharding.tied_ends import copied_names
 from atoll.train.assemble import TrainState
 from atoll.train.optimizer import Judge, clear_gradients, optimizer_state_dict, take_step
 
@@ -18,14 +19,18 @@ def state_dict(train_state: TrainState) -> dict[str, Tensor]:
     own = train_state.run.optimizer.name == "adamw_8bit" and train_state.world.size > 1
     suffix = f"/rank{train_state.world.rank}" if own else ""
     # what stays is read from the model's source again
+    copies = copied_names(train_state.model)  # saved as what they are copies of, bit for bit
     parameters = {
-        f"model/{name}": p.detach()
+        f"model/{copies.get(name, name)}": p.detach()
         for name, p in train_state.model.named_parameters()
         if p.requires_grad
     }
     moments = {
-        f"optimizer/{name}{suffix}": value
-        for name, value in optimizer_state_dict(train_state.optimizer).items()
+        f"optimizer/{copies.get(name, name)}/{key}{suffix}": value
+        for (name, _, key), value in (
+            (word.rpartition("/"), value)
+            for word, value in optimizer_state_dict(train_state.optimizer).items()
+        )
     }
     return parameters | moments
 
@@ -42,7 +47,8 @@ def parameters_of(train_state: TrainState) -> dict[str, Tensor]:
         named = deepspeed.whole_parameters(train_state.wrapped)
     else:
         named = dict(train_state.model.named_parameters())
-    return {name.removeprefix("hf."): parameter for name, parameter in named.items()}
+    copies = copied_names(train_state.model)
+    return {n.removeprefix("hf."): parameter for n, parameter in named.items() if n not in copies}
 
 
 def update(train_state: TrainState, rate: float, judge: Judge) -> Tensor:

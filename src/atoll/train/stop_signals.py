@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from atoll import run_dir
 from atoll.errors import UserError
 from atoll.settings import Run
+from atoll.sharding import agreement
 from atoll.sharding.process_group import World
 
 TIME_IS_OVER, TERMINATED = run_dir.RESTART_CODE, 128 + signal.SIGTERM
@@ -53,16 +51,10 @@ def exchanged_stop_code(world: World, stop_code: StopCode) -> StopCode:
     All ranks call both. The codes travel while the step goes on, so that nobody waits, and none is
     under way behind it: a profiler that stops while another thread records crashes the process.
     """
-    if world.size == 1:
+    if world.background is None:
         return stop_code
-    codes = torch.tensor([stop_code()], dtype=torch.int32)
-    pending = dist.all_reduce(codes, dist.ReduceOp.MAX, async_op=True)
-
-    def highest() -> int:
-        pending.wait()
-        return int(codes.item())
-
-    return highest
+    code, tree = stop_code(), world.background.tree
+    return world.background.start(lambda: agreement.highest(tree, code)).result
 
 
 def note_restart(run: Run, run_folder: Path, step: int) -> None:

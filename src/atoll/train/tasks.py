@@ -44,7 +44,8 @@ class TaskDefinition:
 
 def _causal_config(run: Run, vocabulary: Vocabulary) -> Any:
     # no pad id: an embedding's padding row is never learned, and here it is the end's as well
-    special = {"bos_token_id": vocabulary.end_id, "eos_token_id": vocabulary.end_id}
+    begin_id = vocabulary.end_id if vocabulary.begin_id is None else vocabulary.begin_id
+    special = {"bos_token_id": begin_id, "eos_token_id": vocabulary.end_id}
     return build_config(run.model, vocabulary.tokens, run.data.sequence_tokens, special)
 
 

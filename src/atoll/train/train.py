@@ -9,8 +9,8 @@ from pathlib import Path
 
 from atoll import run_dir
 from atoll.errors import UserError
-from atoll.health import heartbeat
 from atoll.health.heartbeat import Heartbeat
+from atoll.health.watched import last_words, watched_rank
 from atoll.launch import Placement
 from atoll.monitor.loggers import check_installed
 from atoll.monitor.observers import Observers, WatchedRun
@@ -20,9 +20,10 @@ from atoll.sharding.process_group import (
     SharedError,
     World,
     check_transport,
-    gathered,
     joined,
+    of_first,
     run_on_all_ranks,
+    run_on_first_rank,
     say,
 )
 from atoll.train import checkpoint
@@ -39,11 +40,15 @@ from atoll.train.stop_signals import TIME_IS_OVER, StopCode, note_restart, stop_
 def main(run_folder: Path, placement: Placement) -> int:
     """Train the run of `run_folder` as one rank; the exit code of this rank."""
     run = load_run(run_dir.settings_file(run_folder))
-    own = heartbeat.begin(heartbeat.node_folder(run_folder, placement.master_port), placement.rank)
     # DCP warns so at every checkpoint of a single process, which is what was asked for
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
-        with stop_signals(run_folder, placement.rank) as code, joined(run, placement) as world:
+        with (
+            stop_signals(run_folder, placement.rank) as code,
+            watched_rank(run, run_folder, placement) as own,
+            joined(run, placement) as world,
+            last_words(own),
+        ):
             return train(run, run_folder, world, code, own)
     except SharedError:
         # every rank has the same error: the first prints it
@@ -70,9 +75,9 @@ def train(
         evaluate_alone(train_state)
         return 0
     progress = resume(train_state)
-    if not gathered(world, is_finished(train_state, progress))[0]:
+    if not of_first(world, is_finished(train_state, progress)):
         return train_from(train_state, progress, stop_code)
-    if not gathered(world, run_dir.export(run_folder).is_dir())[0]:
+    if not of_first(world, run_dir.export(run_folder).is_dir()):
         export_model(train_state)
     return 0
 
@@ -101,6 +106,7 @@ def watched(train_state: TrainState, resumed_step: int) -> WatchedRun:
         packing=train_state.training.plan,
         total_steps=train_state.total_steps,
         resumed_step=resumed_step,
+        heartbeat=train_state.heartbeat,
         communication_bytes=train_state.communication_bytes,
     )
 
@@ -156,7 +162,7 @@ def note_stop(train_state: TrainState, end: LoopEnd) -> None:
     say(world, f"asked to stop: the state of step {end.step} is saved")
     if end.stop_code == TIME_IS_OVER:
         note = partial(note_restart, train_state.run, train_state.run_folder, end.step)
-        run_on_all_ranks(world, lambda: note() if world.rank == 0 else None)
+        run_on_first_rank(world, note)
 
 
 def resume(train_state: TrainState) -> checkpoint.Progress:

@@ -21,6 +21,7 @@ from atoll.data.tokenize import make_tokenizer
 from atoll.models import export
 from atoll.models.build import weights_for
 from atoll.models.safetensor_files import file_name, write_tensors
+from atoll.models.source import source_folder
 from atoll.settings import Run, load_run
 from atoll.train.tasks import TASKS
 
@@ -45,7 +46,7 @@ def write_untrained(run: Run, final: Path) -> None:
 
 
 def _write(run: Run, tokenizer: Path, final: Path) -> None:
-    task, words = TASKS[run.task.name], vocabulary.describe(tokenizer)
+    task, words = TASKS[run.task.name], vocabulary.describe(tokenizer, run.data.bos)
     config = task.config(run, words)
     hf = task.model(config, run, words).hf
     dtype, partial = getattr(torch, run.export.dtype), export.start(final)
@@ -58,7 +59,8 @@ def _write(run: Run, tokenizer: Path, final: Path) -> None:
         seconds = time.monotonic() - began
         print(f"{path.name}: {len(names)} tensors, {seconds:.0f} s", flush=True)
     total = sum(sizes.values())
-    export.write_rest(partial, config, type(hf).__name__, dtype, files, total, tokenizer)
+    source = source_folder(run.model)
+    export.write_rest(partial, config, type(hf).__name__, dtype, files, total, tokenizer, source)
     export.publish(partial, final)
 
 

@@ -1,0 +1,98 @@
+"""What a coordinator may change of the runs at a facility: the facility says so in `site.allow`.
+
+FOLDER/site.allow, else ~/.config/atoll/site.allow: the name of a setting a line, `*` for any part
+of it; `default` stands for all but DENIED. Without a file it is `default`: choices of the clone's
+own files, and values that name no command, bind, module, variable, or path outside FOLDER.
+"""
+
+import os
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from atoll.config.compose import settings_of
+from atoll.errors import UserError, printable
+from atoll.settings import Run
+
+FILE = "site.allow"
+DEFAULT = "default"
+# Settings that start a program, load code, leave the folder, or send to another machine.
+DENIED = (
+    "facility.step", "facility.task_binding", "facility.modules", "facility.environment",
+    "facility.task_folders", "facility.binds", "facility.network", "facility.container",
+    "facility.hosts_file", "facility.ssh_options", "facility.address_suffix", "facility.driver",
+    "facility.scheduler", "facility.submit", "image", "folders", "launcher", "loggers", "override",
+    "model.source", "tokenizer.path",
+)  # fmt: skip
+# flags of sbatch and qsub that choose a queue, and nothing else
+QUEUES = ("partition", "qos", "constraint", "reservation", "q", "l")
+
+
+def refuse_settings(overrides: Sequence[str], folder: Path) -> None:
+    """Raise `UserError` for the first setting that this facility does not let a request change."""
+    allowed = allowed_at(folder)
+    for name, value, is_choice in settings_of(overrides):
+        listed = any(fnmatchcase(name, pattern) for pattern in allowed)
+        by_default = DEFAULT in allowed and (
+            is_choice or not (_denied(name, value) or _leaves(value, folder))
+        )
+        if not listed and not by_default:
+            raise UserError(
+                f"this facility does not let a request change {printable(name, 80)} to "
+                f"{printable(str(value), 80)!r}",
+                f"whoever owns it may: a line {name!r} in {folder / FILE}, with {DEFAULT!r}",
+            )
+
+
+def refuse_outside(run: Run, overrides: Sequence[str], folder: Path) -> None:
+    """Files of a request that are not the clone's own choice lie in the folder, or are listed."""
+    named = {name for name, _, is_choice in settings_of(overrides) if not is_choice}
+    allowed = allowed_at(folder)
+    files = {"data.files": run.data.files, "data.validation.files": run.data.validation.files}
+    for name, paths in files.items():
+        listed = any(fnmatchcase(name, pattern) for pattern in allowed)
+        if name in named and run.data.source == "files" and not listed:
+            for path in paths:
+                _refuse_path(name, Path(path), folder)
+
+
+def allowed_at(folder: Path) -> list[str]:
+    """The lines of the facility's own list."""
+    settings = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    for path in (folder / FILE, settings / "atoll" / FILE):
+        if path.is_file():
+            lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+            return [line for line in lines if line]
+    return [DEFAULT]
+
+
+def _refuse_path(name: str, path: Path, folder: Path) -> None:
+    if folder.resolve() not in Path(os.path.normpath(path.absolute())).parents:
+        raise UserError(
+            f"this facility does not let a request name {printable(str(path), 80)!r} ({name}), "
+            f"which is outside {folder}",
+            f"whoever owns it may: a line {name!r} in {folder / FILE}, with {DEFAULT!r}",
+        )
+
+
+def _denied(name: str, value: Any) -> bool:
+    """Whether a setting is one of those, or a group that holds one of them."""
+    if name.startswith("facility.submit."):
+        return name.removeprefix("facility.submit.") not in QUEUES
+    return name.startswith("hydra") or any(
+        name == denied or name.startswith(f"{denied}.") or denied.startswith(f"{name}.")
+        for denied in DENIED
+    )
+
+
+def _leaves(value: Any, folder: Path) -> bool:
+    """Whether a value names a place outside the folder, or is taken from the environment."""
+    if isinstance(value, dict):
+        return any(_leaves(part, folder) for pair in value.items() for part in pair)
+    if isinstance(value, list | tuple):
+        return any(_leaves(part, folder) for part in value)
+    text = str(value)
+    if "${" in text or ".." in Path(text).parts or text.startswith("~"):
+        return True
+    return text.startswith("/") and folder not in Path(text).parents

@@ -1,0 +1,110 @@
+"""What is asked of a facility in a round, and that its update claims no more."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from atoll.campaign.signing import refuse_unsigned
+from atoll.campaign.store import CampaignStore
+from atoll.config.compose import compose
+from atoll.errors import UserError
+from atoll.settings.exchange import UpdateManifest, manifest_file, read_manifest
+from atoll.settings.federation import Campaign, Site
+
+ASKED = ("campaign", "round", "facility", "base", "encoding")  # of a manifest, as it was asked
+ROOM_BYTES = 16 << 20  # of an update, for headers
+MOST_SEQUENCE_TOKENS = 1 << 20
+BUNDLE = "folders.bundle="
+
+
+def request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
+    """What a facility is asked in a round: the same words every time."""
+    campaign = store.campaign
+    return {
+        "campaign": campaign.name,
+        "round": number,
+        "facility": site.name,
+        "base": store.model_manifest(number - 1)["digest"],
+        "codec": campaign.codec,
+        "attempts": campaign.attempts,
+        "signing_key": site.signing_key,
+        "overrides": training_words(campaign, number, site),
+    }
+
+
+def training_words(campaign: Campaign, number: int, site: Site) -> list[str]:
+    """The settings of a facility's run of a round, but for the folders there."""
+    return [
+        *campaign.train,
+        *site.overrides,
+        "model=from_path",
+        f"training.steps={campaign.steps}",
+        "training.epochs=null",
+        f"training.global_batch_samples={campaign.batch_samples}",
+        "training.device_batch_samples=null",
+        f"training.consumed_samples={(number - 1) * campaign.steps * campaign.batch_samples}",
+    ]
+
+
+def check_update(store: CampaignStore, number: int, site: Site, folder: Path) -> UpdateManifest:
+    """Signed by the facility, made for what this round asked of it, and never seen before.
+
+    What it claims is held to what was asked. Its files are checked where they are read, by
+    `atoll aggregate`.
+    """
+    if store.campaign.allowed_signers is not None:
+        signers = Path(store.campaign.allowed_signers).expanduser()
+        refuse_unsigned(manifest_file(folder), signers, site.name)
+    manifest = read_manifest(folder)
+    asked = request(store, store.asked_round(number, site), site)
+    claims = {"encoding": manifest.encoding, **manifest.model_dump(include=set(ASKED))}
+    for name in ASKED:
+        if claims[name] != asked["codec" if name == "encoding" else name]:
+            raise UserError(
+                f"the update of {site.name} says {name}={claims[name]}, this round is "
+                f"{asked['codec' if name == 'encoding' else name]}",
+                "train the model of this round",
+            )
+    _refuse_large_claims(store, site, manifest)
+    if manifest.nonce in store.nonces(number, site):
+        raise UserError(f"the update of {site.name} was sent before", "train again")
+    return manifest
+
+
+def _refuse_large_claims(store: CampaignStore, site: Site, manifest: UpdateManifest) -> None:
+    """No more steps and tokens than were asked for, nor more bytes than the model has."""
+    campaign = store.campaign
+    samples = campaign.steps * campaign.batch_samples
+    size = sum(path.stat().st_size for path in (store.model(0) / "master").glob("*"))
+    claims = {
+        "steps": (manifest.steps, campaign.steps),
+        "tokens": (manifest.tokens, samples * sequence_tokens(campaign, site)),
+        "bytes": (sum(f.bytes for f in manifest.files.values()), size + size // 10 + ROOM_BYTES),
+    }
+    for name, (claimed, most) in claims.items():
+        if claimed > most:
+            raise UserError(
+                f"the update of {site.name} says {claimed:,} {name}, at most {most:,} were asked "
+                "for",
+                "do not use what comes from there",
+            )
+
+
+def sequence_tokens(campaign: Campaign, site: Site) -> int:
+    """Of a sample at a facility, as far as this machine's clone knows its settings."""
+    return _sequence_tokens(tuple(without_bundle(training_words(campaign, 1, site))[0]))
+
+
+@cache
+def _sequence_tokens(words: tuple[str, ...]) -> int:
+    try:
+        return compose([*words, "model.source=here", "name=site"]).run.data.sequence_tokens
+    except UserError:  # settings that only the facility has
+        return MOST_SEQUENCE_TOKENS
+
+
+def without_bundle(words: list[str]) -> tuple[list[str], str]:
+    """The words that need nothing of another machine, and the bundle that the others name."""
+    bundles = [word.removeprefix(BUNDLE) for word in words if word.startswith(BUNDLE)]
+    kept = [word for word in words if not word.startswith(BUNDLE)]
+    return kept, bundles[-1] if bundles else ""

@@ -1,0 +1,83 @@
+"""The end of a round: its updates become the next model, or the rule says how it goes on."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from atoll.campaign.journal import alone
+from atoll.campaign.store import CampaignStore
+from atoll.campaign.transfer import atoll_here, run_verb
+from atoll.errors import UserError
+
+
+def average(store: CampaignStore, number: int) -> bool:
+    """Give the updates to `atoll aggregate`, which writes the next model whole or not at all.
+
+    Where too few are left, the rule says how it goes on; False: they are to be collected again.
+    """
+    with alone(store.round(number)):
+        if store.has_model(number):
+            return True
+        began, count = time.time(), len(store.updates(number))
+        sites, quorum = store.campaign.sites, store.campaign.rule.quorum
+        if count < quorum:
+            why = "; ".join(sorted(store.left_out(number).values()))
+            why = (
+                f"{count} of {len(sites)} facilities sent an update, the quorum is {quorum} ({why})"
+            )
+            outcome: dict[str, Any] = {"short": why}
+        else:
+            outcome = _aggregate(store, number, store.updates(number))
+        if "short" in outcome:
+            held = _below_quorum(store, number, outcome)
+            if held is None:
+                return False
+            outcome = held
+    store.journal(number).append("averaged", seconds=time.time() - began, **outcome)
+    return True
+
+
+def _aggregate(
+    store: CampaignStore, number: int, folders: list[Path], **about: str
+) -> dict[str, Any]:
+    """What `atoll aggregate` says; of no update at all, the model is held."""
+    campaign, rule = store.campaign, store.campaign.rule
+    words = ["aggregate", *(map(str, folders) if folders else ["--hold"])]
+    words += ["--base", str(store.model(number - 1))]
+    words += ["--out", str(store.model(number)), "--codec", campaign.global_codec]
+    words += ["--rule", rule.model_dump_json(), "--about", json.dumps({"round": number, **about})]
+    for before in range(number - 2, max(-1, number - 2 - rule.max_staleness), -1):
+        words += ["--older", store.model_manifest(before)["digest"]]
+    outcome: dict[str, Any] = json.loads(
+        run_verb([*atoll_here(), *words], f"the model of round {number}")
+    )
+    return outcome
+
+
+def _below_quorum(
+    store: CampaignStore, number: int, outcome: dict[str, Any]
+) -> dict[str, Any] | None:
+    """How a round with too few updates goes on: held, or (None) collected again.
+
+    Updates that were left out are not kept. Raises `UserError` where a person has to look.
+    """
+    campaign, why = store.campaign, str(outcome["short"])
+    if campaign.rule.below_quorum == "hold":
+        return _aggregate(store, number, [], held=why)
+    wrong = outcome.get("rejected", {}) | outcome.get("unreadable", {})
+    for site in [site for site in campaign.sites if site.name in wrong]:
+        shutil.rmtree(store.update(number, site), ignore_errors=True)
+        store.count_failure(number, site, wrong[site.name])
+    if campaign.rule.below_quorum == "ask" and store.unsettled(number):
+        return None
+    store.journal(number).append("reopened")
+    if campaign.rule.below_quorum == "wait":
+        time.sleep(campaign.poll_seconds)
+        return None
+    raise UserError(
+        f"round {number}: {why}",
+        "fix what --status names and type the same line again: nobody trains twice; or go on "
+        "without them: rule.below_quorum=hold",
+    )

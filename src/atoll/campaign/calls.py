@@ -1,0 +1,67 @@
+"""A command whose end and whose output are in the hands of others."""
+
+import os
+import selectors
+import subprocess
+from collections.abc import Callable, Sequence
+
+from atoll.commands import MISSING, TIMED_OUT, Finished
+from atoll.settings.exchange import MAX_ANSWER_BYTES
+
+LOOK_SECONDS = 0.2
+TAIL_BYTES = 1 << 16  # of what is said of errors, the end
+PIECE = 1 << 16
+Over = Callable[[], bool]
+
+
+def never() -> bool:
+    return False
+
+
+def call(argv: Sequence[str], over: Over = never, most_bytes: int = MAX_ANSWER_BYTES) -> Finished:
+    """Run a command until it ends, says too much, or `over` says that nobody waits any longer.
+
+    Those that it started itself may go on, and hold its pipes: it is over when it has ended.
+    """
+    try:
+        process = subprocess.Popen(
+            list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+    except OSError as error:
+        return Finished(MISSING, "", f"cannot start {argv[0]}: {error.strerror}")
+    assert process.stdout is not None and process.stderr is not None
+    output, errors = bytearray(), bytearray()
+    try:
+        with selectors.DefaultSelector() as pipes, process.stdout, process.stderr:
+            pipes.register(process.stdout, selectors.EVENT_READ, output)
+            pipes.register(process.stderr, selectors.EVENT_READ, errors)
+            while pipes.get_map():
+                ended = process.poll() is not None
+                ready = pipes.select(0 if ended else LOOK_SECONDS)
+                if ended and not ready:
+                    break
+                for key, _ in ready:
+                    piece = os.read(key.fd, PIECE)
+                    key.data.extend(piece)
+                    if not piece:
+                        pipes.unregister(key.fileobj)
+                del errors[:-TAIL_BYTES]
+                if len(output) > most_bytes:
+                    return Finished(TIMED_OUT, "", f"it printed more than {most_bytes:,} bytes")
+                if over():
+                    return Finished(TIMED_OUT, "", "no answer in the time that it has")
+        code = _ended(process, over)
+        return Finished(code, output.decode(errors="replace"), errors.decode(errors="replace"))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _ended(process: subprocess.Popen[bytes], over: Over) -> int:
+    """The exit code of a process that says nothing any more."""
+    while not over():
+        try:
+            return process.wait(LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+    return TIMED_OUT

@@ -1,0 +1,129 @@
+"""`atoll list [WHAT]`: what may be asked for, and what is there: a name and a line for each."""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from atoll import run_dir
+from atoll.cluster.jobs import ask
+from atoll.cluster.status import queued_jobs, status
+from atoll.commands import VerbParser
+from atoll.config.compose import config_tree
+from atoll.tables import table
+
+ABOUT = "List what a run may be made of, or what this folder holds; without WHAT: its runs."
+# what a person types -> the group of the configuration tree
+GROUPS = {
+    "facilities": "facility",
+    "models": "model",
+    "data": "data",
+    "shardings": "sharding",
+    "experiments": "experiment",
+    "tasks": "task",
+    "optimizers": "optimizer",
+    "launchers": "launcher",
+    "federations": "federation",
+}
+Row = dict[str, str]
+
+
+def main(argv: list[str]) -> int:
+    """Print one table, or one JSON list."""
+    parser = VerbParser("list", ABOUT)
+    what = [*GROUPS, *HERE]
+    parser.add_argument("what", nargs="?", default="runs", choices=what, metavar="WHAT")
+    parser.add_argument("--json", action="store_true", help="as a JSON list of objects")
+    parser.epilog = f"WHAT is one of {', '.join(what)}."
+    arguments = parser.read(argv)
+    kind = arguments.what
+    rows = choices(GROUPS[kind]) if kind in GROUPS else HERE[kind]()
+    if arguments.json:
+        print(json.dumps(rows, indent=1, ensure_ascii=False))
+    elif rows:
+        print(table(list(rows[0]), [list(row.values()) for row in rows]))
+    else:
+        print(f"no {kind} here")
+    return 0
+
+
+def choices(group: str) -> list[Row]:
+    """The names that `group=NAME` takes, each with the first line of its file."""
+    files = sorted((config_tree() / group).glob("*.yaml"))
+    return [{"name": file.stem, "about": first_comment(file)} for file in files]
+
+
+def first_comment(file: Path) -> str:
+    """What a YAML file says of itself; hydra's own line, where one is, comes before that."""
+    lines = file.read_text().splitlines()
+    words = [line.lstrip("# ") for line in lines if line.startswith("#")]
+    return next((line for line in words if not line.startswith("@package")), "")
+
+
+def runs() -> list[Row]:
+    """The runs of this folder, the newest last; the schedulers are asked once for all."""
+    folders = run_folders()
+    answers = ask({job for folder in folders for job in queued_jobs(folder)})
+    rows = []
+    for folder in folders:
+        state, why = status(folder, answers)
+        jobs = queued_jobs(folder)
+        rows.append(
+            {"name": folder.name, "state": state}
+            | _progress(folder)
+            | {"job": jobs[-1][1] if jobs else "", "why": why}
+        )
+    return rows
+
+
+def jobs() -> list[Row]:
+    """The jobs of all runs of this folder, as their schedulers call them."""
+    known = [(folder, job) for folder in run_folders() for job in queued_jobs(folder)]
+    answers = ask({job for _, job in known})
+    return [
+        {
+            "job": job[1],
+            "scheduler": job[0],
+            "run": folder.name,
+            "state": answers[job].state if job in answers else "unknown",
+            "why": answers[job].why if job in answers else "",
+        }
+        for folder, job in known
+    ]
+
+
+def images() -> list[Row]:
+    """The image files of this folder."""
+    files = sorted(Path("images").glob("*.sif"))
+    return [
+        {
+            "name": file.stem,
+            "MiB": f"{file.stat().st_size / 2**20:.0f}",
+            "built": time.strftime("%Y-%m-%d %H:%M", time.localtime(file.stat().st_mtime)),
+        }
+        for file in files
+    ]
+
+
+HERE: Mapping[str, Callable[[], list[Row]]] = {"runs": runs, "jobs": jobs, "images": images}
+
+
+def run_folders() -> list[Path]:
+    """The folders of runs/, in the order in which they were submitted."""
+    files = [path for path in Path("runs").glob("*") if run_dir.settings_file(path).is_file()]
+    return sorted(files, key=lambda path: run_dir.settings_file(path).stat().st_mtime)
+
+
+def _progress(folder: Path) -> Row:
+    """The last step of a run, its loss, and how long ago that was."""
+    lines = [line for line in run_dir.metrics(folder) if line.get("event") == "train"]
+    if not lines:
+        return {"step": "", "loss": "", "age": ""}
+    last = lines[-1]
+    age_minutes = max(0.0, time.time() - last.get("time", time.time())) / 60
+    loss = last.get("loss")
+    return {
+        "step": str(last["step"]),
+        "loss": "" if loss is None else f"{loss:.4f}",
+        "age": f"{age_minutes:.0f} min" if age_minutes < 120 else f"{age_minutes / 60:.0f} h",
+    }

@@ -1,0 +1,110 @@
+"""Which of a round's updates are left out by what was measured of them.
+
+Nobody can be made an outlier by others' smallness: an update is too long against the longer half of
+those beside it, or against what was usual in earlier rounds, and short ones say nothing about
+directions. Legend: K updates.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from atoll.settings.federation import Rule
+
+KEPT_NORMS = 16  # of so many rounds the usual length is kept
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of the updates, in order: inner products of each pair, and values that are not finite."""
+
+    gram_KK: Tensor
+    not_finite: list[int]
+
+    @property
+    def norms(self) -> list[float]:
+        return [math.sqrt(max(0.0, value)) for value in self.gram_KK.diagonal().tolist()]
+
+    def only(self, places: list[int]) -> "Measured":
+        return Measured(self.gram_KK[places][:, places], [self.not_finite[n] for n in places])
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What earlier rounds, and the model itself, say of how long an update may be."""
+
+    before: Sequence[float] = ()  # the usual length of an update in each of the last rounds
+    model_norm: Callable[[], float] = lambda: math.inf
+
+    def usual(self, norms: Sequence[float]) -> float:
+        """The length that an update of this round is compared with.
+
+        Of three or more the middle one, and never less than in earlier rounds; in a first round
+        the upper of two middles. Of fewer nobody knows whom to believe: as long as in earlier
+        rounds, in a first one as the longer, which is not longer than the model itself.
+        """
+        if not norms:
+            return 0.0
+        ordered = sorted(norms)
+        lower, upper = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+        if len(norms) > 2:
+            return max(lower, _middle(self.before)) if self.before else upper
+        if self.before:
+            return _middle(self.before)
+        return min(upper, self.model_norm() or upper) if upper > 0.0 else 0.0
+
+    def after(self, norms: Sequence[float]) -> list[float]:
+        """What the next round is to know: rounds in which nothing was learned say nothing."""
+        usual = self.usual(norms)
+        return [*self.before, *([usual] if usual > 0.0 else [])][-KEPT_NORMS:]
+
+
+def judge(measured: Measured, names: Sequence[str], rule: Rule, bound: Bound) -> dict[str, str]:
+    """Facility -> why its update is left out: not finite, far too long, or the wrong way."""
+    norms = measured.norms
+    refused = {
+        name: f"{count:,} values are not finite"
+        for name, count in zip(names, measured.not_finite, strict=True)
+        if count
+    }
+    places = [n for n, name in enumerate(names) if name not in refused]
+    usual = bound.usual([norms[n] for n in places])
+    for n in places:
+        if norms[n] > rule.max_norm_ratio * usual:
+            refused[names[n]] = (
+                f"its norm {norms[n]:.3g} is more than {rule.max_norm_ratio:g} times the "
+                f"median {usual:.3g}"
+            )
+    least = usual / rule.max_norm_ratio
+    places = [n for n in places if names[n] not in refused and norms[n] >= least > 0.0]
+    if len(places) >= 2:
+        angles = cosines(_directions(measured.only(places).gram_KK))
+        lowest = min(angles)
+        if lowest < rule.min_cosine:  # of two, nobody knows which
+            wrong = places if len(places) == 2 else [places[angles.index(lowest)]]
+            why = f"its cosine to the others, {lowest:.2f}, is below {rule.min_cosine:g}"
+            refused |= {names[n]: why for n in wrong}
+    return refused
+
+
+def cosines(gram_KK: Tensor) -> list[float]:
+    """Of each update to the sum of the others; 1 where there are no others."""
+    cosine_K = []
+    for n in range(len(gram_KK)):
+        others = [k for k in range(len(gram_KK)) if k != n]
+        dot = float(gram_KK[n, others].sum())
+        length = math.sqrt(max(0.0, float(gram_KK[n, n] * gram_KK[others][:, others].sum())))
+        cosine_K.append(dot / length if others and length > 0 else 1.0)
+    return cosine_K
+
+
+def _directions(gram_KK: Tensor) -> Tensor:
+    """As if all were of one length: a long one does not speak for the others."""
+    length_K = gram_KK.diagonal().clamp_min(1e-300).sqrt()
+    return gram_KK / length_K[:, None] / length_K[None]
+
+
+def _middle(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -1,0 +1,59 @@
+"""config.json and tokenizer_config.json as transformers 4 and 5 both read them.
+
+What reads exports on clusters (vLLM, llama.cpp, lm-evaluation-harness) is often older than what
+wrote them: transformers 4 passes over `rope_parameters`, and takes theta 10,000 without a word.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from atoll import run_dir
+
+# model type -> what transformers 4 calls its theta and the share of a head that turns
+OLDER_NAMES = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
+NAMES = ("rope_theta", "partial_rotary_factor")
+# what transformers 5 calls a tokenizer that is its tokenizer.json, and what 4 and 5 do
+TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
+
+
+def write_config(folder: Path, config: Any) -> None:
+    """The configuration with both generations' fields."""
+    stored = json.loads(config.to_json_string())
+    _write(folder / "config.json", stored | older_fields(stored))
+
+
+def older_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """What transformers 4 reads where 5 has `rope_parameters` and `dtype`."""
+    fields = {"torch_dtype": config["dtype"]} if config.get("dtype") else {}
+    rope = config.get("rope_parameters") or {}
+    # one for each kind of layer, as in Gemma 3
+    if "full_attention" in rope:
+        local = rope.get("sliding_attention", {}).get("rope_theta")
+        fields |= {} if local is None else {"rope_local_base_freq": local}
+        rope = rope["full_attention"]
+    theta, share = OLDER_NAMES.get(config.get("model_type", ""), NAMES)
+    outside = {"rope_theta": theta, "partial_rotary_factor": share}
+    fields |= {older: rope[name] for name, older in outside.items() if name in rope}
+    if rope.get("rope_type", "default") != "default":
+        fields["rope_scaling"] = {n: value for n, value in rope.items() if n not in outside}
+    return fields
+
+
+def write_tokenizer_config(folder: Path) -> None:
+    """The tokenizer's class and special tokens by names that both know, where a file says them."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    stored = json.loads(path.read_text())
+    kind = stored.get("tokenizer_class")
+    stored["tokenizer_class"] = TOKENIZER_CLASSES.get(kind, kind)
+    # a list in 5, a mapping in 4
+    if isinstance(special := stored.get("extra_special_tokens"), list):
+        del stored["extra_special_tokens"]
+        stored["additional_special_tokens"] = special
+    _write(path, stored)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    run_dir.write_whole(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,204 @@
+"""Goodput: what became of each node-second of a run, from its ledger and its jobs' accounting.
+
+Node-seconds, since a job holds all its nodes whatever one of them does. The columns beside `queue`
+add up to what the jobs held.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from atoll import run_dir
+from atoll.cluster.jobs import sacct
+from atoll.cluster.scheduler import answer_lines
+from atoll.cluster.status import queued_jobs
+from atoll.health.faults import Fault, faults
+from atoll.settings import load_run
+
+COLUMNS = (
+    "queue",
+    "start",
+    "input",
+    "compute",
+    "communication",
+    "checkpoint",
+    "evaluation",
+    "stalled",
+    "lost",
+    "idle",
+)
+USEFUL = ("input", "compute", "communication")
+# a rank's phase -> the column; the others are columns themselves
+COLUMN_OF = {"optimizer": "compute", "export": "checkpoint"}
+NEAR_SECONDS = 2.0  # clocks of nodes and of the scheduler, which counts whole seconds
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class JobStart:
+    """One start of a job: when, by the scheduler's clock, and on how many nodes."""
+
+    submitted: float
+    started: float
+    ended: float
+    nodes: int
+
+    @property
+    def node_seconds(self) -> float:
+        return (self.ended - self.started) * self.nodes
+
+
+@dataclass(frozen=True)
+class RanksStart:
+    """One start of the ranks: its lines, and the step that the next start went on from."""
+
+    lines: Sequence[Line]
+    redone_from: int | None  # None: no later start
+
+    @property
+    def began(self) -> float:
+        return float(self.lines[0]["time"])
+
+    @property
+    def launched(self) -> float:
+        """When its first rank was started."""
+        return self.began - float(sum(self.lines[0]["seconds"].values()))
+
+
+def goodput(run_folder: Path) -> dict[str, float]:
+    """Node-seconds of a run by column; empty for one that was never started."""
+    lines = ledger(run_folder)
+    nodes = load_run(run_dir.settings_file(run_folder)).nodes
+    jobs = job_starts(run_folder) or by_itself(lines, nodes)
+    return spent(jobs, ranks_starts(lines), faults(run_folder), nodes)
+
+
+def effective(columns: Mapping[str, float]) -> float:
+    """The share of what was held, without the queue, in which the run got on."""
+    held = sum(seconds for name, seconds in columns.items() if name != "queue")
+    return sum(columns[name] for name in USEFUL) / held if held else 0.0
+
+
+def ledger(run_folder: Path) -> list[Line]:
+    """The lines of a run's ledger; one that is half written is left out."""
+    file = run_dir.ledger_file(run_folder)
+    text = file.read_text() if file.is_file() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def ranks_starts(lines: Iterable[Line]) -> list[RanksStart]:
+    """The starts of the ranks, each with its lines."""
+    parts: list[list[Line]] = []
+    for line in lines:
+        if line["event"] == "start" or not parts:
+            parts.append([])
+        parts[-1].append(line)
+    resumed = [*(part[0]["step"] for part in parts[1:]), None]
+    return [RanksStart(part, step) for part, step in zip(parts, resumed, strict=True)]
+
+
+def job_starts(run_folder: Path) -> list[JobStart]:
+    """What Slurm's accounting has of a run's jobs, a requeued one once for each start."""
+    ids = [job for scheduler, job in queued_jobs(run_folder) if scheduler == "slurm"]
+    command = [*sacct(ids, "Submit,Start,End,NNodes"), "--duplicates"]
+    in_seconds = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
+    rows = [line.split("|") for line in answer_lines(command, in_seconds)] if ids else []
+    starts = [
+        JobStart(float(submit), float(start), float(end) if end.isdecimal() else now, int(nodes))
+        for now in [time.time()]
+        for submit, start, end, nodes in (row for row in rows if len(row) == 4)
+        if submit.isdecimal() and start.isdecimal()
+    ]
+    return sorted(starts, key=lambda start: start.started)
+
+
+def by_itself(lines: Sequence[Line], nodes: int) -> list[JobStart]:
+    """Without accounting: each start of the ranks is a job, from their first second to the last."""
+    return [
+        JobStart(start.launched, start.launched, float(start.lines[-1]["time"]), nodes)
+        for start in ranks_starts(lines)
+    ]
+
+
+def spent(
+    jobs: Sequence[JobStart],
+    starts: Sequence[RanksStart],
+    known_faults: Sequence[Fault],
+    nodes: int,
+) -> dict[str, float]:
+    """Node-seconds by column; a job's nodes beyond those of the run are idle."""
+    columns = dict.fromkeys(COLUMNS, 0.0)
+    if not jobs:
+        return {}
+    free = 0.0  # when the job before ended: a requeued one is submitted once
+    for job in jobs:
+        columns["queue"] += max(0.0, job.started - max(job.submitted, free)) * job.nodes
+        free = job.ended
+        mine = [start for start in starts if _job_of(start, jobs) is job]
+        for name, seconds in of_job(job, mine, known_faults).items():
+            columns[name] += seconds * min(nodes, job.nodes)
+        columns["idle"] += (job.ended - job.started) * max(0, job.nodes - nodes)
+    return columns
+
+
+def _job_of(start: RanksStart, jobs: Sequence[JobStart]) -> JobStart:
+    """The last job that had begun by then."""
+    begun = [job for job in jobs if job.started <= start.began + NEAR_SECONDS]
+    return begun[-1] if begun else jobs[0]
+
+
+def of_job(
+    job: JobStart, starts: Sequence[RanksStart], known_faults: Sequence[Fault]
+) -> dict[str, float]:
+    """Seconds of one start of a job by column; they add up to its length."""
+    columns = dict.fromkeys(COLUMNS, 0.0)
+    ends = [*(start.launched for start in starts[1:]), job.ended]
+    clock = job.started
+    for start, end in zip(starts, ends, strict=False):
+        columns["start"] += max(0.0, start.began - clock)
+        for name, seconds in of_steps(start).items():
+            columns[name] += seconds
+        last = max(clock, float(start.lines[-1]["time"]))
+        for name, seconds in of_tail(start, last, end, known_faults).items():
+            columns[name] += seconds
+        clock = max(last, end)
+    if not starts:  # its ranks never got so far
+        columns["start"] += job.ended - job.started
+    rest = job.ended - job.started - sum(columns.values())
+    columns["idle"] += max(0.0, rest)
+    return columns
+
+
+def of_steps(start: RanksStart) -> dict[str, float]:
+    """Seconds between the lines of a start of the ranks; what was done again later is lost."""
+    columns = dict.fromkeys(COLUMNS, 0.0)
+    for before, line in pairwise(start.lines):
+        seconds = {
+            phase: total - before["seconds"].get(phase, 0.0)
+            for phase, total in line["seconds"].items()
+        }
+        if start.redone_from is not None and line["step"] > start.redone_from:
+            columns["lost"] += sum(seconds.values())
+            continue
+        for phase, length in seconds.items():
+            columns[COLUMN_OF.get(phase, phase)] += length
+    return columns
+
+
+def of_tail(
+    start: RanksStart, last: float, end: float, known_faults: Sequence[Fault]
+) -> dict[str, float]:
+    """Seconds behind the last line of a start: nobody moved, or work was under way and is lost."""
+    if start.lines[-1]["event"] == "end":
+        return {"idle": max(0.0, end - last)}
+    fault = next((f for f in known_faults if last <= f.time <= end + NEAR_SECONDS), None)
+    if fault is None:
+        return {"lost": max(0.0, end - last)}
+    until = min(fault.time, end)
+    column = "stalled" if fault.kind == "stalled" else "lost"
+    return {column: until - last, "idle": max(0.0, end - until)}

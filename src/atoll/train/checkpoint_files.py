@@ -1,0 +1,136 @@
+"""What each rank writes of a checkpoint, in DCP's files, without asking the others.
+
+DCP sends every rank's plan to one, which decides who writes what several have. Here each rank knows
+that by itself: the others that have the same part are those of its mesh, and all of them give out
+these parts in the same way.
+"""
+
+import heapq
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from atoll import run_dir
+from atoll.sharding.process_group import World, gathered
+
+
+class Written(NamedTuple):
+    """Every part of a tensor that this rank has, and those that it wrote, with where."""
+
+    items: list[WriteItem]
+    results: list[WriteResult]
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files that this rank wrote."""
+        return sorted({result.storage_data.relative_path for result in self.results})
+
+
+def holders_of_plain(state: dict[str, Tensor], world: World) -> list[int]:
+    """The ranks whose tensors without a mesh have the same names as this one's. All ranks call."""
+    names = sorted(
+        name
+        for name, value in state.items()
+        if not isinstance(value, DTensor) and not is_own(name, world.rank)
+    )
+    digests = gathered(world, run_dir.digest(names, 16))
+    return [rank for rank, digest in enumerate(digests) if digest == digests[world.rank]]
+
+
+def write_own(
+    folder: Path, state: dict[str, Tensor], world: World, holders: Sequence[int]
+) -> Written:
+    """Write this rank's parts into `folder`, synced. holders: of tensors without a mesh."""
+    writer = dcp.FileSystemWriter(folder, sync_files=True)
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner(state, writer.storage_meta(), world.rank == 0)
+    plan = planner.create_local_plan()
+    own = replace(plan, items=own_items(plan.items, state, world.rank, holders))
+    # it numbers the files by the place of a plan
+    plans = writer.prepare_global_plan([writer.prepare_local_plan(own)] * (world.rank + 1))
+    writing = writer.write_data(planner.finish_plan(plans[-1]), planner)
+    return Written(plan.items, writing.value() if plans[-1].items else [])
+
+
+def read_own(folder: Path, state: dict[str, Tensor]) -> None:
+    """Read this rank's parts, whoever wrote them, into the tensors of `state`."""
+    with warnings.catch_warnings():
+        # each rank reads for itself: that is what is asked for
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+
+
+def own_items(
+    items: Sequence[WriteItem], state: dict[str, Tensor], rank: int, holders: Sequence[int]
+) -> list[WriteItem]:
+    """What this rank is to write of what it has: each part once, the bytes spread evenly."""
+    shared: dict[tuple[int, ...], list[WriteItem]] = defaultdict(list)
+    for item in items:
+        if numbers_in(item):
+            shared[_holders(item.index.fqn, state, rank, holders)].append(item)
+    own = {
+        item.index
+        for ranks, parts in shared.items()
+        for item, owner in zip(parts, owners(parts, ranks), strict=True)
+        if owner == rank
+    }
+    return [item for item in items if item.index in own]
+
+
+def is_own(name: str, rank: int) -> bool:
+    """Whether a tensor is this rank's alone, as 8-bit moments are (`state_dict`)."""
+    return name.endswith(f"/rank{rank}")
+
+
+def _holders(
+    name: str, state: dict[str, Tensor], rank: int, holders: Sequence[int]
+) -> tuple[int, ...]:
+    value = state[name]
+    if isinstance(value, DTensor):
+        return tuple(holders_of(value))
+    return (rank,) if is_own(name, rank) else tuple(holders)
+
+
+def owners(items: Sequence[WriteItem], ranks: Sequence[int]) -> list[int]:
+    """Who of these ranks writes each item: the largest first, always whoever has least so far."""
+    order = sorted(range(len(items)), key=lambda n: (-_bytes(items[n]), items[n].index.fqn))
+    loads = [(0, rank) for rank in sorted(ranks)]
+    chosen = [0] * len(items)
+    for number in order:
+        load, chosen[number] = loads[0]
+        heapq.heapreplace(loads, (load + _bytes(items[number]), chosen[number]))
+    return chosen
+
+
+def holders_of(value: DTensor) -> list[int]:
+    """The ranks that have the same part of it: along the axes of its mesh that replicate it."""
+    place = value.device_mesh.get_coordinate()
+    if place is None:
+        return []
+    index = tuple(
+        slice(None) if placement.is_replicate() else at
+        for placement, at in zip(value.placements, place, strict=True)
+    )
+    ranks: list[int] = value.device_mesh.mesh[index].flatten().tolist()
+    return ranks
+
+
+def numbers_in(item: WriteItem) -> int:
+    """How many numbers the part has; ranks beyond an uneven tensor's end have none."""
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes)
+
+
+def _bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return numbers_in(item) * item.tensor_data.properties.dtype.itemsize

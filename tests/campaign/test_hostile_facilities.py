@@ -1,0 +1,431 @@
+"""Scripted facilities that lie, hang, flood and claim: each is its own failure, nobody else's."""
+
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.campaign import average as averaging
+from atoll.campaign import coordinator, site
+from atoll.campaign import round as round_
+from atoll.campaign.allow import refuse_settings
+from atoll.campaign.asked import check_update
+from atoll.campaign.coordinator import collect_here
+from atoll.campaign.journal import Journal, round_name
+from atoll.campaign.round import go_on
+from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
+from atoll.commands import Finished
+from atoll.errors import UserError
+from atoll.settings.federation import Site
+
+BASE = hashlib.sha256(b"the model").hexdigest()
+READY = '{"state": "ready", "losses": [3.0, 2.0]}'
+
+
+def store_of(folder: Path, **changes: Any) -> CampaignStore:
+    """A campaign whose first model is there, of two facilities that no program stands for yet."""
+    sites = [{"name": name, "folder": str(folder / name)} for name in ("north", "south")]
+    values = {"name": "c", "sites": sites, "start": [], "attempts": 2, "poll_seconds": 0.05}
+    values |= {"steps": 10, "batch_samples": 4, "deadline_minutes": 5, "grace_minutes": 0.02}
+    store = CampaignStore(checked_campaign(values | changes), folder / "campaigns" / "c")
+    master = store.model(0) / "master"
+    master.mkdir(parents=True)
+    (master / "model.safetensors").write_bytes(bytes(1000))
+    (store.model(0) / "manifest.json").write_text(json.dumps({"digest": BASE, "weights": {}}))
+    return store
+
+
+def program(folder: Path, name: str, text: str) -> list[str]:
+    path = folder / f"{name}.sh"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return [str(path)]
+
+
+def saying(store: CampaignStore, folder: Path, **texts: str) -> CampaignStore:
+    """The campaign with a program for each facility."""
+    sites = [
+        each.model_copy(update={"command": program(folder, each.name, texts[each.name])})
+        for each in store.campaign.sites
+        if each.name in texts
+    ]
+    return CampaignStore(store.campaign.model_copy(update={"sites": sites}), store.folder)
+
+
+def say(text: str) -> str:
+    return f"cat <<'END'\n{text}\nEND"
+
+
+def made(folder: Path, facility: str, **claims: Any) -> Path:
+    """An update at a facility that the coordinator has no reason to refuse, but for its claims."""
+    update = folder / facility / "rounds" / round_name(1) / "update"
+    update.mkdir(parents=True)
+    content = facility.encode() * 20
+    (update / "delta-model.safetensors").write_bytes(content)
+    facts = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest = {
+        "format_version": 1, "campaign": "c", "round": 1, "facility": facility, "base": BASE,
+        "tokens": 10 * 4 * 16, "steps": 10, "loss": 2.0, "image": "none", "configuration": "x",
+        "data": "y", "encoding": "int8", "nonce": hashlib.md5(facility.encode()).hexdigest(),
+        "files": {"delta-model.safetensors": facts},
+    }  # fmt: skip
+    (update / "manifest.json").write_text(json.dumps(manifest | claims))
+    return update
+
+
+@pytest.fixture(autouse=True)
+def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.campaign.asked.sequence_tokens", lambda *_: 16)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Welcome to the north!\n{READY}", "[]", "{}", "", "null", "3", '"ready"', "[" * 99_999,
+        '{"state": 5}', '{"state": "done"}', '{"state": "needs"}', '{"state": "refused", "why": 3}',
+        '{"state": "needs", "have": "x"}', '{"state": "needs", "have": 9}',
+        '{"state": "needs", "have": -7}', '{"state": "ready", "losses": ["a"]}',
+        '{"state": "ready", "losses": 5}', '{"state": "ready", "losses": [-1e9]}',
+        '{"state": "ready", "losses": [NaN]}', '{"state": "ready", "started": "now"}',
+    ],
+    ids=lambda text: text[:40],
+)  # fmt: skip
+def test_an_answer_that_is_none_is_a_failure_of_who_gave_it(tmp_path: Path, text: str) -> None:
+    store = saying(store_of(tmp_path), tmp_path, north=say(text))
+    [north] = store.campaign.sites
+    go_on(store, 1, north)
+    state = store.state(1, north)
+    assert state.failures == 1 and state.text.startswith("wrong: "), state
+    go_on(store, 1, north)
+    assert "north" in store.left_out(1)
+
+
+def test_what_floods_is_cut_off(tmp_path: Path) -> None:
+    store = saying(store_of(tmp_path), tmp_path, north='yes \'{"state": "ready"}\'')
+    go_on(store, 1, store.campaign.sites[0])
+    assert "more than" in store.state(1, store.campaign.sites[0]).text
+
+
+def test_the_deadline_holds_while_a_facility_hangs(tmp_path: Path) -> None:
+    """Nor does it hang for the others; what it started holds the pipe when it is gone."""
+    made(tmp_path, "south")
+    store = store_of(tmp_path, deadline_minutes=0.03, grace_minutes=10)
+    store = saying(store, tmp_path, north="sleep 60 & sleep 60", south=say(READY))
+    began = time.monotonic()
+    collect_here(store, 1)
+    assert time.monotonic() - began < 15
+    assert [path.parent.name for path in store.updates(1)] == ["south"]
+    assert "no update after 0.03 minutes" in store.left_out(1)["north"]
+
+
+def test_where_all_hang_the_grace_is_the_end(tmp_path: Path) -> None:
+    store = store_of(tmp_path, deadline_minutes=0.01, grace_minutes=0.01)
+    store = saying(store, tmp_path, north="sleep 60", south="exec sleep 60")
+    began = time.monotonic()
+    collect_here(store, 1)
+    assert time.monotonic() - began < 15 and len(store.left_out(1)) == 2
+
+
+def test_whatever_is_raised_at_the_seam_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(*_: object) -> None:
+        raise MemoryError("\x1b[2Jno room")
+
+    store = saying(store_of(tmp_path), tmp_path, north=say(READY))
+    monkeypatch.setattr(round_, "read_answer", explode)
+    go_on(store, 1, store.campaign.sites[0])
+    state = store.state(1, store.campaign.sites[0])
+    assert state.failures == 1 and "unexpected MemoryError: \\x1b[2Jno room" in state.text
+
+
+def test_what_a_terminal_would_obey_is_shown_escaped(tmp_path: Path) -> None:
+    loud = 'printf "atoll: \\033[2Jgone\\n" >&2; exit 2'
+    why = say('{"state": "refused", "why": "\\u001b[31mred\\u202e"}')
+    store = saying(store_of(tmp_path), tmp_path, north=loud, south=why)
+    for each in store.campaign.sites:
+        go_on(store, 1, each)
+        text = store.state(1, each).text
+        assert text.isprintable() and "\\x1b[" in text
+
+
+def test_only_what_the_manifest_names_is_fetched(tmp_path: Path) -> None:
+    update = made(tmp_path, "north")
+    with open(update / "beside.bin", "wb") as file:
+        file.truncate(1 << 30)
+    os.mkfifo(update / "pipe")
+    (update / "link.safetensors").symlink_to("/etc/passwd")
+    (update / "folder").mkdir()
+    store = saying(store_of(tmp_path), tmp_path, north=say(READY))
+    go_on(store, 1, store.campaign.sites[0])
+    assert sorted(path.name for path in store.updates(1)[0].iterdir()) == [
+        "delta-model.safetensors",
+        "manifest.json",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["huge", "pipe", "nested", "binary", "absent", "larger"])
+def test_a_hostile_update_is_counted_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
+    update = made(tmp_path, "north")
+    manifest = update / "manifest.json"
+    content = manifest.read_text()
+    manifest.unlink()
+    if kind == "huge":
+        with open(manifest, "wb") as file:
+            file.truncate(200 << 20)
+    elif kind == "pipe":
+        os.mkfifo(manifest)
+    elif kind == "nested":
+        manifest.write_text("[" * 100_000)
+    elif kind == "binary":
+        manifest.write_bytes(b"\xff\xfe\x00")
+    elif kind == "larger":
+        facts = {"bytes": 1 << 30, "sha256": "0" * 64}
+        values = json.loads(content) | {"files": {"x.safetensors": facts}}
+        manifest.write_text(json.dumps(values))
+    store = saying(store_of(tmp_path), tmp_path, north=say(READY))
+    go_on(store, 1, store.campaign.sites[0])
+    assert store.state(1, store.campaign.sites[0]).failures == 1
+    assert not [path for path in (store.round(1) / "north").iterdir() if path.name != ".lock"]
+
+
+@pytest.mark.parametrize(
+    ("claims", "found"),
+    [
+        ({"tokens": 10**15}, "tokens, at most 640 were asked for"),
+        ({"tokens": 641}, "says 641 tokens"),
+        ({"steps": 11}, "says 11 steps, at most 10"),
+        ({"encoding": "fp32"}, "says encoding=fp32, this round is int8"),
+        ({"tokens": 10**400}, "is no manifest"),
+        ({"image": ["x"]}, "is no manifest"),
+    ],
+)
+def test_a_manifest_claims_no_more_than_was_asked(
+    tmp_path: Path, claims: dict[str, Any], found: str
+) -> None:
+    store = store_of(tmp_path)
+    check_update(store, 1, store.campaign.sites[0], made(tmp_path, "north"))
+    update = made(tmp_path / "other", "north", **claims)
+    with pytest.raises(UserError, match=found):
+        check_update(store, 1, store.campaign.sites[0], update)
+
+
+@pytest.mark.parametrize(
+    ("sites", "found"),
+    [
+        ([{"name": "a", "folder": "x"}, {"name": "A", "folder": "y"}], "two facilities are called"),
+        ([{"name": "global", "folder": "x"}], "cannot be called global"),
+        ([{"name": "a", "folder": "x"}, {"name": "b", "folder": "x/"}], "two facilities share"),
+        ([{"name": "a", "folder": "x", "host": "-oProxyCommand=touch y"}], "sites.0.host"),
+        ([{"name": "a", "folder": "x", "host": "me@-oProxyCommand=x"}], "sites.0.host"),
+        ([{"name": "a", "folder": "x", "host": "a b"}], "sites.0.host"),
+        ([{"name": "a", "folder": "-x"}], "sites.0.folder"),
+        ([{"name": "a", "folder": "x\ny"}], "sites.0.folder"),
+    ],
+)
+def test_facilities_are_told_apart_and_are_no_options(
+    tmp_path: Path, sites: list[dict[str, Any]], found: str
+) -> None:
+    with pytest.raises(UserError, match=found) as error:
+        store_of(tmp_path, sites=sites)
+    assert error.value.found.isprintable()
+
+
+OUTCOME = {"short": "1 updates are left", "rejected": {"north": "too long"}, "unreadable": {}}
+
+
+def below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str) -> CampaignStore:
+    """Two updates, one of which the aggregation leaves out, where two are the quorum."""
+    store = store_of(tmp_path, rule={"quorum": 2, "below_quorum": rule})
+    for each in store.campaign.sites:
+        store.update(1, each).mkdir(parents=True)
+
+    def aggregate(_: CampaignStore, __: int, folders: list[Path], **about: str) -> Any:
+        return OUTCOME if folders else {"weights": {}, **about}
+
+    monkeypatch.setattr(averaging, "_aggregate", aggregate)
+    return store
+
+
+def test_who_was_left_out_below_the_quorum_is_asked_again_then_a_person_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = below(tmp_path, monkeypatch, "ask")
+    assert not averaging.average(store, 1)
+    north, south = store.campaign.sites
+    assert store.unsettled(1) == [north] and store.state(1, south).settled
+    store.update(1, north).mkdir()
+    with pytest.raises(UserError, match=r"1 updates are left.*\n.*below_quorum=hold"):
+        averaging.average(store, 1)
+    assert store.unsettled(1) == [north], "typed again, it is asked again"
+
+
+def test_below_the_quorum_a_round_waits_or_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = below(tmp_path / "a", monkeypatch, "wait")
+    for _ in range(3):
+        assert not averaging.average(store, 1)
+        store.update(1, store.campaign.sites[0]).mkdir()
+    store = below(tmp_path / "b", monkeypatch, "hold")
+    assert averaging.average(store, 1)
+    assert store.journal(1).last("averaged")["held"] == "1 updates are left"
+
+
+def test_a_campaign_may_choose_another_way_on_later(tmp_path: Path) -> None:
+    store = store_of(tmp_path)
+    keep_settings(store)
+    rule = store.campaign.rule.model_copy(update={"below_quorum": "hold"})
+    keep_settings(CampaignStore(store.campaign.model_copy(update={"rule": rule}), store.folder))
+    rule = store.campaign.rule.model_copy(update={"quorum": 2})
+    with pytest.raises(UserError, match=r"was begun with rule\.quorum=1"):
+        keep_settings(CampaignStore(store.campaign.model_copy(update={"rule": rule}), store.folder))
+
+
+def test_one_of_two_cannot_end_a_campaign_by_its_losses(tmp_path: Path) -> None:
+    store = store_of(tmp_path, target_loss=1.0)
+    for each, loss in zip(store.campaign.sites, (0.0, 1.5), strict=True):
+        store.update(1, each).mkdir(parents=True)
+        store.record_answer(1, each, {"state": "ready", "losses": [loss]})
+    assert store.mean_losses(1) == (0.75, 0.75)
+    assert not coordinator._reached_target(store, 1)
+
+
+def test_kills_are_no_attempts_of_a_facility(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five times it was cut off after it had handed its job over; three failures are the end."""
+    journal = Journal(tmp_path / "round-001")
+    for _ in range(5):
+        journal.append("submitted", run="r")
+    run: Any = None
+    monkeypatch.setattr(site.run_dir, "folder", lambda _: tmp_path / "run")
+    monkeypatch.setattr(site, "run_command", lambda _: Finished(0, "", ""))
+    monkeypatch.setattr(site, "status", lambda _: ("failed", "why"))
+    for _ in range(3):
+        assert site._submitted(journal.folder, run, [], 3) == ("retry", "why")
+    assert site._submitted(journal.folder, run, [], 3)[0] == "failed"
+
+
+def asking(campaign: str, number: int = 1, **changes: Any) -> str:
+    asked = {
+        "campaign": campaign, "round": number, "facility": "north", "base": BASE, "codec": "int8",
+        "attempts": 3, "signing_key": None, "overrides": [],
+    }  # fmt: skip
+    return json.dumps(asked | changes)
+
+
+def test_two_campaigns_that_ask_at_one_instant_are_not_both_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(site, "advance", lambda *_: {"state": "running"})
+    for attempt in range(20):
+        together, folder = threading.Barrier(2), tmp_path / f"x{attempt}"
+
+        def ask(name: str, together: Any = together, folder: Path = folder) -> bool:
+            together.wait()
+            number = 1 + (name == "two")  # not even of another round
+            try:
+                site.main([str(folder), str(number), "--request", asking(name, number)])
+            except UserError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(2) as pool:
+            assert sorted(pool.map(ask, ["one", "two"])) == [False, True]
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"facility": "../../x"}, "facility"),
+        ({"overrides": [3]}, "overrides.0"),
+        ({"codec": "int7"}, "codec"),
+        ({"extra": 1}, "extra"),
+        ({"round": 2}, "round 1 with a request for 2"),
+    ],
+)
+def test_a_request_is_typed(tmp_path: Path, changes: dict[str, Any], found: str) -> None:
+    with pytest.raises(UserError, match=found):
+        site.main([str(tmp_path / "x"), "1", "--request", asking("c", **changes)])
+
+
+FORBIDDEN = [
+    "facility.step=[bash,-c,id]", "facility.binds=[/home]", "facility.modules.load=[evil]",
+    "facility.modules={load:[evil]}", "facility.environment.LD_PRELOAD=x.so", "image.file=x.sif",
+    "image.run_flags=[--bind]", "folders.runs=/tmp", "folders={runs:x}", "facility.scheduler=none",
+    "facility.submit.wrap=id", "+facility.submit.export=ALL", "model.source=/etc",
+    "tokenizer.path=/etc", "data.files=[/etc/passwd]", "data.files=[../../x]", "data.files=['~/x']",
+    "data.text_field='${oc.env:HOME}'", "data.validation={files:[/etc/passwd]}", "loggers=[wandb]",
+    "facility.ssh_options=['-oProxyCommand=id']", "override=[fit]", "~facility.binds",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", FORBIDDEN)
+def test_a_request_changes_nothing_that_runs_or_leaves_the_folder(
+    tmp_path: Path, word: str
+) -> None:
+    with pytest.raises(UserError, match="does not let a request change") as error:
+        refuse_settings(["training.steps=3", word], tmp_path)
+    name = word.lstrip("+~").partition("=")[0]
+    assert f"a line '{name}'" in error.value.hint
+    (tmp_path / "site.allow").write_text(f"# ours\ndefault\n{name}  # as agreed\n")
+    refuse_settings(["training.steps=3", word], tmp_path)
+
+
+def test_a_facility_may_list_less_than_the_default(tmp_path: Path) -> None:
+    words = ["facility=leonardo", "nodes=2", "sharding=auto", "optimizer.learning_rate=1e-3"]
+    words += ["facility.submit.partition=x", "facility.account=y", f"data.files=[{tmp_path}/a.txt]"]
+    refuse_settings(words, tmp_path)
+    (tmp_path / "site.allow").write_text("training.*\n")
+    refuse_settings(["training.steps=3"], tmp_path)
+    with pytest.raises(UserError, match="change nodes to '2'"):
+        refuse_settings(["nodes=2"], tmp_path)
+
+
+def test_round_1000_follows_round_999(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (100, 998, 999):
+        (tmp_path / "rounds" / round_name(number) / "residual").mkdir(parents=True)
+    words: list[str] = []
+    monkeypatch.setattr(site, "run_verb", lambda argv, _: words.extend(argv))
+    monkeypatch.setattr(site, "_container_side", lambda _: [])
+    monkeypatch.setattr(site.run_dir, "digest", lambda _: "x")
+    monkeypatch.setattr(site.run_dir, "prepared_digest", lambda _: "x")
+    monkeypatch.setattr(site.run_dir, "folder", lambda _: tmp_path / "run")
+    here = tmp_path / "rounds" / round_name(1000)
+    (here / "made").mkdir(parents=True)
+    names = {"campaign": "c", "round": 1000, "facility": "f", "codec": "int8", "signing_key": None}
+    site._make_update(tmp_path, here, FakeRun(), names, tmp_path)  # type: ignore[arg-type]
+    before = words[words.index("--previous-residual") + 1]
+    assert before == str(tmp_path / "rounds" / "round-999" / "residual")
+
+
+class FakeRun:
+    class image:
+        file, name = None, "none"
+
+    def model_dump(self, **_: object) -> dict[str, Any]:
+        return {}
+
+
+def test_a_call_ends_with_what_it_runs(tmp_path: Path) -> None:
+    from atoll.campaign.calls import call
+
+    began = time.monotonic()
+    done = call(["sh", "-c", "sleep 30 & echo words; exit 3"])
+    assert (done.returncode, done.stdout) == (3, "words\n") and time.monotonic() - began < 10
+    assert call(["sh", "-c", "exec >&- 2>&-; sleep 30"], lambda: True).returncode == 124
+    assert call([str(tmp_path / "none")]).returncode == 127
+    assert call([sys.executable, "-c", "print('ü' * 9)"]).stdout == "ü" * 9 + "\n"
+
+
+def test_site_is_typed() -> None:
+    assert Site(name="a", host="me@login01.example.org", folder="x y").host

@@ -1,0 +1,108 @@
+"""`atoll list`, `logs`, `cancel` and `diff`: what there is, and what becomes of it."""
+
+import json
+import stat
+
+import pytest
+import yaml
+
+from atoll import run_dir
+from atoll.cluster import job_control, listing
+from atoll.config import diff
+from atoll.errors import UserError
+from atoll.settings import dumped
+
+
+@pytest.fixture
+def submitted(composed, here):
+    """Write the folder of a run that was submitted to Slurm as job 9."""
+
+    def write(name, *overrides):
+        run = composed("facility=generic_slurm", f"name={name}", *overrides).run
+        folder = run_dir.folder(run)
+        run_dir.write_whole(run_dir.settings_file(folder), yaml.safe_dump(dumped(run)))
+        run_dir.write_whole(run_dir.jobs_file(folder), "slurm 9\n")
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Stand-ins for a scheduler's programs: what each prints; it keeps the words it was given."""
+
+    def write(**outputs):
+        for name, words in outputs.items():
+            path = tmp_path / name
+            path.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/words\nprintf "%s\\n" "{words}"\n')
+            path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        return tmp_path / "words"
+
+    return write
+
+
+@pytest.mark.parametrize("kind", listing.GROUPS)
+def test_each_choice_has_a_line(kind, capsys):
+    assert listing.main([kind, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows and all(row["name"] and row["about"] for row in rows)
+
+
+def test_runs_are_listed_with_their_step_loss_and_job(submitted, programs, capsys):
+    programs(squeue="9|9|RUNNING|None", sacct="")
+    folder = submitted("one")
+    line = {"event": "train", "step": 3, "loss": 2.5, "time": 0.0}
+    run_dir.metrics_file(folder).write_text(json.dumps(line) + "\n")
+    assert listing.main([]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["name", "state", "step", "loss", "age", "job", "why"]
+    assert row.split()[:4] == ["one", "running", "3", "2.5000"]
+    assert listing.main(["jobs", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["state"] == "running"
+
+
+def test_an_empty_folder_has_no_runs(here, capsys):
+    assert listing.main([]) == 0
+    assert capsys.readouterr().out == "no runs here\n"
+
+
+def test_a_word_that_names_nothing_to_list(here):
+    with pytest.raises(UserError, match="invalid choice: 'facility'"):
+        listing.main(["facility"])
+
+
+def test_logs_prints_the_newest_output(submitted, programs, capsys):
+    programs(squeue="", sacct="9|FAILED|1:0|n1")
+    folder = submitted("one")
+    with pytest.raises(UserError, match="has printed nothing"):
+        job_control.logs(["one"])
+    (folder / "slurm-9.out").write_text("step 1\nstep 2\n")
+    assert job_control.logs(["one"]) == 0
+    assert job_control.logs(["one", "--follow"]) == 0  # it has ended
+    assert capsys.readouterr().out == "step 1\nstep 2\n" * 2
+
+
+def test_cancel_ends_the_job_that_lives(submitted, programs, capsys):
+    words = programs(squeue="9|9|RUNNING|None", sacct="", scancel="")
+    submitted("one")
+    assert job_control.cancel(["one"]) == 0
+    assert words.read_text().splitlines()[-1] == "9"
+    assert "cancelled slurm job 9 of one" in capsys.readouterr().out
+
+
+def test_nothing_to_cancel_is_said(submitted, programs):
+    programs(squeue="", sacct="9|COMPLETED|0:0|n1")
+    submitted("one")
+    with pytest.raises(UserError, match="run one has no job to cancel: finished"):
+        job_control.cancel(["one"])
+
+
+def test_diff_names_the_settings_that_differ(submitted, capsys):
+    submitted("one")
+    submitted("two", "optimizer.learning_rate=0.5", "nodes=2")
+    assert diff.main(["one", "two"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "nodes: 1 -> 2" in lines and 'name: "one" -> "two"' in lines
+    assert any(line.startswith("optimizer.learning_rate: ") for line in lines)
+    assert len(lines) == 3

@@ -1,0 +1,60 @@
+"""Secrets stay out of run folders, and nobody else can change what a job runs."""
+
+import os
+import shlex
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atoll import run_dir
+from atoll.cluster.submit import dry_run
+from atoll.config.compose import compose, path_word
+from atoll.errors import UserError
+from atoll.settings.machine import SECRET_NAME
+
+LAPTOP = ["experiment=demo", "facility=laptop", "ranks_per_node=1", "sharding=single"]
+SECRETS = ["HF_TOKEN", "hf_token", "MYTOKEN", "OPENAI_KEY", "GITHUB_PAT", "PGPASS", "PAT"]
+SECRETS += ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "MYCREDENTIALS"]
+PLAIN = ["PATH", "LD_LIBRARY_PATH", "TOKENIZERS_PARALLELISM", "NCCL_IB_PKEY", "UCX_TLS"]
+PLAIN += ["FI_CXI_COMPAT", "NCCL_IB_BYPASS"]
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_secrets_are_known_by_their_names(name: str) -> None:
+    with pytest.raises(UserError, match="looks like a secret"):
+        compose([*LAPTOP, f"facility.environment.{name}=x"])
+    with pytest.raises(UserError, match=rf"facility\.submit\.export gives {name}"):
+        compose([*LAPTOP, f"facility.submit.export='ALL,{name}=x'"])
+
+
+def test_other_variables_are_no_secrets() -> None:
+    assert not [name for name in PLAIN if SECRET_NAME.search(name)]
+    compose([*LAPTOP, "facility.submit.export='ALL,HF_TOKEN'"])  # by its name: it stays there
+
+
+def test_a_newline_in_a_path_is_quoted_in_a_dry_run(tmp_path: Path) -> None:
+    folder = tmp_path / "a\ntouch hit"
+    run = compose([*LAPTOP, path_word("folders.runs", folder), "name=x"]).run
+    text = dry_run(run)
+    lines = [line for line in text.splitlines() if line.startswith("touch hit")]
+    quoted = shlex.quote(str(folder / "x" / "launch.sh"))
+    assert "\\ntouch hit" in text.splitlines()[0] and quoted not in text.splitlines()[0]
+    alone = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    assert alone.returncode == 0 and all("'" in line for line in lines)
+
+
+def test_what_a_job_runs_is_not_writable_by_others(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        run_dir.write_whole(tmp_path / "launch.sh", "true\n")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "launch.sh").stat().st_mode) == 0o664
+    code = "import os,sys,runpy; os.umask(0); sys.argv = ['atoll', 'help'];"
+    code += "\ntry: runpy.run_module('atoll', run_name='__main__')\nexcept SystemExit: pass"
+    code += "\nos.mkdir('made')"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+    assert stat.S_IMODE((tmp_path / "made").stat().st_mode) & 0o002 == 0

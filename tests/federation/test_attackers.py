@@ -1,0 +1,270 @@
+"""One facility against the others: what it may claim, and what it can never do to them."""
+
+import json
+import os
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import made_up
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_aggregate import deltas, run, updates
+from torch import Tensor
+
+from atoll import run_dir
+from atoll.errors import UserError
+from atoll.federation import aggregate as aggregation
+from atoll.federation.aggregate import SmallCohort, Update, aggregate, verified
+from atoll.federation.apply_delta import apply_delta
+from atoll.federation.global_model import begin, first_global, read_global, replace_folder
+from atoll.federation.make_delta import make_delta
+from atoll.federation.tensors import TensorReader
+from atoll.settings.federation import Rule
+
+
+def scaled(delta: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
+    return {name: factor * x for name, x in delta.items()}
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-9, -1e-9])
+def test_a_tiny_update_never_expels_the_honest_one(tmp_path: Path, factor: float) -> None:
+    base, honest = made_up.first(tmp_path), made_up.weights(5, 1e-3)
+    outcome = run(base, updates(tmp_path, base, [honest, scaled(honest, factor)]), tmp_path / "n")
+    assert outcome.rejected == {} and outcome.weights == {"f0": 0.5, "f1": 0.5}
+
+
+def test_tiny_ones_in_a_majority_expel_nobody_either(tmp_path: Path) -> None:
+    """Half of four are zero: the middle of the first round is the larger of two."""
+    base, honest = made_up.first(tmp_path), made_up.weights(5, 1e-3)
+    given = [honest, scaled(honest, 0.0), scaled(honest, 0.9), scaled(honest, 0.0)]
+    assert run(base, updates(tmp_path, base, given), tmp_path / "n").rejected == {}
+
+
+@pytest.mark.parametrize("factor", [40.0, 1e6])
+def test_of_two_the_long_one_is_known_by_the_rounds_before(tmp_path: Path, factor: float) -> None:
+    base, honest = made_up.first(tmp_path), made_up.weights(5, 1e-3)
+    run(base, updates(tmp_path, base, [honest, scaled(honest, 0.8)]), tmp_path / "n")
+    assert len(read_global(tmp_path / "n")["norms_before"]) == 1
+    later = updates(tmp_path / "b", tmp_path / "n", [honest, scaled(honest, factor)])
+    outcome = run(tmp_path / "n", later, tmp_path / "m")
+    assert list(outcome.rejected) == ["f1"] and outcome.weights == {"f0": 1.0}
+
+
+def test_of_two_in_a_first_round_none_is_longer_than_the_model(tmp_path: Path) -> None:
+    base, honest = made_up.first(tmp_path), made_up.weights(5, 1e-3)
+    outcome = run(base, updates(tmp_path, base, [honest, scaled(honest, 1e6)]), tmp_path / "n")
+    assert list(outcome.rejected) == ["f1"] and outcome.weights == {"f0": 1.0}
+
+
+def test_a_long_one_does_not_turn_the_others_into_its_opponents(tmp_path: Path) -> None:
+    """Five times as long and opposite, it is the sum of the others of each honest one."""
+    base, common = made_up.first(tmp_path), made_up.weights(5, 1e-3)
+    given = [scaled(common, 1.0), scaled(common, 1.1), scaled(common, -5.0)]
+    assert list(run(base, updates(tmp_path, base, given), tmp_path / "n").rejected) == ["f2"]
+
+
+def test_by_default_nobody_has_more_than_half(tmp_path: Path) -> None:
+    base, given = made_up.first(tmp_path), deltas(3)
+    claims = [made_up.update(tmp_path, base, f"f{n}", d, tokens=10 ** (3 + 6 * (n == 1)))
+              for n, d in enumerate(given)]  # fmt: skip
+    outcome = run(base, claims, tmp_path / "n", min_cosine=-1.0)
+    assert outcome.weights == pytest.approx({"f0": 0.25, "f1": 0.5, "f2": 0.25})
+
+
+def one(folder: Path, codec: str = "fp32") -> tuple[Path, Path]:
+    base = made_up.first(folder)
+    return base, made_up.update(folder, base, "reef", made_up.weights(1, 1e-3), codec).folder
+
+
+def claim(folder: Path, **claims: Any) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | claims))
+
+
+def seal(folder: Path) -> None:
+    facts = {
+        path.name: {"bytes": path.stat().st_size, "sha256": run_dir.sha256_of(path)}
+        for path in folder.glob("*.safetensors")
+    }
+    claim(folder, files=facts)
+
+
+def refused(base: Path, folder: Path, found: str, out: Path) -> None:
+    """By itself: whether its files or its tensors give it away."""
+    began = time.process_time()
+    with pytest.raises(UserError, match=found):
+        update = verified(folder, [read_global(base)["digest"]])
+        aggregate(base, [update], Rule(), "fp32", out, {})
+    assert time.process_time() - began < 1.0
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        {"tokens": 10**400}, {"tokens": 10**18}, {"tokens": "1000"}, {"steps": True},
+        {"steps": 1e3}, {"loss": 1e400}, {"image": "x" * 10**5}, {"files": []},
+        {"files": {f"{n}.safetensors": {"bytes": 0, "sha256": "0" * 64} for n in range(5000)}},
+        {"files": {"a.safetensors\n": {"bytes": 0, "sha256": "0" * 64}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_manifest_has_types_and_bounds(tmp_path: Path, claims: dict[str, Any]) -> None:
+    base, folder = one(tmp_path)
+    claim(folder, **claims)
+    refused(base, folder, "is no manifest|names the file", tmp_path / "n")
+
+
+@pytest.mark.parametrize("content", [b"[" * 900_000, b"\xff\xfe{}", b"", b"[]", b'"x"'])
+def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
+    base, folder = one(tmp_path)
+    (folder / "manifest.json").write_bytes(content)
+    refused(base, folder, "is no manifest", tmp_path / "n")
+
+
+@pytest.mark.parametrize("kind", ["absent", "folder", "pipe", "link", "huge"])
+def test_a_manifest_is_a_plain_file_of_some_size(tmp_path: Path, kind: str) -> None:
+    base, folder = one(tmp_path)
+    path = folder / "manifest.json"
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+    elif kind == "huge":
+        with open(path, "wb") as file:
+            file.truncate(200 << 20)
+    refused(base, folder, "cannot read|no plain file", tmp_path / "n")
+
+
+def rewrite(folder: Path, edit: Any) -> None:
+    """Change the header of the first file, and the manifest with it."""
+    path = sorted(folder.glob("*.safetensors"))[0]
+    content = path.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    edit(next(about for name, about in header.items() if name != "__metadata__"))
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+    seal(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": [float("inf")]}, {"shape": [10**400]}, {"shape": [9] * 300_000},
+        {"shape": [1.0]}, {"shape": [True]}, {"shape": {"1": 2}}, {"dtype": ["F32"]},
+        {"data_offsets": [0, float("inf")]}, {"data_offsets": [-4, 0]}, {"data_offsets": [0]},
+        {"data_offsets": [0, 10**400]},
+    ],
+    ids=lambda x: str(x)[:40],
+)  # fmt: skip
+def test_numbers_of_a_header_are_whole_and_few(tmp_path: Path, change: dict[str, Any]) -> None:
+    base, folder = one(tmp_path)
+    rewrite(folder, lambda about: about.update(change))
+    refused(base, folder, "header that is not safetensors|is no safetensors", tmp_path / "n")
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.uint8, torch.float32])
+def test_a_tensor_is_there_once_in_all_files(tmp_path: Path, kind: torch.dtype) -> None:
+    base, folder = one(tmp_path)
+    name = next(iter(TensorReader(folder).entries))
+    save_file({name: torch.zeros(1, dtype=kind)}, folder / "zzz.safetensors")
+    seal(folder)
+    refused(base, folder, "zzz.safetensors has", tmp_path / "n")
+
+
+def test_more_tensors_than_the_model_has_are_not_read(tmp_path: Path) -> None:
+    base, folder = one(tmp_path)
+    for number in range(20):
+        name = f"x{number}"
+        save_file({f"{name}.{n}": torch.zeros(1) for n in range(9)}, folder / f"{name}.safetensors")
+    seal(folder)
+    refused(base, folder, "more tensors than the 4 of the model", tmp_path / "n")
+
+
+@pytest.mark.parametrize(
+    "rule", [{"update": "nesterov", "learning_rate": 4.0}, {"learning_rate": 10.0}]
+)
+def test_finite_values_that_overflow_in_the_step_are_left_out(
+    tmp_path: Path, rule: dict[str, Any]
+) -> None:
+    base, given = made_up.first(tmp_path), deltas(3)
+    given[1] = {name: torch.full_like(x, 3e38) for name, x in given[1].items()}
+    loose = {"max_norm_ratio": 1e300, "min_cosine": -1.0}
+    outcome = run(base, updates(tmp_path, base, given), tmp_path / "n", **loose, **rule)
+    assert list(outcome.weights) == ["f0", "f2"] and "overflow" in outcome.rejected["f1"]
+    after = made_up.read(tmp_path / "n" / "master")
+    assert all(bool(torch.isfinite(x).all()) for x in after.values())
+    with pytest.raises(SmallCohort, match="overflow"):
+        run(base, updates_of(tmp_path, "f1"), tmp_path / "m", **loose, **rule)
+
+
+def updates_of(folder: Path, name: str) -> list[Update]:
+    path = folder / f"update-{name}"
+    return [Update(aggregation.read_manifest(path), path)]
+
+
+def test_two_updates_of_one_facility_are_not_both_taken(tmp_path: Path) -> None:
+    base, given = made_up.first(tmp_path), deltas(2)
+    first, other = updates(tmp_path, base, given)
+    outcome = run(base, [first, first, other], tmp_path / "n", min_cosine=-1.0)
+    assert "two updates" in outcome.rejected["f0"]
+
+
+def test_what_a_cohort_of_none_leaves_is_said_in_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The coordinator decides by its rule; `--hold` makes a model that stays as it was."""
+    base, folder = one(tmp_path)
+    claim(folder, loss="x")
+    words = ["--base", str(base), "--out", str(tmp_path / "n")]
+    assert aggregation.main([str(folder), *words]) == 0
+    outcome = json.loads(capsys.readouterr().out)
+    assert outcome["short"].startswith("0 updates are left") and outcome["unreadable"]
+    assert not (tmp_path / "n").exists()
+    assert aggregation.main(["--hold", *words, "--codec", "int8"]) == 0
+    assert json.loads(capsys.readouterr().out)["weights"] == {}
+    for name, values in made_up.read(base / "master").items():
+        assert torch.equal(values, made_up.read(tmp_path / "n" / "master")[name])
+    assert (
+        apply_delta(base, tmp_path / "n" / "delta", "int8", tmp_path / "theirs")
+        == read_global(tmp_path / "n")["digest"]
+    )
+
+
+def test_counts_and_masks_stay_as_they_are(tmp_path: Path) -> None:
+    buffers = {"steps": torch.tensor([2**40 + 1]), "mask": torch.tensor([True, False, True])}
+    start = made_up.weights(0) | buffers
+    first_global(made_up.write_model(tmp_path / "start", start), tmp_path / "base", {})
+    trained = {n: x + 1e-3 if x.is_floating_point() else x for n, x in start.items()}
+    out, residual = tmp_path / "reef" / "update", tmp_path / "residual"
+    made_up.write_model(tmp_path / "trained", trained, files=1)
+    make_delta(
+        tmp_path / "base", tmp_path / "trained", None, "int8", out, residual, made_up.about("reef")
+    )
+    update = verified(out, [read_global(tmp_path / "base")["digest"]])
+    aggregate(tmp_path / "base", [update], Rule(), "int8", tmp_path / "n", {})
+    delta = tmp_path / "n" / "delta"
+    digest = apply_delta(tmp_path / "base", delta, "int8", tmp_path / "theirs")
+    assert digest == read_global(tmp_path / "n")["digest"]
+    for part in ("n/master", "n/export", "theirs/master"):
+        values = made_up.read(tmp_path / part)
+        assert torch.equal(values["steps"], buffers["steps"]), part
+        assert torch.equal(values["mask"], buffers["mask"]), part
+
+
+def test_a_folder_gets_its_name_whatever_two_kills_left(tmp_path: Path) -> None:
+    out = tmp_path / "left"
+    for folder in (out, tmp_path / ".left.old"):
+        folder.mkdir()
+        (folder / "x").touch()
+    made = begin(out)
+    (made / "new").touch()
+    replace_folder(made, out)
+    assert [path.name for path in out.iterdir()] == ["new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["left"]
