@@ -242,7 +242,11 @@ def _progress(line: dict[str, Any], steps: int) -> str:
         minutes, seconds = divmod(round((steps - line["step"]) * line["step_seconds"]), 60)
         rate = f"{line['tokens_per_second']:,.0f} tokens/s"
         place = f"step {line['step']:>6}/{steps}"
-        return f"{place}  loss {line['loss']:.4f}  {rate}  {minutes}:{seconds:02d} left"
+        loss = "skipped" if line["loss"] is None else f"{line['loss']:.4f}"
+        return f"{place}  loss {loss}  {rate}  {minutes}:{seconds:02d} left"
+    if line["event"] == "guard":
+        samples = "samples {} up to {}".format(*line["samples"])
+        return f"step {line['at_step']:>6}  {line['kind']}: {line['action']}, {samples}"
     if line["event"] == "evaluation":
         figures = {name: x for name, x in line.items() if isinstance(x, float) and name != "time"}
         listed = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
