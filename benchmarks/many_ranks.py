@@ -8,9 +8,10 @@ hear of; the first rank collects every rank's file names and the metadata of its
 tensors, compressed as a checkpoint's is, and writes both down. Sockets and memory are those of one
 rank, without the one that a run has to torch's store.
 
-All ranks share this machine's processors, so that time grows with N: `a + b N` is fitted to the
-medians by relative errors, whose largest is told, and 10,000 ranks would take that long here. On
-ranks with processors of their own the way is what remains: log2(N) messages up and as many down.
+All ranks share this machine's processors, and others use it too. So what is fitted, as `a + b N`,
+is the processor time of all ranks over the number of processors: what an idle machine would take;
+the largest relative error of the fit is told. On ranks with processors of their own the way is
+what remains: log2(N) messages up and as many down.
 
 The other rows are small worlds, where gloo's groups were: two and four ranks with torch.
 """
@@ -38,6 +39,7 @@ from atoll.sharding.tree import Tree, join
 
 HOST = "127.0.0.1"
 TREES, TIMEOUT_SECONDS = 3, 300.0
+CORES = len(os.sched_getaffinity(0))
 TENSORS = 900
 EXTRAPOLATED = 10_000
 WHAT = {
@@ -46,7 +48,7 @@ WHAT = {
     "error": "to share an error",
     "manifest": "to name a checkpoint's files",
 }
-# what 10,000 ranks may take on two processors, seconds
+# what 10,000 ranks may take on the two processors of a small machine, seconds
 LIMITS = {"join": 120.0, "stop": 2.0, "error": 2.0, "manifest": 30.0}
 SMALL = (2, 4)
 
@@ -141,11 +143,11 @@ def rank_main(
     store: BareStore, rank: int, size: int, rounds: int, folder: Path
 ) -> dict[str, Any] | None:
     """One rank's life; on rank 0 what all have measured."""
-    started = time.monotonic()
+    started = time.monotonic(), time.process_time()
     trees = join(store, rank, size, HOST, TIMEOUT_SECONDS, TREES)
     host, checkpoint, beside = trees
     agreement.barrier(host)
-    joined = time.monotonic()
+    joined = time.monotonic(), time.process_time()
     failure = ("the disk is full", "free some space") if rank == 2 else None
     entries = entries_of(rank)
     calls: dict[str, Callable[[], Any]] = {
@@ -153,32 +155,36 @@ def rank_main(
         "error": lambda: agreement.first_failure(host, failure),
         "manifest": lambda: named_files(checkpoint, entries, folder),
     }
-    seconds = {name: [timed(host, calls[name]) for _ in range(rounds)] for name in calls}
+    turns = {name: [timed(host, calls[name]) for _ in range(rounds)] for name in calls}
     assert agreement.highest(beside, 0) == 0
     error = agreement.first_failure(host, failure)
     assert error is not None and (error.rank, error.ranks) == (2, 1)
-    own = (started, joined, len(sockets()), private_kib())
+    cpu = {name: statistics.median(used for _, used in turns[name]) for name in calls}
+    cpu["join"] = joined[1] - started[1]
+    own = (started[0], joined[0], len(sockets()), private_kib(), cpu)
     every = agreement.gathered_by_first(host, own)
     agreement.barrier(host)  # nobody leaves before
     for tree in trees:
         tree.close()
     if every is None:
         return None
-    starts, ends, counts, kib = zip(*every, strict=True)
+    starts, ends, counts, kib, cpus = zip(*every, strict=True)
+    seconds = {name: [wall for wall, _ in turns[name]] for name in calls}
     seconds["join"] = [max(ends) - min(starts)]
     return {
         "seconds": seconds,
+        "cpu_seconds": {name: sum(of_rank[name] for of_rank in cpus) for name in seconds},
         "sockets": {"most": max(counts), "mean": statistics.fmean(counts)},
         "private_mib": {"most": max(kib) / 1024, "mean": statistics.fmean(kib) / 1024},
     }
 
 
-def timed(tree: Tree, call: Callable[[], Any]) -> float:
-    """Seconds until the call is over on this rank, which all begin together."""
+def timed(tree: Tree, call: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds until a call is over that all begin together, and of the processor for it."""
     agreement.barrier(tree)
-    started = time.monotonic()
+    started = time.monotonic(), time.process_time()
     call()
-    return time.monotonic() - started
+    return time.monotonic() - started[0], time.process_time() - started[1]
 
 
 def named_files(tree: Tree, own_entries: bytes, folder: Path) -> None:
@@ -300,12 +306,12 @@ def rows_of(worlds: dict[int, dict[str, Any]], small: dict[int, Any]) -> list[di
     rows, most, fewest = [], max(worlds), min(worlds)
     for name, words in WHAT.items():
         times = {size: world["seconds"][name] for size, world in worlds.items()}
-        points = [(size, statistics.median(turns)) for size, turns in times.items()]
+        points = [(n, world["cpu_seconds"][name] / CORES) for n, world in worlds.items()]
         a, b, residual = fitted(points)
         fit = {"a": a, "b": b, "largest_relative_residual": residual, "points": points}
         title, peer = f"{words}, {most:,} ranks", f"{fewest} ranks"
         rows.append(results.row(title, "s", times[most], peer, times[fewest], "lower", fit=fit))
-        title = f"{words}, {EXTRAPOLATED:,} ranks, fitted to {residual:.0%}"
+        title = f"{words}, {EXTRAPOLATED:,} ranks on {CORES} idle processors"
         whole, limit = a + b * EXTRAPOLATED, LIMITS[name]
         rows.append(
             results.row(title, "s", [whole], "what it may take", [limit], "lower", 1.0, fit=fit)

@@ -1,5 +1,6 @@
 """Who writes what, and one `.metadata` of all ranks' entries that any DCP reads."""
 
+import dataclasses
 import math
 import pickle
 from pathlib import Path
@@ -115,8 +116,9 @@ def save_as_before(world: World, folder: Path) -> None:
     dcp.save(spread(world, "hybrid"), storage_writer=writer)
     if world.rank == 0:
         names = [file.name for file in path.iterdir()]
-        progress = checkpoint.Progress(3, 24, 3000, world.size, {})
-        checkpoint._publish(path, checkpoint._as_written(path, names), progress, 2)
+        progress = dataclasses.asdict(checkpoint.Progress(3, 24, 3000, world.size, {}))
+        content = {"files": checkpoint._as_written(path, names), "progress": progress}
+        checkpoint._publish(path, content, 2)
 
 
 def load(world: World, folder: Path, layout: str) -> None:
@@ -133,6 +135,20 @@ def load(world: World, folder: Path, layout: str) -> None:
 def test_checkpoints_of_before_are_read(ranks: RankPool, tmp_path: Path, layout: str) -> None:
     ranks.run(save_as_before, tmp_path)
     ranks.run(load, tmp_path, layout)
+
+
+def load_each(world: World, folder: Path) -> None:
+    for layout in LAYOUTS[:4]:
+        load(world, folder, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:4])
+def test_every_layout_of_as_many_ranks_is_read_as_every_other(
+    ranks: RankPool, tmp_path: Path, layout: str
+) -> None:
+    """Parts may begin at the same place and end elsewhere."""
+    ranks.run(save, tmp_path, layout)
+    ranks.run(load_each, tmp_path)
 
 
 def save_without_objects(world: World, folder: Path, layout: str) -> None:
@@ -160,16 +176,43 @@ def test_a_part_that_no_rank_writes_is_no_checkpoint(ranks: RankPool, tmp_path: 
 
 
 def save_less(world: World, folder: Path) -> str:
-    own = checkpoint_files.own_items
+    writers = checkpoint_files.writers_of
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             checkpoint_files,
-            "own_items",
-            lambda items, *about: own([i for i in items if "matrix" not in i.index.fqn], *about),
+            "writers_of",
+            lambda items, *about: writers(
+                [i for i in items if "matrix" not in i.index.fqn], *about
+            ),
         )
         with pytest.raises(UserError) as error:
             save(world, folder, "shards")
     return error.value.found
+
+
+def entries_read(world: World, folder: Path, layout: str) -> int:
+    """How many parts' entries a rank reads of a checkpoint; -1: all that there are."""
+    counts = []
+    read = checkpoint.read_own
+
+    def counting(path: Path, state: dict[str, torch.Tensor], metadata: Metadata | None) -> None:
+        counts.append(-1 if metadata is None else len(metadata.storage_data))
+        read(path, state, metadata)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "read_own", counting)
+        load(world, folder, layout)
+    return counts[0]
+
+
+def test_a_rank_reads_the_entries_that_it_needs(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save, tmp_path, "two axes")
+    every = len(metadata_of(run_dir.checkpoint(tmp_path, 3)).storage_data)
+    counts = ranks.run(entries_read, tmp_path, "two axes")
+    assert min(counts) > 0 and sum(counts) < 4 * every
+    # laid out in another way, or by other ranks, they read them all
+    assert ranks.run(entries_read, tmp_path, "hybrid") == [-1] * 4
+    assert ranks.run(entries_read, tmp_path, "copies", world=2) == [-1] * 2
 
 
 def item(name: str, numbers: int) -> Any:

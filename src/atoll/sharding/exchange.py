@@ -1,7 +1,7 @@
 """Gradients synchronised by hand, after the backward pass: the plainest strategies.
 
 To add one, write a function (gradients, ranks) -> None here, add it to EXCHANGES, and name it in a
-YAML of hydra_conf/sharding/.
+YAML of hydra_conf/sharding/. What it sends is unknown until plan/traffic.py has its formula.
 """
 
 from collections.abc import Callable, Sequence

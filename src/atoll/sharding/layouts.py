@@ -1,7 +1,7 @@
 """How parameters are spread over ranks: functions (model, meshes, context) -> model, by name.
 
 To add a layout, write a function here, add it to a table below, and name it in
-hydra_conf/sharding/.
+hydra_conf/sharding/. What it sends is unknown until plan/traffic.py has its formula.
 """
 
 import warnings

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol
 MESSAGE, GONE = 0, 1
 HEADER = struct.Struct("!BQQ")  # kind, number of the call, bytes that follow
 HELLO = struct.Struct("!32sBI")  # the secret of this start, which tree, rank
-FAREWELL_SECONDS = 1.0
+HELLO_SECONDS, FAREWELL_SECONDS = 10.0, 1.0
 # a node that lost its power says nothing: its peers ask after it, and give it up in two minutes
 KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
@@ -249,7 +249,7 @@ def _accept(
     awaited = {(number, child) for number in range(len(trees)) for child in children}
     listener.settimeout(timeout_seconds)
     while awaited:
-        connection = _ready(listener.accept()[0], timeout_seconds)
+        connection = _ready(listener.accept()[0], HELLO_SECONDS)
         try:
             theirs, number, child = HELLO.unpack(_exactly(connection, HELLO.size))
         except OSError:

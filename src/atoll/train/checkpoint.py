@@ -36,11 +36,12 @@ from atoll.sharding.process_group import (
     run_on_first_rank,
     say,
 )
-from atoll.train.checkpoint_files import Written, holders_of_plain, read_own, write_own
+from atoll.train.checkpoint_files import Written, holders_of_plain, parts_of, read_own, write_own
 from atoll.train.checkpoint_metadata import (
     METADATA,
     entries,
     merged_tables,
+    metadata_of,
     missing,
     table_of,
     write_metadata,
@@ -209,9 +210,16 @@ def load(path: Path, state: dict[str, Tensor], world: World, is_verified: bool =
     if not is_verified:
         run_on_all_ranks(world, lambda: _verify(path, world))
 
+    holders = holders_of_plain(state, world)
+
     def read() -> None:
+        content = _manifest(path)
         with _as_user_error(f"checkpoint {path} does not fit this run", ANOTHER_RUN, world.rank):
-            read_own(path, state)
+            of_own = None
+            if content["progress"]["world_size"] == world.size:
+                sizes = content.get("metadata_bytes", [])
+                of_own = metadata_of(path, sizes, parts_of(state, world, holders))
+            read_own(path, state, of_own)
 
     run_on_all_ranks(world, read)
 
@@ -287,9 +295,11 @@ def _write(
 
     def publish() -> None:
         with _as_user_error(what, RESUME):
-            write_metadata(partial, table, all_entries)
+            sizes = write_metadata(partial, table, all_entries)
             every = {name: entry for part in all_files for name, entry in part.items()}
-            _publish(partial, every | _as_written(partial, [METADATA]), progress, keep)
+            files = every | _as_written(partial, [METADATA])
+            content = {"files": files, "progress": asdict(progress), "metadata_bytes": sizes}
+            _publish(partial, content, keep)
 
     run_on_first_rank(world, publish)
 
@@ -304,10 +314,9 @@ def _as_written(partial: Path, names: list[str]) -> Files:
     }
 
 
-def _publish(partial: Path, files: Files, progress: Progress, keep: int) -> None:
-    content = {"files": files, "progress": asdict(progress)}
+def _publish(partial: Path, content: dict[str, Any], keep: int) -> None:
     run_dir.write_whole(partial / MANIFEST, json.dumps(content, indent=1))
-    final = partial.parent / f"step-{progress.step:08d}"
+    final = partial.parent / f"step-{content['progress']['step']:08d}"
     if final.exists():
         shutil.rmtree(final)
     os.rename(partial, final)

@@ -16,12 +16,22 @@ from typing import NamedTuple
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from atoll import run_dir
 from atoll.sharding.process_group import World, gathered
+
+
+class Part(NamedTuple):
+    """What a rank has of a tensor: from where on, and how much of it."""
+
+    name: str
+    offsets: Sequence[int]
+    sizes: Sequence[int]
 
 
 class Written(NamedTuple):
@@ -55,36 +65,52 @@ def write_own(
     planner = dcp.DefaultSavePlanner()
     planner.set_up_planner(state, writer.storage_meta(), world.rank == 0)
     plan = planner.create_local_plan()
-    own = replace(plan, items=own_items(plan.items, state, world.rank, holders))
+    writers = writers_of(plan.items, state, world.rank, holders)
+    own = replace(plan, items=[i for i in plan.items if writers.get(i.index) == world.rank])
     # it numbers the files by the place of a plan
     plans = writer.prepare_global_plan([writer.prepare_local_plan(own)] * (world.rank + 1))
     writing = writer.write_data(planner.finish_plan(plans[-1]), planner)
     return Written(plan.items, writing.value() if plans[-1].items else [])
 
 
-def read_own(folder: Path, state: dict[str, Tensor]) -> None:
-    """Read this rank's parts, whoever wrote them, into the tensors of `state`."""
+def read_own(folder: Path, state: dict[str, Tensor], metadata: Metadata | None) -> None:
+    """Read this rank's parts, whoever wrote them, into the tensors of `state`.
+
+    metadata: of these parts at least; None: what the file says of all.
+    """
+    reader = dcp.FileSystemReader(folder)
+    if metadata is not None:
+        reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
     with warnings.catch_warnings():
         # each rank reads for itself: that is what is asked for
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        dcp.load(state, storage_reader=reader, no_dist=True)
 
 
-def own_items(
+def parts_of(state: dict[str, Tensor], world: World, holders: Sequence[int]) -> dict[Part, int]:
+    """Each part that this rank has, and who writes it."""
+    items = create_default_local_save_plan(state, world.rank == 0).items
+    writers = writers_of(items, state, world.rank, holders)
+    chunks = {item.index: item.tensor_data.chunk for item in items if item.tensor_data}
+    return {
+        Part(index.fqn, chunks[index].offsets, chunks[index].sizes): writer
+        for index, writer in writers.items()
+    }
+
+
+def writers_of(
     items: Sequence[WriteItem], state: dict[str, Tensor], rank: int, holders: Sequence[int]
-) -> list[WriteItem]:
-    """What this rank is to write of what it has: each part once, the bytes spread evenly."""
+) -> dict[MetadataIndex, int]:
+    """Who writes each part that this rank has: one of those that have it, the bytes spread."""
     shared: dict[tuple[int, ...], list[WriteItem]] = defaultdict(list)
     for item in items:
         if numbers_in(item):
             shared[_holders(item.index.fqn, state, rank, holders)].append(item)
-    own = {
-        item.index
+    return {
+        item.index: writer
         for ranks, parts in shared.items()
-        for item, owner in zip(parts, owners(parts, ranks), strict=True)
-        if owner == rank
+        for item, writer in zip(parts, owners(parts, ranks), strict=True)
     }
-    return [item for item in items if item.index in own]
 
 
 def is_own(name: str, rank: int) -> bool:

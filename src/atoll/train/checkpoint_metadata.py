@@ -6,12 +6,14 @@ others' entries as objects, and none pickles them.
 """
 
 import io
+import itertools
 import math
 import os
 import pickle
 import struct
 import zlib
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from atoll.train.checkpoint_files import Written, numbers_in
+from atoll.train.checkpoint_files import Part, Written, numbers_in
 
 METADATA = ".metadata"
 PROTOCOL = 2
@@ -93,14 +95,37 @@ def entries(written: Written, table: Table) -> bytes:
     return zlib.compress(whole, level=1)
 
 
-def write_metadata(folder: Path, table: Table, entries_of_ranks: list[bytes]) -> None:
-    """Join the file and sync it, on one rank."""
+def write_metadata(folder: Path, table: Table, entries_of_ranks: list[bytes]) -> list[int]:
+    """Join the file and sync it, on one rank; the bytes of its head and of each rank's entries."""
     with (folder / METADATA).open("wb") as file:
-        file.write(_head(folder, table))
-        file.writelines(map(zlib.decompress, entries_of_ranks))
+        sizes = [file.write(_head(folder, table))]
+        sizes += [file.write(zlib.decompress(of_rank)) for of_rank in entries_of_ranks]
         file.write(pickle.STOP)
         file.flush()
         os.fsync(file.fileno())
+    return sizes
+
+
+def metadata_of(folder: Path, sizes: Sequence[int], parts: Mapping[Part, int]) -> Metadata | None:
+    """What the file says of these parts alone; None where it has others, from another layout.
+
+    sizes: as `write_metadata` gave them. parts: each with the rank that wrote it.
+    """
+    if not sizes or max(parts.values(), default=0) >= len(sizes) - 1:
+        return None
+    starts = list(itertools.accumulate(sizes))
+    with (folder / METADATA).open("rb") as file:
+        pieces = [file.read(sizes[0])]
+        for rank in sorted(set(parts.values())):
+            file.seek(starts[rank])
+            pieces.append(file.read(sizes[rank + 1]))
+    metadata: Metadata = pickle.loads(b"".join([*pieces, pickle.STOP]))
+    written = {
+        Part(name, chunk.offsets, chunk.sizes)
+        for name, about in metadata.state_dict_metadata.items()
+        for chunk in about.chunks
+    }
+    return metadata if parts.keys() <= written else None
 
 
 def _head(folder: Path, table: Table) -> bytes:
