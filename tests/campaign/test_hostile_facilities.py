@@ -429,3 +429,21 @@ def test_a_call_ends_with_what_it_runs(tmp_path: Path) -> None:
 
 def test_site_is_typed() -> None:
     assert Site(name="a", host="me@login01.example.org", folder="x y").host
+
+
+def test_a_host_whose_shell_talks_does_not_end_a_round_of_streamflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from atoll.campaign import streamflow
+
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text("#!/bin/sh\necho 'Welcome!'; echo /home/me\n")
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    store = store_of(tmp_path)
+    north, south = store.campaign.sites
+    talkative = north.model_copy(update={"host": "north"})
+    assert streamflow._answering(store, 1, [talkative, south]) == {"south": None}
+    assert "which is no folder" in store.state(1, north).text
+    assert store.state(1, north).failures == 1
