@@ -5,6 +5,7 @@ for the engines that start each step by itself. A step that is done already does
 """
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ from atoll.settings.federation import Site
 FIRST = {"master": (), "export": ("*.safetensors",)}
 LATER: dict[str, tuple[str, ...]] = {"delta": ()}
 MANIFEST = ("manifest.json", "manifest.json.sig")
-CALL_SECONDS = 3600.0
+CALL_SECONDS = 3600.0  # of a question over ssh: a facility that hangs is asked again
 LAST_QUESTION_SECONDS = 60.0
 
 
@@ -73,7 +74,7 @@ def go_on(store: CampaignStore, number: int, site: Site, stopped: Over = never) 
     over = time_of(store, number, site, stopped)
 
     def step() -> None:
-        use_answer(store, number, site, bring_models(store, number, site, over=over), over)
+        use_answer(store, number, site, bring_models(store, number, site, over=over), stopped)
 
     at_the_seam(store, number, site, step)
 
@@ -95,14 +96,12 @@ def time_of(store: CampaignStore, number: int, site: Site, stopped: Over = never
     """Whether a call that begins now is waited for no longer.
 
     Up to the deadline; then, where the others are a quorum, for one last question and its answer,
-    and where they are too few, for the grace. No call over ssh has more than an hour.
+    and where they are too few, for the grace.
     """
     deadline, begun = store.deadline(number), time.time()
     grace = 60 * store.campaign.grace_minutes
     last = deadline if begun < deadline else begun + min(LAST_QUESTION_SECONDS, grace)
     end = max(deadline, begun) + grace
-    if site.host is not None:
-        end = min(end, begun + CALL_SECONDS)
 
     def over() -> bool:
         now = time.time()
@@ -129,13 +128,13 @@ def bring_models(
 
 
 def use_answer(
-    store: CampaignStore, number: int, site: Site, answer: dict[str, Any], over: Over = never
+    store: CampaignStore, number: int, site: Site, answer: dict[str, Any], stopped: Over = never
 ) -> None:
     """Take what is ready; go on without a facility that has failed; wait in all other states."""
     store.record_answer(number, site, answer)
     state, why = answer["state"], answer.get("why", "")
     if state == "ready":
-        _take(store, number, site)
+        _take(store, number, site, stopped)
     elif state == "refused":
         store.count_failure(number, site, why)
     elif state == "failed" and store.asked_round(number, site) < number:
@@ -144,7 +143,7 @@ def use_answer(
         store.leave_out(number, site, why)
 
 
-def _take(store: CampaignStore, number: int, site: Site) -> None:
+def _take(store: CampaignStore, number: int, site: Site, stopped: Over) -> None:
     """Fetch an update and check it; what is wrong in it is fetched again, then left out.
 
     Its manifest comes first: nothing is fetched that it does not name, or that is larger than a
@@ -159,7 +158,7 @@ def _take(store: CampaignStore, number: int, site: Site) -> None:
         partial, began = update.with_name(".update.partial"), time.time()
 
         def past() -> bool:
-            return time.time() > end
+            return stopped() or time.time() > end
 
         def get(names: Sequence[str], most_bytes: int) -> None:
             fetch(store.campaign, site, source, partial, names, most_bytes, past)
@@ -196,7 +195,12 @@ def _asked(
 ) -> dict[str, Any]:
     asked = store.asked_round(number, site)
     words = ["site", site.folder, str(asked), "--request", json.dumps(request(store, asked, site))]
-    answer = read_answer(ask(store.campaign, site, [*words, *flags], over), site.name)
+    end = time.time() + (CALL_SECONDS if site.host is not None else math.inf)
+
+    def past() -> bool:
+        return over() or time.time() > end
+
+    answer = read_answer(ask(store.campaign, site, [*words, *flags], past), site.name)
     if answer["state"] == "needs" and answer["have"] >= asked - 1:
         raise UserError(
             f"{site.name} needs a model, and has that of round {answer['have']}",
