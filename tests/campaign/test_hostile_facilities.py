@@ -427,6 +427,12 @@ def test_a_call_ends_with_what_it_runs(tmp_path: Path) -> None:
     assert call([sys.executable, "-c", "print('ü' * 9)"]).stdout == "ü" * 9 + "\n"
 
 
+def test_an_encoding_that_loses_with_a_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"codec=topk with rule\.update=nesterov learns less"):
+        store_of(tmp_path, codec="topk", rule={"update": "nesterov"})
+    store_of(tmp_path, codec="topk")
+
+
 def test_site_is_typed() -> None:
     assert Site(name="a", host="me@login01.example.org", folder="x y").host
 
@@ -447,3 +453,19 @@ def test_a_host_whose_shell_talks_does_not_end_a_round_of_streamflow(
     assert streamflow._answering(store, 1, [talkative, south]) == {"south": None}
     assert "which is no folder" in store.state(1, north).text
     assert store.state(1, north).failures == 1
+
+
+def test_an_engines_average_waits_for_whoever_is_still_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that took longer than the engine's step was left out of the round in silence."""
+    store = store_of(tmp_path)
+    keep_settings(store)
+    averaged: list[int] = []
+    monkeypatch.setattr(round_, "average", lambda _, number: averaged.append(number))
+    north, south = store.campaign.sites
+    store.update(1, north).mkdir(parents=True)
+    words = [str(store.folder), "1", "average"]
+    assert round_.main(words) == 0 and averaged == []
+    store.leave_out(1, south, "late")
+    assert round_.main(words) == 0 and averaged == [1]

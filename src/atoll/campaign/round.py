@@ -49,9 +49,10 @@ def main(argv: list[str]) -> int:
     arguments = parser.read(argv)
     store, number = load_store(arguments.folder), arguments.number
     if arguments.step == "average":
-        if len(store.updates(number)) >= store.campaign.rule.quorum:
+        enough = len(store.updates(number)) >= store.campaign.rule.quorum
+        if enough and not store.unsettled(number):
             average(store, number)
-        return 0  # below the quorum it is the coordinator that says so, and holds the round
+        return 0  # else it is the coordinator that asks again, or says why the round is held
     site = store.site(arguments.facility)
     if arguments.step == "send":
         bring_models(store, number, site, "--receive")
