@@ -444,7 +444,7 @@ def test_a_host_whose_shell_talks_does_not_end_a_round_of_streamflow(
 
     folder = tmp_path / "bin"
     folder.mkdir()
-    (folder / "ssh").write_text("#!/bin/sh\necho 'Welcome!'; echo /home/me\n")
+    (folder / "ssh").write_text("#!/bin/sh\necho 'Welcome!'; echo /there\n")
     (folder / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     store = store_of(tmp_path)

@@ -175,6 +175,7 @@ def _take(store: CampaignStore, number: int, site: Site, stopped: Over) -> None:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         size = sum(path.stat().st_size for path in _files(partial))
+        shutil.rmtree(partial / PARTS, ignore_errors=True)  # of an update that came before it
         partial.rename(update)
         run_dir.sync_folder(update.parent)
     seconds = time.time() - began
