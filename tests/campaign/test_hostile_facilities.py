@@ -171,6 +171,25 @@ def test_only_what_the_manifest_names_is_fetched(tmp_path: Path) -> None:
     ]
 
 
+def test_a_file_that_is_longer_than_it_was_said_does_not_come(tmp_path: Path) -> None:
+    update = made(tmp_path, "north")
+    manifest = json.loads((update / "manifest.json").read_text())
+    manifest["files"]["small.safetensors"] = {"bytes": 3, "sha256": "0" * 64}
+    (update / "manifest.json").write_text(json.dumps(manifest))
+    with open(update / "small.safetensors", "wb") as file:
+        file.truncate(99)  # less than the other, which is as long as it was said
+    store = saying(store_of(tmp_path), tmp_path, north=say(READY))
+    partial = store.round(1) / "north" / ".update.partial"
+    partial.mkdir(parents=True)
+    (partial / "delta-model.safetensors").write_bytes(b"came before")
+    (partial / "other.safetensors").touch()
+    go_on(store, 1, store.campaign.sites[0])
+    assert sorted(path.name for path in store.updates(1)[0].iterdir()) == [
+        "delta-model.safetensors",
+        "manifest.json",
+    ], "what is missing is found where it is read"
+
+
 @pytest.mark.parametrize("kind", ["huge", "pipe", "nested", "binary", "absent", "larger"])
 def test_a_hostile_update_is_counted_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
     update = made(tmp_path, "north")

@@ -163,12 +163,13 @@ def _take(store: CampaignStore, number: int, site: Site, stopped: Over) -> None:
 
         def get(names: Sequence[str], most_bytes: int) -> None:
             fetch(store.campaign, site, source, partial, names, most_bytes, past)
-            keep_only(partial, {*MANIFEST, *names})
 
         try:
             get(MANIFEST, MAX_MANIFEST_BYTES)
             files = check_update(store, number, site, partial).files
-            get(list(files), max((facts.bytes for facts in files.values()), default=0))
+            keep_only(partial, {*MANIFEST, *files})  # whole files of a transfer that was cut off
+            for names in of_like_size({name: facts.bytes for name, facts in files.items()}):
+                get(names, max(files[name].bytes for name in names))
         except Unreachable:
             raise
         except UserError:
@@ -180,6 +181,18 @@ def _take(store: CampaignStore, number: int, site: Site, stopped: Over) -> None:
         run_dir.sync_folder(update.parent)
     seconds = time.time() - began
     store.journal(number).append("received", facility=site.name, bytes=size, seconds=seconds)
+
+
+def of_like_size(sizes: dict[str, int]) -> list[list[str]]:
+    """Names by the bits of their sizes: no file is twice as long as the longest of its group.
+
+    rsync has one limit for all files of a transfer, and a facility may send other files than it
+    said.
+    """
+    groups: dict[int, list[str]] = {}
+    for name, size in sizes.items():
+        groups.setdefault(size.bit_length(), []).append(name)
+    return list(groups.values())
 
 
 def keep_only(folder: Path, names: set[str]) -> None:
