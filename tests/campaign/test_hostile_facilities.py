@@ -171,6 +171,25 @@ def test_only_what_the_manifest_names_is_fetched(tmp_path: Path) -> None:
     ]
 
 
+def test_a_file_that_is_longer_than_it_was_said_does_not_come(tmp_path: Path) -> None:
+    update = made(tmp_path, "north")
+    manifest = json.loads((update / "manifest.json").read_text())
+    manifest["files"]["small.safetensors"] = {"bytes": 3, "sha256": "0" * 64}
+    (update / "manifest.json").write_text(json.dumps(manifest))
+    with open(update / "small.safetensors", "wb") as file:
+        file.truncate(99)  # less than the other, which is as long as it was said
+    store = saying(store_of(tmp_path), tmp_path, north=say(READY))
+    partial = store.round(1) / "north" / ".update.partial"
+    partial.mkdir(parents=True)
+    (partial / "delta-model.safetensors").write_bytes(b"came before")
+    (partial / "other.safetensors").touch()
+    go_on(store, 1, store.campaign.sites[0])
+    assert sorted(path.name for path in store.updates(1)[0].iterdir()) == [
+        "delta-model.safetensors",
+        "manifest.json",
+    ], "what is missing is found where it is read"
+
+
 @pytest.mark.parametrize("kind", ["huge", "pipe", "nested", "binary", "absent", "larger"])
 def test_a_hostile_update_is_counted_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
     update = made(tmp_path, "north")
@@ -427,5 +446,45 @@ def test_a_call_ends_with_what_it_runs(tmp_path: Path) -> None:
     assert call([sys.executable, "-c", "print('ü' * 9)"]).stdout == "ü" * 9 + "\n"
 
 
+def test_an_encoding_that_loses_with_a_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"codec=topk with rule\.update=nesterov learns less"):
+        store_of(tmp_path, codec="topk", rule={"update": "nesterov"})
+    store_of(tmp_path, codec="topk")
+
+
 def test_site_is_typed() -> None:
     assert Site(name="a", host="me@login01.example.org", folder="x y").host
+
+
+def test_a_host_whose_shell_talks_does_not_end_a_round_of_streamflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from atoll.campaign import streamflow
+
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text("#!/bin/sh\necho 'Welcome!'; echo /there\n")
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    store = store_of(tmp_path)
+    north, south = store.campaign.sites
+    talkative = north.model_copy(update={"host": "north"})
+    assert streamflow._answering(store, 1, [talkative, south]) == {"south": None}
+    assert "which is no folder" in store.state(1, north).text
+    assert store.state(1, north).failures == 1
+
+
+def test_an_engines_average_waits_for_whoever_is_still_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that took longer than the engine's step was left out of the round in silence."""
+    store = store_of(tmp_path)
+    keep_settings(store)
+    averaged: list[int] = []
+    monkeypatch.setattr(round_, "average", lambda _, number: averaged.append(number))
+    north, south = store.campaign.sites
+    store.update(1, north).mkdir(parents=True)
+    words = [str(store.folder), "1", "average"]
+    assert round_.main(words) == 0 and averaged == []
+    store.leave_out(1, south, "late")
+    assert round_.main(words) == 0 and averaged == [1]

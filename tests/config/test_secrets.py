@@ -26,8 +26,14 @@ PLAIN += ["FI_CXI_COMPAT", "NCCL_IB_BYPASS"]
 def test_secrets_are_known_by_their_names(name: str) -> None:
     with pytest.raises(UserError, match="looks like a secret"):
         compose([*LAPTOP, f"facility.environment.{name}=x"])
-    with pytest.raises(UserError, match=rf"facility\.submit\.export gives {name}"):
+    with pytest.raises(UserError, match=f"submit gives {name}, which looks"):
         compose([*LAPTOP, f"facility.submit.export='ALL,{name}=x'"])
+
+
+@pytest.mark.parametrize("setting", ["facility.step", "facility.task_binding", "image.run_flags"])
+def test_flags_give_no_secret(setting: str) -> None:
+    with pytest.raises(UserError, match=f"{setting} gives HF_TOKEN"):
+        compose([*LAPTOP, f"{setting}=['--env','A=b,HF_TOKEN=x']"])
 
 
 def test_other_variables_are_no_secrets() -> None:

@@ -124,6 +124,12 @@ def federation(site: Site, door: Door, host_python: Path) -> Iterator[dict[str, 
     ]
     here = site.clone.parent / place
     here.mkdir()
+    for cluster in CLUSTERS:  # what lies outside the campaign's folder is each facility's to allow
+        own = home(cluster.user) / place
+        own.mkdir()
+        (own / "site.allow").write_text("default\nimage.*\ndata.files\n")
+        for path in (own, own / "site.allow"):
+            shutil.chown(path, cluster.user)
     yield {
         "name": "islands",
         "rounds": 1,

@@ -68,7 +68,7 @@ def allowed_at(folder: Path) -> list[str]:
 
 
 def _refuse_path(name: str, path: Path, folder: Path) -> None:
-    if folder.resolve() not in Path(os.path.normpath(path.absolute())).parents:
+    if folder.resolve() not in path.resolve().parents:
         raise UserError(
             f"this facility does not let a request name {printable(str(path), 80)!r} ({name}), "
             f"which is outside {folder}",

@@ -65,7 +65,7 @@ def _below_quorum(
     """
     campaign, why = store.campaign, str(outcome["short"])
     if campaign.rule.below_quorum == "hold":
-        return _aggregate(store, number, [], held=why)
+        return _aggregate(store, number, [], held=why) | {"held": why}
     wrong = outcome.get("rejected", {}) | outcome.get("unreadable", {})
     for site in [site for site in campaign.sites if site.name in wrong]:
         shutil.rmtree(store.update(number, site), ignore_errors=True)

@@ -23,6 +23,7 @@ from atoll.settings.federation import Site
 
 ABOUT = """Rounds of training at the facilities of a federation, averaged on this machine. The same
 command run again goes on where it stopped."""
+QUICK_QUESTIONS = 50  # of a facility in a round, where each answer is another: then no more
 
 
 def main(argv: list[str]) -> int:
@@ -83,14 +84,15 @@ def _ask_until_settled(
     store: CampaignStore, number: int, site: Site, stop: threading.Event
 ) -> None:
     """Up to the deadline, and once after it: what is ready then is not lost."""
-    deadline = store.deadline(number)
+    deadline, quick = store.deadline(number), 0
     while not stop.is_set():
         before = store.state(number, site).text
         go_on(store, number, site, stop.is_set)
         state = store.state(number, site)
         if state.settled or time.time() > deadline:
             return
-        if state.text == before:
+        quick += 1
+        if state.text == before or quick > QUICK_QUESTIONS:
             left = max(0.0, deadline - time.time())
             stop.wait(min(store.campaign.poll_seconds, left + LOOK_SECONDS))
 

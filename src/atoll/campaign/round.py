@@ -5,6 +5,7 @@ for the engines that start each step by itself. A step that is done already does
 """
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ from atoll.settings.federation import Site
 FIRST = {"master": (), "export": ("*.safetensors",)}
 LATER: dict[str, tuple[str, ...]] = {"delta": ()}
 MANIFEST = ("manifest.json", "manifest.json.sig")
-CALL_SECONDS = 3600.0
+CALL_SECONDS = 3600.0  # of a question over ssh: a facility that hangs is asked again
 LAST_QUESTION_SECONDS = 60.0
 
 
@@ -48,9 +49,10 @@ def main(argv: list[str]) -> int:
     arguments = parser.read(argv)
     store, number = load_store(arguments.folder), arguments.number
     if arguments.step == "average":
-        if len(store.updates(number)) >= store.campaign.rule.quorum:
+        enough = len(store.updates(number)) >= store.campaign.rule.quorum
+        if enough and not store.unsettled(number):
             average(store, number)
-        return 0  # below the quorum it is the coordinator that says so, and holds the round
+        return 0  # else it is the coordinator that asks again, or says why the round is held
     site = store.site(arguments.facility)
     if arguments.step == "send":
         bring_models(store, number, site, "--receive")
@@ -73,7 +75,7 @@ def go_on(store: CampaignStore, number: int, site: Site, stopped: Over = never) 
     over = time_of(store, number, site, stopped)
 
     def step() -> None:
-        use_answer(store, number, site, bring_models(store, number, site, over=over), over)
+        use_answer(store, number, site, bring_models(store, number, site, over=over), stopped)
 
     at_the_seam(store, number, site, step)
 
@@ -95,14 +97,12 @@ def time_of(store: CampaignStore, number: int, site: Site, stopped: Over = never
     """Whether a call that begins now is waited for no longer.
 
     Up to the deadline; then, where the others are a quorum, for one last question and its answer,
-    and where they are too few, for the grace. No call over ssh has more than an hour.
+    and where they are too few, for the grace.
     """
     deadline, begun = store.deadline(number), time.time()
     grace = 60 * store.campaign.grace_minutes
     last = deadline if begun < deadline else begun + min(LAST_QUESTION_SECONDS, grace)
     end = max(deadline, begun) + grace
-    if site.host is not None:
-        end = min(end, begun + CALL_SECONDS)
 
     def over() -> bool:
         now = time.time()
@@ -129,13 +129,13 @@ def bring_models(
 
 
 def use_answer(
-    store: CampaignStore, number: int, site: Site, answer: dict[str, Any], over: Over = never
+    store: CampaignStore, number: int, site: Site, answer: dict[str, Any], stopped: Over = never
 ) -> None:
     """Take what is ready; go on without a facility that has failed; wait in all other states."""
     store.record_answer(number, site, answer)
     state, why = answer["state"], answer.get("why", "")
     if state == "ready":
-        _take(store, number, site)
+        _take(store, number, site, stopped)
     elif state == "refused":
         store.count_failure(number, site, why)
     elif state == "failed" and store.asked_round(number, site) < number:
@@ -144,7 +144,7 @@ def use_answer(
         store.leave_out(number, site, why)
 
 
-def _take(store: CampaignStore, number: int, site: Site) -> None:
+def _take(store: CampaignStore, number: int, site: Site, stopped: Over) -> None:
     """Fetch an update and check it; what is wrong in it is fetched again, then left out.
 
     Its manifest comes first: nothing is fetched that it does not name, or that is larger than a
@@ -159,26 +159,40 @@ def _take(store: CampaignStore, number: int, site: Site) -> None:
         partial, began = update.with_name(".update.partial"), time.time()
 
         def past() -> bool:
-            return time.time() > end
+            return stopped() or time.time() > end
 
         def get(names: Sequence[str], most_bytes: int) -> None:
             fetch(store.campaign, site, source, partial, names, most_bytes, past)
-            keep_only(partial, {*MANIFEST, *names})
 
         try:
             get(MANIFEST, MAX_MANIFEST_BYTES)
             files = check_update(store, number, site, partial).files
-            get(list(files), max((facts.bytes for facts in files.values()), default=0))
+            keep_only(partial, {*MANIFEST, *files})  # whole files of a transfer that was cut off
+            for names in of_like_size({name: facts.bytes for name, facts in files.items()}):
+                get(names, max(files[name].bytes for name in names))
         except Unreachable:
             raise
         except UserError:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         size = sum(path.stat().st_size for path in _files(partial))
+        shutil.rmtree(partial / PARTS, ignore_errors=True)  # of an update that came before it
         partial.rename(update)
         run_dir.sync_folder(update.parent)
     seconds = time.time() - began
     store.journal(number).append("received", facility=site.name, bytes=size, seconds=seconds)
+
+
+def of_like_size(sizes: dict[str, int]) -> list[list[str]]:
+    """Names by the bits of their sizes: no file is twice as long as the longest of its group.
+
+    rsync has one limit for all files of a transfer, and a facility may send other files than it
+    said.
+    """
+    groups: dict[int, list[str]] = {}
+    for name, size in sizes.items():
+        groups.setdefault(size.bit_length(), []).append(name)
+    return list(groups.values())
 
 
 def keep_only(folder: Path, names: set[str]) -> None:
@@ -196,7 +210,12 @@ def _asked(
 ) -> dict[str, Any]:
     asked = store.asked_round(number, site)
     words = ["site", site.folder, str(asked), "--request", json.dumps(request(store, asked, site))]
-    answer = read_answer(ask(store.campaign, site, [*words, *flags], over), site.name)
+    end = time.time() + (CALL_SECONDS if site.host is not None else math.inf)
+
+    def past() -> bool:
+        return over() or time.time() > end
+
+    answer = read_answer(ask(store.campaign, site, [*words, *flags], past), site.name)
     if answer["state"] == "needs" and answer["have"] >= asked - 1:
         raise UserError(
             f"{site.name} needs a model, and has that of round {answer['have']}",

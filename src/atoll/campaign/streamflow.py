@@ -19,21 +19,22 @@ import signal
 import subprocess
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from atoll import run_dir
+from atoll.campaign.round import at_the_seam
 from atoll.campaign.site import WORK
 from atoll.campaign.store import CampaignStore
-from atoll.campaign.transfer import Unreachable, atoll_here, home_of, ssh
+from atoll.campaign.transfer import SSH_SECONDS, atoll_here, home_of, ssh
 from atoll.commands import run_command
 from atoll.errors import UserError
 from atoll.settings.federation import Campaign, Site
 
 CLONE = Path(__file__).resolve().parents[3]
-GRACE_SECONDS = 900.0  # for updates that were ready at the deadline, and are on their way
 WAIT_SECONDS = 1800.0  # a verb at a facility outlives a coordinator that is killed by no more
 ONE_OR_MORE = ["File", {"type": "array", "items": "File"}]
 
@@ -47,7 +48,8 @@ def collect(store: CampaignStore, number: int) -> None:
         homes = _answering(store, number, waiting)
         if homes:
             write(store, number, homes, everyone=len(homes) == len(waiting))
-            code = carry_out(program, folder, number, deadline)
+            end = deadline + 60 * store.campaign.grace_minutes
+            code = carry_out(program, folder, number, end)
             for site in [site for site in waiting if code and site.name in homes]:
                 _count_failed_steps(store, number, site)
         if time.time() > deadline:
@@ -67,8 +69,8 @@ def found_program() -> str:
     return program
 
 
-def carry_out(program: str, folder: Path, number: int, deadline: float) -> int:
-    """Run StreamFlow to its end; it is stopped when the deadline is long over."""
+def carry_out(program: str, folder: Path, number: int, end: float) -> int:
+    """Run StreamFlow to its end; it is stopped at another, the deadline's grace."""
     shutil.rmtree(folder / "work", ignore_errors=True)  # it never cleans up itself
     argv = [program, "run", str(folder / "streamflow.yml"), "--outdir", str(folder / "out")]
     argv += ["--name", f"round-{number:03d}-{time.time_ns()}", "--quiet"]
@@ -79,7 +81,7 @@ def carry_out(program: str, folder: Path, number: int, deadline: float) -> int:
         )  # fmt: skip
     run_dir.write_whole(folder / "running.json", json.dumps({"pid": process.pid}))
     try:
-        return process.wait(timeout=max(deadline - time.time(), 0.0) + GRACE_SECONDS)
+        return process.wait(timeout=max(end - time.time(), 60.0))
     except subprocess.TimeoutExpired:
         return 1
     finally:
@@ -103,11 +105,14 @@ def end_older(folder: Path) -> None:
 def _answering(store: CampaignStore, number: int, sites: list[Site]) -> dict[str, Path | None]:
     """Facility -> its home folder, of those that answer; None: on this machine."""
     homes: dict[str, Path | None] = {}
+
+    def look(site: Site) -> None:
+        if site.host is not None:
+            ssh_options_of(store.campaign, site.host)
+        homes[site.name] = home_of(store.campaign, site)
+
     for site in sites:
-        try:
-            homes[site.name] = home_of(store.campaign, site)
-        except Unreachable as error:
-            store.record_answer(number, site, {"state": "unreachable", "why": error.found})
+        at_the_seam(store, number, site, partial(look, site))
     return homes
 
 
@@ -275,7 +280,7 @@ def connection(campaign: Campaign, host: str) -> dict[str, Any]:
 
 def ssh_options_of(campaign: Campaign, host: str) -> dict[str, list[str]]:
     """What `ssh -G` says of a host: keyword -> values, in order."""
-    done = run_command([*ssh(campaign), "-G", host])
+    done = run_command([*ssh(campaign), "-G", "--", host], timeout_seconds=SSH_SECONDS)
     if done.returncode:
         raise UserError(f"ssh -G {host}: {done.last_line}", "see ssh_options and ~/.ssh/config")
     options: dict[str, list[str]] = {}

@@ -22,7 +22,7 @@ SSH = (
 SSH_FAILED = 255  # ssh's own exit code
 # rsync's manual, EXIT VALUES: socket, stream, timeout, no connection; and ssh's own
 CONNECTION_CODES = {10, 12, 30, 35, SSH_FAILED}
-HOME_SECONDS = 120.0
+SSH_SECONDS = 120.0
 PARTS = ".rsync-partial"  # of what a transfer was cut off in
 PROGRAM_MISSING = re.compile(r"rsync.*not found|not found.*rsync")
 
@@ -49,7 +49,7 @@ def home_of(campaign: Campaign, site: Site) -> Path | None:
     """The home folder at a facility that answers now, where relative paths begin; None: here."""
     if site.host is None:
         return None
-    end = time.monotonic() + HOME_SECONDS
+    end = time.monotonic() + SSH_SECONDS
     argv = [*ssh(campaign), "--", site.host, "pwd"]
     home = _output(campaign, site, argv, lambda: time.monotonic() > end).strip()
     if not re.fullmatch(r"/[^\x00-\x1f\x7f]*", home):

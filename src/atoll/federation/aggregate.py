@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,26 +23,18 @@ from torch import Tensor
 
 from atoll.commands import VerbParser
 from atoll.errors import UserError, printable
-from atoll.federation import combine, global_model, step
+from atoll.federation import combine, global_model
 from atoll.federation.codec import CODECS
-from atoll.federation.error_feedback import encoded_layout, read_decoded, write_encoded
+from atoll.federation.error_feedback import read_decoded
 from atoll.federation.judge import Bound, Measured, cosines, judge
-from atoll.federation.tensors import (
-    Layout,
-    Stretch,
-    TensorReader,
-    TensorWriter,
-    copy_fixed,
-    stretches,
-    typed,
-)
+from atoll.federation.next_model import NextModel
+from atoll.federation.tensors import Layout, Stretch, TensorReader, stretches
 from atoll.federation.update import refuse_wrong_files, refuse_wrong_tensors
 from atoll.settings.exchange import UpdateManifest, read_manifest
 from atoll.settings.federation import Rule, checked_settings
 
 THREADS = 2
 AHEAD = 4
-RESIDUAL = "residual"  # in memory/: what encoding the global delta has left out so far
 
 
 @dataclass(frozen=True)
@@ -152,7 +144,7 @@ def aggregate(
     with TensorReader(base / "master") as before:
         layout = before.layout
     known = global_model.read_global(base)
-    bound = Bound(known.get("norms_before", []), partial(norm_of, base))
+    bound = Bound(known.get("norms_before", []), cache(partial(norm_of, base)))
     rejected = _unfit(updates, layout)
     updates = [update for update in updates if update.facility not in rejected]
     updates.sort(key=lambda update: update.facility)
@@ -203,72 +195,6 @@ def hold(base: Path, rule: Rule, codec: str, out: Path, about: dict[str, Any]) -
     facts["norms_before"] = known.get("norms_before", [])
     global_model.publish(unfinished, out, about | facts)
     return outcome
-
-
-class NextModel(ExitStack):
-    """The files of the next global model, while they are written."""
-
-    def __init__(
-        self,
-        base: Path,
-        partial: Path,
-        layout: Layout,
-        rule: Rule,
-        codec: str,
-        weights: list[float],
-        factors: list[float],
-        hold: bool = False,
-    ) -> None:
-        super().__init__()
-        self.hold, self.overflows = hold, list[int]()  # values, of stretches that overflow
-        scaled = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
-        self.rule, self.codec = rule, codec
-        self.weights_K = torch.tensor(scaled, dtype=torch.float64)
-        self.factors_K = torch.tensor(factors)
-        self.fresh = step.fresh_memory(rule) | ({} if codec == "fp32" else {RESIDUAL: 0.0})
-        wide = typed(layout, torch.float32)
-        encoded = encoded_layout(layout, codec)
-        self.before = self.enter_context(TensorReader(base / "master"))
-        master, export = (self.before.typed_as(x) for x in (torch.float32, _dtype(rule)))
-        self.master = self.enter_context(TensorWriter(partial / "master", master))
-        self.export = self.enter_context(TensorWriter(partial / "export", export))
-        copy_fixed(self.before, self.master, self.export)
-        self.delta = self.enter_context(TensorWriter(partial / "delta", encoded))
-        self.memory, self.memory_before = dict[str, TensorWriter](), dict[str, TensorReader]()
-        for name in self.fresh:
-            after, before = partial / "memory" / name, base / "memory" / name
-            self.memory[name] = self.enter_context(TensorWriter(after, wide))
-            self.memory_before[name] = self.enter_context(TensorReader(before))
-        global_model.copy_beside_weights(base / "export", partial / "export", rule.dtype)
-
-    def add(self, stretch: Stretch, values_KN: Tensor) -> None:
-        """Combine, step, encode and write one stretch."""
-        rule = self.rule
-        if rule.combine in ("median", "trimmed_mean"):
-            values_KN = values_KN * self.factors_K[:, None]
-        memory = {name: self._remembered(name, stretch) for name in self.fresh}
-        if self.hold:
-            added_N = values_KN[0]
-        else:
-            combined_N = combine.COMBINE[rule.combine](values_KN, self.weights_K, rule)
-            added_N = step.STEPS[rule.update](combined_N, memory, rule)
-        decoded_N, residual_N = write_encoded(
-            self.delta, self.codec, stretch, added_N, memory.get(RESIDUAL)
-        )
-        new_N = self.before.values(stretch) + decoded_N
-        rounded_N = new_N.to(_dtype(rule))
-        if not bool(torch.isfinite(rounded_N).all()):
-            self.overflows.append(len(new_N) - int(torch.isfinite(rounded_N).sum()))
-        self.master.put(stretch, new_N)
-        self.export.put(stretch, rounded_N)
-        for name, writer in self.memory.items():
-            writer.put(stretch, residual_N if name == RESIDUAL else memory[name])
-
-    def _remembered(self, name: str, stretch: Stretch) -> Tensor:
-        before = self.memory_before[name]
-        if stretch.name in before.entries:
-            return before.values(stretch)
-        return torch.full((stretch.count,), self.fresh[name])
 
 
 def _one_pass(updates: list[Update], layout: Layout, next_model: NextModel | None) -> Measured:
@@ -373,8 +299,3 @@ def norm_of(base: Path) -> float:
             float(reader.values(s).double().square().sum()) for s in stretches(reader.layout)
         )
         return math.sqrt(sum(squares))
-
-
-def _dtype(rule: Rule) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, rule.dtype)
-    return dtype

@@ -114,7 +114,10 @@ def read_answer(text: str, facility: str) -> dict[str, Any]:
             f"{printable(text.strip(), 80) or 'nothing'}",
             "its login shell must print nothing of itself (.bashrc), and Atoll there be this one",
         ) from None
-    return answer.model_dump(exclude_unset=True) | {"why": printable(answer.why, SHOWN)}
+    ends = [*answer.losses[:1], *answer.losses[1:][-1:]]  # before and after: a journal stays short
+    kept = {"why": printable(answer.why, SHOWN), "losses": ends}
+    facts = answer.model_dump(exclude_unset=True)
+    return facts | {name: value for name, value in kept.items() if name in facts}
 
 
 def read_request(text: str) -> SiteRequest:

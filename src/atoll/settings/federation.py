@@ -106,6 +106,15 @@ class Campaign(Settings):
         return self
 
     @model_validator(mode="after")
+    def _encoding_suits_the_step(self) -> "Campaign":
+        if self.codec == "topk" and self.rule.update != "replace":
+            raise ValueError(
+                f"codec=topk with rule.update={self.rule.update} learns less than either alone: "
+                "what arrives late is carried on twice; choose codec=int4, or rule.update=replace"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _cap_leaves_nothing_over(self) -> "Campaign":
         rule, count = self.rule, len(self.sites)
         if rule.weigh == "capped" and count > 1 and rule.cap * count < 1.0:

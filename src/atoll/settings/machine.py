@@ -1,10 +1,11 @@
 """Where a run takes place: the facility, its nodes and limits, the image, the launcher."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from atoll.settings.fields import (
     Count,
@@ -21,9 +22,23 @@ SECRET_NAME = re.compile(
     r"SECRET|CREDENTIAL|PASSWO?R?D|PASSPHRASE|(TOKEN|(?<!P)KEYS?|(?<!BY)PASS)(_|$)|(^|_)PAT(_|$)",
     re.IGNORECASE,
 )
+GIVEN = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=")  # NAME=VALUE, as --export and --env take it
 SubmitFlag = str | int | bool | list[str | int] | None
 Capability = Annotated[str, Field(pattern=r"^(\d+\.\d|gfx[0-9a-f]+)$", coerce_numbers_to_str=True)]
 Port = Annotated[int, Field(ge=1024, le=65535)]
+
+
+def refuse_secrets(setting: str, values: Iterable[Any]) -> None:
+    """Raise `ValueError` where flags give a variable that looks like a secret."""
+    for value in values:
+        for word in value if isinstance(value, list) else [value]:
+            for name in GIVEN.findall(str(word)):
+                if SECRET_NAME.search(name):
+                    raise ValueError(
+                        f"{setting} gives {name}, which looks like a secret, and run folders keep "
+                        "none",
+                        f"export {name} in the shell that submits: jobs inherit it",
+                    )
 
 
 class Node(Settings):
@@ -120,20 +135,12 @@ class Facility(Settings):
     checked_on: str | None = None
     source: str | None = None
 
-    @field_validator("submit")
+    @field_validator("submit", "step", "task_binding")
     @classmethod
-    def _exports_no_secret(cls, submit: dict[str, SubmitFlag]) -> dict[str, SubmitFlag]:
-        for flag in ("export", "v", "comment"):  # of sbatch and qsub: NAME=VALUE, …
-            words = submit.get(flag) or []
-            for word in words if isinstance(words, list) else str(words).split(","):
-                name, given, _ = str(word).partition("=")
-                if given and SECRET_NAME.search(name.strip()):
-                    raise ValueError(
-                        f"facility.submit.{flag} gives {name.strip()}, which looks like a secret, "
-                        "and run folders keep none",
-                        f"export {name.strip()} in the shell that submits: jobs inherit it",
-                    )
-        return submit
+    def _flags_give_no_secret(cls, flags: Any, field: ValidationInfo) -> Any:
+        values = flags.values() if isinstance(flags, dict) else flags
+        refuse_secrets(f"facility.{field.field_name}", values)
+        return flags
 
     @field_validator("environment")
     @classmethod
@@ -170,6 +177,12 @@ class Image(Settings):
     )
     bind_source: bool = Field(False, description="run the clone's code instead of the image's")
     verify_key: Path | None = Field(None, description="a public key the image must be signed with")
+
+    @field_validator("run_flags")
+    @classmethod
+    def _flags_give_no_secret(cls, flags: list[str]) -> list[str]:
+        refuse_secrets("image.run_flags", flags)
+        return flags
 
     @model_validator(mode="after")
     def _signed_where_there_is_one(self) -> "Image":

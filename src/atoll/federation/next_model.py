@@ -1,0 +1,95 @@
+"""The files of the next global model, a stretch at a time: combine, step, encode, add.
+
+Legend: K updates, N values of a stretch.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from atoll.federation import combine, global_model, step
+from atoll.federation.error_feedback import encoded_layout, write_encoded
+from atoll.federation.tensors import (
+    Layout,
+    Stretch,
+    TensorReader,
+    TensorWriter,
+    copy_fixed,
+    typed,
+)
+from atoll.settings.federation import Rule
+
+RESIDUAL = "residual"  # in memory/: what encoding the global delta has left out so far
+
+
+class NextModel(ExitStack):
+    """The files of the next global model, while they are written."""
+
+    def __init__(
+        self,
+        base: Path,
+        partial: Path,
+        layout: Layout,
+        rule: Rule,
+        codec: str,
+        weights: list[float],
+        factors: list[float],
+        hold: bool = False,
+    ) -> None:
+        super().__init__()
+        self.hold, self.overflows = hold, list[int]()  # values, of stretches that overflow
+        scaled = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+        self.rule, self.codec = rule, codec
+        self.weights_K = torch.tensor(scaled, dtype=torch.float64)
+        self.factors_K = torch.tensor(factors)
+        self.fresh = step.fresh_memory(rule) | ({} if codec == "fp32" else {RESIDUAL: 0.0})
+        wide = typed(layout, torch.float32)
+        encoded = encoded_layout(layout, codec)
+        self.before = self.enter_context(TensorReader(base / "master"))
+        master, export = (self.before.typed_as(x) for x in (torch.float32, _dtype(rule)))
+        self.master = self.enter_context(TensorWriter(partial / "master", master))
+        self.export = self.enter_context(TensorWriter(partial / "export", export))
+        copy_fixed(self.before, self.master, self.export)
+        self.delta = self.enter_context(TensorWriter(partial / "delta", encoded))
+        self.memory, self.memory_before = dict[str, TensorWriter](), dict[str, TensorReader]()
+        for name in self.fresh:
+            after, before = partial / "memory" / name, base / "memory" / name
+            self.memory[name] = self.enter_context(TensorWriter(after, wide))
+            self.memory_before[name] = self.enter_context(TensorReader(before))
+        global_model.copy_beside_weights(base / "export", partial / "export", rule.dtype)
+
+    def add(self, stretch: Stretch, values_KN: Tensor) -> None:
+        """Combine, step, encode and write one stretch."""
+        rule = self.rule
+        if rule.combine in ("median", "trimmed_mean"):
+            values_KN = values_KN * self.factors_K[:, None]
+        memory = {name: self._remembered(name, stretch) for name in self.fresh}
+        if self.hold:
+            added_N = values_KN[0]
+        else:
+            combined_N = combine.COMBINE[rule.combine](values_KN, self.weights_K, rule)
+            added_N = step.STEPS[rule.update](combined_N, memory, rule)
+        decoded_N, residual_N = write_encoded(
+            self.delta, self.codec, stretch, added_N, memory.get(RESIDUAL)
+        )
+        new_N = self.before.values(stretch) + decoded_N
+        rounded_N = new_N.to(_dtype(rule))
+        if not bool(torch.isfinite(rounded_N).all()):
+            self.overflows.append(len(new_N) - int(torch.isfinite(rounded_N).sum()))
+        self.master.put(stretch, new_N)
+        self.export.put(stretch, rounded_N)
+        for name, writer in self.memory.items():
+            writer.put(stretch, residual_N if name == RESIDUAL else memory[name])
+
+    def _remembered(self, name: str, stretch: Stretch) -> Tensor:
+        before = self.memory_before[name]
+        if stretch.name in before.entries:
+            return before.values(stretch)
+        return torch.full((stretch.count,), self.fresh[name])
+
+
+def _dtype(rule: Rule) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, rule.dtype)
+    return dtype
