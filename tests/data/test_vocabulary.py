@@ -108,6 +108,13 @@ def test_large_vocabularies_take_four_bytes_a_token(tmp_path: Path) -> None:
     assert (folder / "train" / "00000.ds.metadata").read_text().split("\n")[0].endswith("|4")
 
 
+def test_a_word_piece_tokenizer_numbers_the_texts_of_a_pair(tmp_path: Path) -> None:
+    vocabulary.wordpiece([prose(n, 9) for n in range(20)], 300).save_pretrained(tmp_path)
+    pair = AutoTokenizer.from_pretrained(tmp_path)("the sea", "an island")
+    second = pair["input_ids"].index(3) + 1
+    assert pair["token_type_ids"] == [int(n >= second) for n in range(len(pair["input_ids"]))]
+
+
 def test_an_encoder_ends_documents_with_its_separator(tmp_path: Path) -> None:
     words(200, sep_token="[SEP]", pad_token="[PAD]").save_pretrained(tmp_path / "given")
     run = run_with(tmp_path, tmp_path / "given")

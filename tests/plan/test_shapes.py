@@ -14,7 +14,14 @@ from atoll.settings import Model, Sharding, Training
 
 TRAINING = Training(**defaults.group("training", global_batch_samples=1))
 CHANGES: dict[str, list[dict[str, Any]]] = {
-    "llama": [{}, {"tie_word_embeddings": True}, {"num_key_value_heads": 4}],
+    "llama": [
+        {},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 4},
+        {"head_dim": 16},
+        {"attention_bias": True},
+        {"mlp_bias": True, "head_dim": 4},
+    ],
     "gpt2": [{}, {"tie_word_embeddings": False}, {"n_inner": 96}],
     "opt": [{}, {"word_embed_proj_dim": 32}, {"tie_word_embeddings": False}],
     "bert": [{}, {"tie_word_embeddings": False}],

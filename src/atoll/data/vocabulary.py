@@ -112,7 +112,8 @@ def wordpiece(texts: Iterable[str], vocabulary_tokens: int) -> Any:
     special = {
         f"{name.lower()}_token": f"[{name}]" for name in ("UNK", "SEP", "PAD", "CLS", "MASK")
     }
-    return _fast(tokenizer_object=pieces._tokenizer, **special)
+    names = ["input_ids", "token_type_ids", "attention_mask"]  # as BERT's own
+    return _fast(tokenizer_object=pieces._tokenizer, model_input_names=names, **special)
 
 
 def characters(texts: Iterable[str]) -> Any:

@@ -43,7 +43,7 @@ def peak_tflops(node: Node, device: torch.device, dtype: torch.dtype) -> tuple[f
 
 def flops_per_token(shape: Shape, mean_context_tokens: float) -> float:
     """Forward and backward (Chowdhery et al. 2022, appendix B): 6 N + 12 L d C."""
-    attention = 12 * shape.layers * shape.hidden * mean_context_tokens
+    attention = 12 * shape.layers * shape.query_width * mean_context_tokens
     return 6.0 * shape.multiplied_parameters + attention
 
 

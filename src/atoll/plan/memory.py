@@ -123,7 +123,7 @@ def block_activations(run: Run, shape: Shape) -> float:
     own_tokens, h, i = all_tokens / tensor, shape.hidden, shape.intermediate
     gathered = 2 * h * c * all_tokens if tensor > 1 else 0
     # queries, keys, values; what attention gives, and the same put together from its segments
-    attention = (3 * h + 2 * shape.kv_width) * c + FP32 * shape.heads
+    attention = (h + 2 * shape.query_width + 2 * shape.kv_width) * c + FP32 * shape.heads
     if FAMILIES[shape.family].gated:
         # each norm keeps its input in fp32, and that normalised, before and after its weight
         norms, mlp = 2 * (FP32 + 2 * c) * h, 4 * i * c

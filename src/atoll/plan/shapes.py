@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,17 @@ class Shape:
     tied: bool
     embedded: int  # width of an embedding, where it differs from hidden
     labels: int = 0  # of a classifier, which has no head as wide as the vocabulary
+    head_dim: int = 0  # where heads are not as wide together as the hidden states
+    attention_bias: int = 0  # whether projections have biases, where a family has a choice
+    mlp_bias: int = 0
 
     @property
     def head_width(self) -> int:
-        return self.hidden // self.heads
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_width
 
     @property
     def kv_width(self) -> int:
@@ -101,8 +108,10 @@ class Shape:
 
 
 def _llama_block(s: Shape) -> tuple[int, int, int]:
-    attention = 2 * s.hidden * s.hidden + 2 * s.hidden * s.kv_width
-    return attention + 3 * s.hidden * s.intermediate, 0, 2 * s.hidden
+    attention = 2 * s.hidden * s.query_width + 2 * s.hidden * s.kv_width
+    split = s.attention_bias * (s.query_width + 2 * s.kv_width) + s.mlp_bias * 2 * s.intermediate
+    whole = (2 + s.attention_bias + s.mlp_bias) * s.hidden  # norms, and biases of outputs
+    return attention + 3 * s.hidden * s.intermediate, split, whole
 
 
 def _biased_block(s: Shape) -> tuple[int, int, int]:
@@ -139,7 +148,12 @@ FAMILIES: dict[str, Family] = {
         _llama_rest,
         {"layers": 32, "heads": 32, "hidden": 4096, "intermediate": 11008}
         | {"positions": 2048, "vocabulary": 32000, "tied": False},
-        {"kv_heads": "num_key_value_heads"},
+        {
+            "kv_heads": "num_key_value_heads",
+            "head_dim": "head_dim",
+            "attention_bias": "attention_bias",
+            "mlp_bias": "mlp_bias",
+        },
         gated=True,
     ),
     "gpt2": Family(
@@ -177,7 +191,9 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     derived = {"kv_heads": heads, "embedded": hidden, "intermediate": 4 * hidden, "tied": True}
     numbers = {size: int(value) for size, value in (derived | sizes).items()}
     tied = bool(numbers.pop("tied"))
-    return Shape(name, **numbers, tied=tied)
+    shape = Shape(name, **numbers, tied=tied)
+    usual = shape.head_dim * shape.heads == shape.hidden
+    return replace(shape, head_dim=0) if usual else shape
 
 
 def known_config(

@@ -101,7 +101,7 @@ def _within_samples(run: Run, shape: Shape) -> dict[str, float]:
         # two gathers and two scatters a layer in each direction
         sent["tensor"] = passes * layers * 4 * (1 + forwards) * ring(axes.tensor) * hidden
     if axes.context > 1:
-        heads = (2 * shape.hidden + 2 * shape.kv_width) / shape.hidden / axes.tensor
+        heads = (2 * shape.query_width + 2 * shape.kv_width) / shape.hidden / axes.tensor
         sent["context"] = passes * layers * heads * (1 + forwards) * ring(axes.context) * hidden
     if axes.pipeline > 1:
         stages = axes.pipeline * run.sharding.stages_per_rank
