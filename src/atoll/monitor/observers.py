@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.data.pack import PackingPlan
+from atoll.health.heartbeat import Heartbeat
 from atoll.plan.shapes import Shape
 from atoll.settings import Run
 from atoll.sharding.process_group import World
@@ -34,6 +35,8 @@ class WatchedRun:
     total_steps: int
     resumed_step: int  # of the checkpoint it goes on from; 0: it begins
     communication_bytes: dict[str, float]  # expected, by kind, sent by one rank in a step
+    heartbeat: Heartbeat
+    wrapped: nn.Module  # the model as the loop calls it
 
 
 @dataclass(frozen=True)

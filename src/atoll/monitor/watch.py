@@ -9,6 +9,7 @@ from atoll.monitor.energy import EnergyCounter
 from atoll.monitor.metrics import Metrics
 from atoll.monitor.observers import Observers, Record, WatchedRun, Write
 from atoll.monitor.progress import Progress
+from atoll.monitor.slow_ranks import slow_ranks
 from atoll.sharding.process_group import disk_error, run_on_all_ranks
 
 
@@ -28,8 +29,9 @@ def watching(watched: WatchedRun) -> Iterator[Observers]:
         write = run_on_all_ranks(world, lambda: stack.enter_context(writer))
         profile = CommunicationProfile(watched, write) if chosen.communication else None
         energy = EnergyCounter(watched, write, stack) if chosen.energy else None
+        slow = stack.enter_context(slow_ranks(watched, write))
         # the metrics of a step include what its profile found
-        observers = (profile, Metrics(watched, write, profile), energy, progress)
+        observers = (profile, slow, Metrics(watched, write, profile), energy, progress)
         yield tuple(observer for observer in observers if observer is not None)
 
 

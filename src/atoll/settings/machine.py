@@ -177,7 +177,7 @@ class Restart(Settings):
 
 
 class Watch(Settings):
-    """When ranks that do not move any more are ended."""
+    """When ranks that do not move any more are ended, and which are called slow or unfit."""
 
     stall_seconds: Positive | None = Field(
         default=None, description="in a step; unset: 20 of the run's own median step, 180 at least"
@@ -185,6 +185,15 @@ class Watch(Settings):
     slow_seconds: Positive = Field(
         default=1800.0,
         description="at the start, in the first steps, a checkpoint, an evaluation, the export",
+    )
+    straggler_ratio: float = Field(
+        default=1.3, gt=1.0, description="of a rank's own work to the median of its peers: slow"
+    )
+    straggler_steps: CountOrZero = Field(
+        default=20, description="in a row, until a slow rank is named; 0: none is"
+    )
+    straggler_seconds: float = Field(
+        default=20.0, ge=0.0, description="at least, for processes of a node take turns"
     )
 
 

@@ -91,6 +91,8 @@ def watched(train_state: TrainState, resumed_step: int) -> WatchedRun:
         total_steps=train_state.total_steps,
         resumed_step=resumed_step,
         communication_bytes=train_state.communication_bytes,
+        heartbeat=train_state.heartbeat,
+        wrapped=train_state.wrapped,
     )
 
 
