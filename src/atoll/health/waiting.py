@@ -1,10 +1,10 @@
 """The time a rank waits for others, told from its own work wherever it waits.
 
 On a processor every collective blocks this rank's thread: in `Work.wait` (FSDP, pipelines,
-exchanges by hand, DeepSpeed), in `wait_tensor` (tensor parallel, norms of DTensors), or at the end of a
-backward pass of DDP. On a device the thread runs ahead, and its stream waits instead: events before
-and behind each wait tell for how long, without a synchronisation. A wait that none of this sees
-counts as own work of all ranks alike, which hides a straggler and never makes one.
+exchanges by hand, DeepSpeed), in `wait_tensor` (tensor parallel, norms of DTensors), or at the end
+of a backward pass of DDP. On a device the thread runs ahead, and its stream waits instead: events
+before and behind each wait tell for how long, without a synchronisation. A wait that none of this
+sees counts as own work of all ranks alike, which hides a straggler and never makes one.
 """
 
 import threading

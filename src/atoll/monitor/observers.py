@@ -37,6 +37,7 @@ class WatchedRun:
     communication_bytes: dict[str, float]  # expected, by kind, sent by one rank in a step
     heartbeat: Heartbeat
     wrapped: nn.Module  # the model as the loop calls it
+    preflight: Record | None = None  # what was measured before
 
 
 @dataclass(frozen=True)

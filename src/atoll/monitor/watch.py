@@ -27,6 +27,8 @@ def watching(watched: WatchedRun) -> Iterator[Observers]:
             stack.callback(progress.on_end)
         writer = writing(watched, progress)
         write = run_on_all_ranks(world, lambda: stack.enter_context(writer))
+        if watched.preflight is not None:
+            write({"event": "preflight", "step": watched.resumed_step, **watched.preflight})
         profile = CommunicationProfile(watched, write) if chosen.communication else None
         energy = EnergyCounter(watched, write, stack) if chosen.energy else None
         slow = stack.enter_context(slow_ranks(watched, write))

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from atoll.settings.fields import (
     Count,
     CountOrZero,
+    Fraction,
     Positive,
     Settings,
     VariableName,
@@ -194,6 +195,10 @@ class Watch(Settings):
     )
     straggler_seconds: float = Field(
         default=20.0, ge=0.0, description="at least, for processes of a node take turns"
+    )
+    preflight_share: Fraction | None = Field(
+        default=None,
+        description="of the median, below which a node is unfit; unset: 0.7, of processors 0.3",
     )
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from atoll import run_dir
 from atoll.errors import UserError
 from atoll.health.heartbeat import Heartbeat
+from atoll.health.preflight import preflight
 from atoll.health.watched import last_words, watched_rank
 from atoll.launch import Placement
 from atoll.monitor.loggers import check_installed
-from atoll.monitor.observers import Observers, WatchedRun
+from atoll.monitor.observers import Observers, Record, WatchedRun
 from atoll.monitor.watch import watching
 from atoll.settings import Run, load_run
 from atoll.sharding.process_group import (
@@ -66,20 +67,21 @@ def train(
     """
     check_transport(run, world)
     run_on_all_ranks(world, lambda: check_installed(run.loggers))
+    tried = preflight(run, run_folder, world)
     train_state = assemble(run, run_folder, world, own)
     if train_state.total_steps == 0:
         evaluate_alone(train_state)
         return 0
     progress = resume(train_state)
     if not gathered(world, is_finished(train_state, progress))[0]:
-        with watching(watched(train_state, progress.step)) as observers:
+        with watching(watched(train_state, progress.step, tried)) as observers:
             return take_remaining_steps(train_state, progress, stop_code, observers)
     if not gathered(world, run_dir.export(run_folder).is_dir())[0]:
         export_model(train_state)
     return 0
 
 
-def watched(train_state: TrainState, resumed_step: int) -> WatchedRun:
+def watched(train_state: TrainState, resumed_step: int, tried: Record | None = None) -> WatchedRun:
     """What the observers of a run know of it."""
     return WatchedRun(
         run=train_state.run,
@@ -93,6 +95,7 @@ def watched(train_state: TrainState, resumed_step: int) -> WatchedRun:
         communication_bytes=train_state.communication_bytes,
         heartbeat=train_state.heartbeat,
         wrapped=train_state.wrapped,
+        preflight=tried,
     )
 
 
