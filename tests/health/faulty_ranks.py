@@ -2,10 +2,12 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from atoll.errors import UserError
@@ -22,6 +24,20 @@ def main(run_folder: Path, placement: Placement) -> int:
     if str(placement.rank) in ranks.split(","):
         FAULTS[kind](int(step))
     return train.main(run_folder, placement)
+
+
+def run_rank(run_folder: Path, fault: str, placement: Placement, stderr: Path) -> None:
+    """One rank in a process of its own, as a launcher starts it; the node is called n0, n1, …"""
+    os.setpgid(0, 0)
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
+    os.environ |= placement.environment()
+    os.environ |= {"FAULT": fault, "SLURMD_NODENAME": f"n{placement.node_rank}"}
+    torch.set_num_threads(1)
+    try:
+        sys.exit(main(run_folder, placement))
+    except UserError as error:
+        sys.stderr.write(error.shown())
+        sys.exit(2)
 
 
 def in_step(step: int, do: Any) -> None:
@@ -103,11 +119,11 @@ def slow_phases(step: int) -> None:
 
 
 def node_down(step: int) -> None:
-    """Launcher, watcher and this rank are gone at once."""
+    """The watcher and this rank are gone at once."""
 
     def fall(train_state: Any) -> None:
         watcher = watcher_file(train_state.heartbeat.folder).read_text().split()[0]
-        pids = [int(watcher), os.getppid(), os.getpid()]
+        pids = [int(watcher), os.getpid()]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
 

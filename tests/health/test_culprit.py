@@ -57,7 +57,7 @@ DEAD: dict[str, Any] = {"process": GONE, "answered": False, "pending": [], "stac
 OTHER = {"pending": [{"name": "nccl:all_gather", "number": 40, "group": "0"}]}
 INPUT = {**FREE, "phase": "input", "stack": ["loader.py:3 in next_share"]}
 CASES: list[tuple[str, dict[int, dict[str, Any]], tuple[Any, ...], str]] = [
-    ("stopped", {3: STOPPED}, (3, "stalled", "node"), "stopped (state T); 3 wait in nccl:all_red"),
+    ("stopped", {3: STOPPED}, (3, "stalled", "node"), "stopped (state T); 3 wait for it there"),
     ("node stopped", {2: STOPPED, 3: STOPPED}, (2, "stalled", "node"), "as all 2 of its node"),
     ("killed", {1: DEAD}, (1, "died", "node"), "its process is gone, and left no error"),
     ("signal", {1: {**DEAD, "killed_by": 9}}, (1, "died", "node"), "gone by SIGKILL"),
@@ -93,7 +93,7 @@ CASES: list[tuple[str, dict[int, dict[str, Any]], tuple[Any, ...], str]] = [
         (1, "stalled", "unknown"),
         "it stays in all_reduce (state S)",
     ),
-    ("absent", {1: FREE | {"device": "cpu"}}, (1, "stalled", "code"), "3 wait in nccl:all_reduce"),
+    ("absent", {1: FREE | {"device": "cpu"}}, (1, "stalled", "code"), "3 wait for it there"),
     ("input", {1: INPUT}, (1, "stalled", "unknown"), "it stays in next_share"),
     ("disk", {1: {**INPUT, "process": "D"}}, (1, "stalled", "node"), "does not return (state D)"),
     (
@@ -102,9 +102,19 @@ CASES: list[tuple[str, dict[int, dict[str, Any]], tuple[Any, ...], str]] = [
         (2, "stalled", "unknown"),
         "it does not answer",
     ),
-    ("desync", {2: OTHER}, (2, "stalled", "code"), "it waits in nccl:all_gather 40 of group 0"),
-    ("a step behind", {1: {**FREE, "step": 6}, 3: FREE}, (1, "stalled", "unknown"), "2 wait in"),
-    ("the network", {}, (None, "stalled", "unknown"), "none of 4 ranks moves, all are in nccl:all"),
+    (
+        "desync",
+        {2: OTHER},
+        (2, "stalled", "code"),
+        "it waits there, 3 others in nccl:all_reduce 40 of group 0",
+    ),
+    (
+        "a step behind",
+        {1: {**FREE, "step": 6}, 3: FREE},
+        (1, "stalled", "unknown"),
+        "2 wait for it",
+    ),
+    ("the network", {}, (None, "stalled", "unknown"), "none of 4 ranks moves, all are there"),
     (
         "no recorder",
         {n: {"pending": [], "phase": "input" if n == 2 else "compute"} for n in range(4)},

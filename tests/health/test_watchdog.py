@@ -5,16 +5,19 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import faulty_ranks
 import pytest
 import small_run
-from rank_pool import free_port
+from rank_pool import RankPool, free_port
 
 from atoll import run_dir
 from atoll.health import heartbeat, judge, node_record
 from atoll.health.faults import Fault, faults
 from atoll.health.node_record import NodeRecord, RankState
+from atoll.launch import Placement
 
 TESTS = Path(__file__).parents[1]
 STALL_SECONDS = 1.5
@@ -22,7 +25,7 @@ STALL_SECONDS = 1.5
 
 @dataclass(frozen=True)
 class End:
-    codes: list[int]  # of each node's launcher
+    codes: list[int | None]  # of each process
     time: float  # seconds since 1970
     stderr: str
     folder: Path
@@ -43,57 +46,87 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ended(folder: Path, fault: str, ranks: int = 3, nodes: int = 1, **changes: object) -> End:
-    """Launch a run of so many ranks on each node, and wait for its end."""
+def prepared(folder: Path, ranks: int, nodes: int, **changes: object) -> Path:
     changes = {"training__global_batch_samples": 2 * ranks * nodes, "nodes": nodes, **changes}
     watch = {"stall_seconds": STALL_SECONDS, "slow_seconds": 60.0}
-    run_folder = small_run.ready(small_run.settings(folder, ranks, watch=watch, **changes))
-    port = free_port()
-    launchers = [launcher(run_folder, fault, ranks, nodes, node, port) for node in range(nodes)]
-    outputs = [launched.communicate(timeout=120) for launched in launchers]
+    return small_run.ready(small_run.settings(folder, ranks, watch=watch, **changes))
+
+
+def ended(
+    pool: RankPool, folder: Path, fault: str, ranks: int = 3, nodes: int = 1, **changes: object
+) -> End:
+    """Start a run of so many ranks on each of so many nodes, and wait for its end."""
+    run_folder, port = prepared(folder, ranks, nodes, **changes), free_port()
+    output = folder / "stderr"
+    processes = [
+        pool.context.Process(
+            target=faulty_ranks.run_rank, args=(run_folder, fault, placed(number), output)
+        )
+        for number in range(ranks * nodes)
+        for placed in [partial(placement, ranks=ranks, nodes=nodes, port=port)]
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
     ended_at = time.time()
-    pattern = heartbeat.node_folder(run_folder, "*", 0)
-    if fault.partition(":")[0] != "node":
-        assert list(pattern.parent.glob(pattern.name)) == [], "no record stays in memory"
-    stderr = "".join(text for _, text in outputs)
-    return End([launched.returncode for launched in launchers], ended_at, stderr, run_folder)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    if not fault.startswith("node"):
+        wait_for_watchers(run_folder)
+    return End(codes, ended_at, output.read_text(), run_folder)
 
 
-def launcher(
-    run_folder: Path, fault: str, ranks: int, nodes: int, node: int, port: int
-) -> "subprocess.Popen[str]":
-    argv = [sys.executable, "-m", "atoll", "launch", "--fork", str(ranks), str(run_folder)]
-    paths = os.pathsep.join([str(TESTS), str(TESTS / "health"), *sys.path])
-    environment = os.environ | {"PYTHONPATH": paths, "FAULT": fault, "SLURMD_NODENAME": f"n{node}"}
-    if nodes > 1:
-        place = {"RANK": node, "WORLD_SIZE": nodes, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment |= {name: str(value) for name, value in place.items()}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([*argv, "faulty_ranks:main"], env=environment, text=True, **pipes)
+def placement(number: int, ranks: int, nodes: int, port: int) -> Placement:
+    node, local = divmod(number, ranks)
+    return Placement(number, ranks * nodes, local, ranks, node, nodes, "127.0.0.1", port, "fork")
+
+
+def wait_for_watchers(run_folder: Path) -> None:
+    """They leave nothing in memory."""
+    pattern = heartbeat.node_folder(run_folder, "*", 0).with_suffix("").name[:-1] + "*"
+    parent, deadline = heartbeat.node_folder(run_folder, "0", 0).parent, time.monotonic() + 5
+    while list(parent.glob(pattern)):
+        assert time.monotonic() < deadline, list(parent.glob(pattern))
+        time.sleep(0.05)
 
 
 CASES = [
     # fault, rank, kind, blame, phase, what the evidence says
-    ("stop:4:1", 1, "stalled", "node", None, "stopped (state T); 2 wait in gloo:"),
-    ("stop:4:0", 0, "stalled", "node", None, "stopped (state T); 2 wait in gloo:"),
+    ("stop:4:1", 1, "stalled", "node", None, "stopped (state T); 2 wait for it there"),
+    ("stop:4:0", 0, "stalled", "node", None, "stopped (state T); 2 wait for it there"),
     ("stop:4:0,1,2", 0, "stalled", "node", None, "stopped (state T), as all 3 of its node"),
     ("kill:4:2", 2, "died", "node", None, "its process is gone"),
     ("kill:4:0", 0, "died", "node", None, "its process is gone"),
     ("crash:4:1", 1, "died", "unknown", None, "gone by SIGSEGV"),
     ("error:4:1", 1, "died", "code", None, "ValueError: 3 apples are missing"),
     ("input:4:2", 2, "stalled", "unknown", "input", "it stays in next_share"),
-    ("absent:4:1", 1, "stalled", "code", None, "it stays in <lambda> (state S); 2 wait in gloo:"),
-    ("other:4:1", 1, "stalled", "code", None, "it waits in gloo:"),
+    (
+        "absent:4:1",
+        1,
+        "stalled",
+        "code",
+        None,
+        "it stays in <lambda> (state S); 2 wait for it there",
+    ),
+    ("other:4:1", 1, "stalled", "code", None, "it waits there, 2 others in gloo:"),
 ]
 
 
 @pytest.mark.parametrize(("fault", "rank", "kind", "blame", "phase", "evidence"), CASES)
 def test_the_culprit_is_named_and_all_ranks_end(
-    folder: Path, fault: str, rank: int, kind: str, blame: str, phase: str | None, evidence: str
+    ranks: RankPool,
+    folder: Path,
+    fault: str,
+    rank: int,
+    kind: str,
+    blame: str,
+    phase: str | None,
+    evidence: str,
 ) -> None:
-    end = ended(folder, fault)
-    assert end.codes != [0]
+    end = ended(ranks, folder, fault)
+    assert 0 not in end.codes and None not in end.codes
     assert (end.fault.rank, end.fault.kind, end.fault.blame) == (rank, kind, blame), end
     assert evidence in end.fault.evidence
     assert end.fault.step == 4 and end.fault.node == "n0"
@@ -107,7 +140,7 @@ def test_the_culprit_is_named_and_all_ranks_end(
 
 NODE_CASES = [
     # fault, node, rank, kind, blame, what the evidence says
-    ("stop:4:3", "n1", 3, "stalled", "node", "stopped (state T); 3 wait in gloo:"),
+    ("stop:4:3", "n1", 3, "stalled", "node", "stopped (state T); 3 wait for it there"),
     ("kill:4:2", "n1", 2, "died", "node", "its process is gone"),
     ("error:4:2", "n1", 2, "died", "code", "ValueError: 3 apples are missing"),
     ("node:4:2,3", "n1", 2, "died", "node", "the node says nothing any more, nor do its 2 ranks"),
@@ -117,10 +150,17 @@ NODE_CASES = [
 
 @pytest.mark.parametrize(("fault", "node", "rank", "kind", "blame", "evidence"), NODE_CASES)
 def test_a_fault_on_another_node_is_told_of_once(
-    folder: Path, fault: str, node: str, rank: int, kind: str, blame: str, evidence: str
+    ranks: RankPool,
+    folder: Path,
+    fault: str,
+    node: str,
+    rank: int,
+    kind: str,
+    blame: str,
+    evidence: str,
 ) -> None:
-    end = ended(folder, fault, ranks=2, nodes=2)
-    assert 0 not in end.codes
+    end = ended(ranks, folder, fault, ranks=2, nodes=2)
+    assert 0 not in end.codes and None not in end.codes
     assert (end.fault.node, end.fault.rank) == (node, rank), end
     assert (end.fault.kind, end.fault.blame) == (kind, blame)
     assert evidence in end.fault.evidence
@@ -144,16 +184,45 @@ def test_the_shell_judges_what_nobody_did(tmp_path: Path, capfd) -> None:
     assert capfd.readouterr().err.count("atoll: rank 1 on n1") == 1
 
 
-def test_slow_phases_are_left_alone(folder: Path) -> None:
+def test_slow_phases_are_left_alone(ranks: RankPool, folder: Path) -> None:
     """An evaluation and a checkpoint of longer than watch.stall_seconds."""
     cadence = {"checkpoint__every_steps": 3, "evaluation__every_steps": 3}
-    end = ended(folder, "slow:1:0,1", ranks=2, training__steps=4, **cadence)
-    assert end.codes == [0], end.stderr
+    end = ended(ranks, folder, "slow:1:0,1", ranks=2, training__steps=4, **cadence)
+    assert end.codes == [0, 0], end.stderr
     assert faults(end.folder) == [] and end.told == []
     assert not run_dir.node_records(end.folder).exists(), "nothing stays of a run that is well"
 
 
-def test_a_user_s_mistake_is_no_fault(folder: Path) -> None:
-    end = ended(folder, "mistake:1:0,1", ranks=2)
-    assert end.codes == [2] and "take 3" in end.stderr
+def test_a_user_s_mistake_is_no_fault(ranks: RankPool, folder: Path) -> None:
+    end = ended(ranks, folder, "mistake:1:0,1", ranks=2)
+    assert end.codes == [2, 2] and "take 3" in end.stderr
     assert faults(end.folder) == [] and len(end.told) == 2, "each rank's own words"
+
+
+@pytest.mark.parametrize(
+    ("option", "fault"),
+    [("--fork", "error:4:1"), pytest.param("--local-ranks", "stop:4:1", marks=pytest.mark.matrix)],
+)
+def test_a_launcher_ends_with_its_ranks(folder: Path, option: str, fault: str) -> None:
+    """Ranks that a launcher forked, and ranks that are processes of their own from the start."""
+    run_folder = prepared(folder, 2, 1)
+    argv = [sys.executable, "-m", "atoll", "launch", option, "2", str(run_folder)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "health"), *sys.path]),
+        "FAULT": fault,
+        "SLURMD_NODENAME": "n0",
+    }
+    done = subprocess.run(
+        [*argv, "faulty_ranks:main"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    end = End([done.returncode], time.time(), done.stderr, run_folder)
+    assert done.returncode == (1 if fault.startswith("error") else 137), end.stderr
+    assert end.fault.rank == 1
+    assert len(end.told) == 1 and "rank 1 on n0 (cpu): step 4" in end.told[0]
+    assert end.stderr.count("Traceback") == int(fault.startswith("error"))
+    assert end.time - end.fault.time < 10

@@ -40,6 +40,7 @@ def derived_name(run: Run, stated: Mapping[str, Any]) -> str:
             "folders": True,
             "facility": True,
             "restart": True,
+            "watch": True,
             "monitor": True,
             "override": True,
             "image": set(Image.model_fields) - {"name", "args_file", "run_flags", "device"},

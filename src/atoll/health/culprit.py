@@ -127,7 +127,7 @@ def in_another_collective(waiting: Sequence[Place]) -> Fault | None:
     usual = calls.most_common(1)[0][0]
     others = [(n, r) for n, r in waiting if call_of(r) != usual]
     node, rank = min(others, key=lambda place: order(place[1]))
-    evidence = f"it waits in {call_of(rank)}, {calls[usual]} others in {usual}"
+    evidence = f"it waits there, {calls[usual]} others in {usual}"
     return of(node, rank, "stalled", "code", evidence, call_of(rank))
 
 
@@ -148,9 +148,9 @@ def nobody(places: Sequence[Place], silent: Sequence[NodeRecord]) -> Fault:
         return Fault("died", "unknown", evidence, node=alone)
     rank = working[0][1]
     states = {r.process for _, r in working}
-    where = awaited(places) or rank.phase
+    where = "there" if awaited(places) else f"in {rank.phase}"
     disk = ", in a call of the kernel that does not return (state D)" if "D" in states else ""
-    evidence = f"none of {len(working)} ranks moves, all are in {where}{disk}"
+    evidence = f"none of {len(working)} ranks moves, all are {where}{disk}"
     if silent:
         evidence += f"; {silent[0].node} says nothing"
     node = working[0][0].node if len({n.node for n, _ in working}) == 1 else ""
@@ -201,7 +201,7 @@ def why_behind(rank: RankState) -> str:
 
 def who_waits(places: Sequence[Place]) -> str:
     count = sum(bool(rank.pending) for _, rank in places)
-    return f"; {count} wait in {awaited(places)}" if count else ""
+    return f"; {count} wait for it there" if count else ""
 
 
 def awaited(places: Sequence[Place]) -> str:

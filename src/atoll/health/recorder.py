@@ -11,7 +11,6 @@ from torch._C import _distributed_c10d as c10d
 
 # of NCCL, which has a recorder of its own; of everything else
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-SETTINGS = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
 MOST_PENDING = 8
 
 

@@ -303,23 +303,26 @@ def answer(folder: Path, rank: int) -> dict[str, Any] | None:
 
 
 def end_ranks(seen: dict[int, Record]) -> None:
-    """SIGKILL, which a stopped process hears too; those that failed may print their error first."""
+    """SIGKILL, which a stopped process hears too; those that failed print their error first.
+
+    Meanwhile the others are stopped: else they would fail, one after another, for want of them.
+    """
     failed = [record for record in seen.values() if record.error]
-    for record in seen.values():
-        if record not in failed:
-            kill(record)
-    wait_until(lambda: not any(map(is_there, failed)), GRACE_SECONDS)
-    for record in failed:
-        kill(record)
+    others = [record for record in seen.values() if not record.error]
+    for record in others:
+        send(record, signal.SIGSTOP if failed else signal.SIGKILL)
+    wait_until(lambda: not any(map(is_there, failed)), GRACE_SECONDS if failed else 0.0)
+    for record in [*failed, *others]:
+        send(record, signal.SIGKILL)
 
 
-def kill(record: Record) -> None:
-    """End a rank, with all that it started where it leads a group of its own."""
+def send(record: Record, number: int) -> None:
+    """A signal to a rank, and to all that it started where it leads a group of its own."""
     if not is_there(record):
         return
     with suppress(ProcessLookupError, PermissionError):
         leads = os.getpgid(record.pid) == record.pid
-        (os.killpg if leads else os.kill)(record.pid, signal.SIGKILL)
+        (os.killpg if leads else os.kill)(record.pid, number)
 
 
 def is_there(record: Record) -> bool:

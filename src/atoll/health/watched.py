@@ -79,8 +79,6 @@ def last_words(own: Heartbeat) -> Iterator[None]:
 @contextmanager
 def answering(folder: Path, rank: int) -> Iterator[Heartbeat]:
     """This rank's record, and what answers for it: a signal its stack, a thread its collectives."""
-    for name, value in recorder.SETTINGS.items():
-        os.environ.setdefault(name, value)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     question = question_file(folder, rank)
     question.unlink(missing_ok=True)

@@ -64,7 +64,10 @@ def _next_signal(awaited: set[int], deadline: float) -> int | None:
 
 
 def _reap(running: set[int]) -> int:
-    """Take the children that ended out of `running`; return the first failing exit code, or 0."""
+    """Take the children that ended out of `running`; return a failing exit code, or 0.
+
+    Of several one that a child chose itself, before that of a signal.
+    """
     exit_codes = []
     for pid in sorted(running):
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -72,7 +75,7 @@ def _reap(running: set[int]) -> int:
             running.discard(pid)
             code = os.waitstatus_to_exitcode(status)
             exit_codes.append(code if code >= 0 else 128 - code)
-    return next((code for code in exit_codes if code), 0)
+    return min((code for code in exit_codes if code), default=0)
 
 
 def _send(running: set[int], signal_number: int) -> None:
