@@ -102,6 +102,10 @@ class Heartbeat:
         self.has_failed = True
 
     @property
+    def phase(self) -> Phase:
+        return PHASES[self._phase]
+
+    @property
     def seconds(self) -> dict[Phase, float]:
         """What this rank spent in each phase so far, up to now."""
         self._go(self._phase)

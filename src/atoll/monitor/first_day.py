@@ -14,16 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from atoll.health.probes import gemm_dtype, measure
 from atoll.launch import Placement
 from atoll.monitor.bandwidth import REPEATS, bus_factor
-from atoll.monitor.mfu import measured_tflops
 from atoll.settings import Run
 from atoll.sharding.own_device import driver_version
 from atoll.sharding.process_group import World, gathered
 
 MESSAGE_BYTES = {"cpu": 2**24, "cuda": 2**28}
 FILE_BYTES = 2**26
-GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,9 @@ class Certificate:
     gemm_dtype: str
     bandwidth_in_node_gb_s: float | None
     bandwidth_between_nodes_gb_s: float | None
+    memory_gb_s: float | None
+    link_in_node_gb_s: float | None
+    link_between_nodes_gb_s: float | None
     file_write_gb_s: float
     transports: list[str]
     image: str
@@ -59,7 +61,7 @@ def certificate(
     faults: list[str],
 ) -> dict[str, Any]:
     """Measure together, on all ranks; the same on each of them."""
-    gemm, dtype = _gemm(world.device)
+    each = measure(world, [str(node) for node in gathered(world, placement.node_rank)])
     in_node, between = _groups(world, placement)
     device = torch.cuda.get_device_properties(world.device) if _on_gpu(world) else None
     measured = Certificate(
@@ -73,10 +75,13 @@ def certificate(
         device_memory_gib=round(device.total_memory / 2**30, 1) if device else None,
         driver=driver_version(run.facility.node.device),
         torch=torch.__version__,
-        gemm_tflops=round(min(gathered(world, gemm)), 3),
-        gemm_dtype=str(dtype).removeprefix("torch."),
+        gemm_tflops=round(min(gathered(world, each.gemm_tflops)), 3),
+        gemm_dtype=str(gemm_dtype(world.device)).removeprefix("torch."),
         bandwidth_in_node_gb_s=_slowest(world, _bus_gb_s(world, in_node)),
         bandwidth_between_nodes_gb_s=_slowest(world, _bus_gb_s(world, between)),
+        memory_gb_s=_slowest(world, each.memory_gb_s),
+        link_in_node_gb_s=_slowest(world, each.link_in_node_gb_s),
+        link_between_nodes_gb_s=_slowest(world, each.link_between_nodes_gb_s),
         file_write_gb_s=round(gathered(world, _file_write_gb_s(world, run_folder))[0], 3),
         transports=transports,
         image=run.image.file.name if run.image.file else "none",
@@ -94,12 +99,6 @@ def _capability(device: Any) -> str | None:
         return None
     gfx = getattr(device, "gcnArchName", "").partition(":")[0]
     return gfx if gfx.startswith("gfx") else f"{device.major}.{device.minor}"
-
-
-def _gemm(device: torch.device) -> tuple[float, torch.dtype]:
-    on_gpu = device.type == "cuda"
-    dtype = torch.bfloat16 if on_gpu and torch.cuda.is_bf16_supported() else torch.float32
-    return measured_tflops(dtype, device, GEMM_SIZE[device.type]), dtype
 
 
 def _groups(world: World, placement: Placement) -> tuple[Any, Any]:

@@ -1,11 +1,9 @@
 """Model FLOP utilisation: what a token costs, and what a device could do at its peak."""
 
-import math
-import time
-
 import torch
 
 from atoll.data.pack import PackingPlan
+from atoll.health.probes import measured_tflops
 from atoll.plan.shapes import Shape
 from atoll.settings import Node
 
@@ -51,16 +49,3 @@ def mean_context_tokens(packing: PackingPlan) -> float:
     """The length of the document piece that a token lies in, on average over tokens."""
     lengths = packing.piece_length.astype(float)
     return float((lengths**2).sum() / lengths.sum())
-
-
-def measured_tflops(dtype: torch.dtype, device: torch.device, size: int = 1024) -> float:
-    """The best of five matrix products of this size."""
-    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    best = math.inf
-    for _ in range(5):
-        started = time.perf_counter()
-        torch.mm(a, b)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - started)
-    return 2 * size**3 / best / 1e12

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.data.pack import PackingPlan
 from atoll.health.heartbeat import Heartbeat
@@ -37,6 +37,8 @@ class WatchedRun:
     resumed_step: int  # of the checkpoint it goes on from; 0: it begins
     heartbeat: Heartbeat  # of this rank
     communication_bytes: Sent  # expected, by kind, sent by one rank in a step
+    wrapped: nn.Module  # the model as the loop calls it
+    preflight: Record | None = None  # what was measured before
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from atoll.monitor.ledger import Ledger
 from atoll.monitor.metrics import Metrics
 from atoll.monitor.observers import Observers, Record, WatchedRun, Write
 from atoll.monitor.progress import Progress
+from atoll.monitor.slow_ranks import slow_ranks
 from atoll.sharding.process_group import disk_error, run_on_all_ranks
 
 
@@ -27,12 +28,15 @@ def watching(watched: WatchedRun) -> Iterator[Observers]:
             stack.callback(progress.on_end)
         writer = writing(watched, progress)
         write = run_on_all_ranks(world, lambda: stack.enter_context(writer))
+        if watched.preflight is not None:
+            write({"event": "preflight", "step": watched.resumed_step, **watched.preflight})
         profile = CommunicationProfile(watched, write) if chosen.communication else None
         energy = EnergyCounter(watched, write, stack) if chosen.energy else None
         ledger = Ledger(watched)
         stack.push(ledger.close)
+        slow = stack.enter_context(slow_ranks(watched, write))
         # the metrics of a step include what its profile found
-        observers = (profile, Metrics(watched, write, profile), energy, progress, ledger)
+        observers = (profile, slow, Metrics(watched, write, profile), energy, progress, ledger)
         yield tuple(observer for observer in observers if observer is not None)
 
 

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from atoll.settings.fields import (
     Count,
     CountOrZero,
+    Fraction,
     Positive,
     Settings,
     VariableName,
@@ -211,7 +212,7 @@ class Restart(Settings):
 
 
 class Watch(Settings):
-    """When ranks that do not move any more are ended."""
+    """When ranks that do not move any more are ended, and which are called slow or unfit."""
 
     stall_seconds: Positive | None = Field(
         default=None, description="in a step; unset: 20 of the run's own median step, 180 at least"
@@ -219,6 +220,19 @@ class Watch(Settings):
     slow_seconds: Positive = Field(
         default=1800.0,
         description="at the start, in the first steps, a checkpoint, an evaluation, the export",
+    )
+    straggler_ratio: float = Field(
+        default=1.3, gt=1.0, description="of a rank's own work to the median of its peers: slow"
+    )
+    straggler_steps: CountOrZero = Field(
+        default=20, description="in a row, until a slow rank is named; 0: none is"
+    )
+    straggler_seconds: float = Field(
+        default=20.0, ge=0.0, description="at least, for processes of a node take turns"
+    )
+    preflight_share: Fraction | None = Field(
+        default=None,
+        description="of the median, below which a node is unfit; unset: 0.7, of processors 0.3",
     )
 
 

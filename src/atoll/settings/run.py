@@ -1,6 +1,6 @@
 """Everything that one run needs to know, and what must agree in it."""
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from atoll.settings.axes import Axes, axes_of
 from atoll.settings.fields import (
@@ -61,6 +61,9 @@ class Run(Settings):
     guard: Guard = Guard()
     restart: Restart = Restart()
     watch: Watch = Watch()
+    preflight: bool | None = Field(
+        default=None, description="try nodes before step 1; unset: where there is a scheduler"
+    )
     evaluation: Evaluation
     export: Export
     generation: Generation
@@ -71,6 +74,11 @@ class Run(Settings):
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def tries_nodes(self) -> bool:
+        by_itself = self.facility.scheduler != "none" and self.world_size > 1
+        return by_itself if self.preflight is None else self.preflight
 
     @model_validator(mode="after")
     def _task_has_its_data(self) -> "Run":

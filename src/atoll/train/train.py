@@ -10,10 +10,11 @@ from pathlib import Path
 from atoll import run_dir
 from atoll.errors import UserError
 from atoll.health.heartbeat import Heartbeat
+from atoll.health.preflight import preflight
 from atoll.health.watched import last_words, watched_rank
 from atoll.launch import Placement
 from atoll.monitor.loggers import check_installed
-from atoll.monitor.observers import Observers, WatchedRun
+from atoll.monitor.observers import Observers, Record, WatchedRun
 from atoll.monitor.watch import watching
 from atoll.settings import Run, load_run
 from atoll.sharding.process_group import (
@@ -70,32 +71,39 @@ def train(
     """
     check_transport(run, world)
     run_on_all_ranks(world, lambda: check_installed(run.loggers))
+    tried = preflight(run, run_folder, world)
     train_state = assemble(run, run_folder, world, own)
     if train_state.total_steps == 0:
         evaluate_alone(train_state)
         return 0
     progress = resume(train_state)
     if not of_first(world, is_finished(train_state, progress)):
-        return train_from(train_state, progress, stop_code)
+        return train_from(train_state, progress, stop_code, tried)
     if not of_first(world, run_dir.export(run_folder).is_dir()):
         export_model(train_state)
     return 0
 
 
-def train_from(train_state: TrainState, progress: checkpoint.Progress, stop_code: StopCode) -> int:
+def train_from(
+    train_state: TrainState,
+    progress: checkpoint.Progress,
+    stop_code: StopCode,
+    tried: Record | None,
+) -> int:
     """The steps behind `progress`, as often as a trouble makes the run go back; the exit code."""
     trouble, roll_backs = None, Counter[int]()
     while True:
-        with watching(watched(train_state, progress.step)) as observers:
+        with watching(watched(train_state, progress.step, tried)) as observers:
             if trouble is not None:
                 note(train_state, observers, trouble, "roll_back", "data", progress.step)
             end = take_remaining_steps(train_state, progress, stop_code, observers)
         if isinstance(end, int):
             return end
+        tried = None
         progress, trouble = roll_back(train_state, end, roll_backs)
 
 
-def watched(train_state: TrainState, resumed_step: int) -> WatchedRun:
+def watched(train_state: TrainState, resumed_step: int, tried: Record | None = None) -> WatchedRun:
     """What the observers of a run know of it."""
     return WatchedRun(
         run=train_state.run,
@@ -108,6 +116,8 @@ def watched(train_state: TrainState, resumed_step: int) -> WatchedRun:
         resumed_step=resumed_step,
         heartbeat=train_state.heartbeat,
         communication_bytes=train_state.communication_bytes,
+        wrapped=train_state.wrapped,
+        preflight=tried,
     )
 
 
