@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from atoll.health import node_record
-from atoll.health.heartbeat import ALIVE, Record, read, read_all, record_file, started_ticks
+from atoll.health.heartbeat import (
+    ALIVE,
+    Record,
+    forget_dead_starts,
+    read,
+    read_all,
+    record_file,
+    started_ticks,
+)
 from atoll.health.node_record import GONE, STOPPED, NodeRecord, RankState
 
 ANSWER_SIGNAL = signal.SIGUSR1
@@ -118,6 +126,7 @@ def main(argv: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     folder, records = Path(watched.folder), Path(watched.records)
     watcher_file(folder).write_text(f"{os.getpid()} {started_ticks(os.getpid())}")
+    forget_dead_starts(folder)
     begin(watched, records)
     memory_kills = node_record.memory_kills(text_of(OWN_CGROUP))
     if reason := Watcher(watched).wait():
