@@ -13,6 +13,7 @@ from atoll.health.node_record import (
     RankState,
     fatal_signal,
     main_stack,
+    memory_kills,
     read_nodes,
     write,
 )
@@ -157,6 +158,23 @@ def test_a_silent_node_is_at_fault_only_where_nobody_else_is() -> None:
     assert fault is not None and (fault.node, fault.blame) == ("", "unknown")
 
 
+def test_a_job_whose_memory_was_full_speaks_against_no_node() -> None:
+    first, second = nodes({3: DEAD}, reason="died")
+    fault = culprit([first, replace(second, memory_kills=1)], 2, missing_speaks=True)
+    assert fault is not None and (fault.rank, fault.blame) == (3, "code")
+    assert "memory was full" in fault.evidence
+
+
+def test_the_kernel_s_kills_are_those_of_the_whole_job(tmp_path) -> None:
+    task = tmp_path / "system.slice" / "job_7" / "step_0" / "task_1"
+    task.mkdir(parents=True)
+    assert memory_kills("0::/system.slice/job_7/step_0/task_1\n", tmp_path) == 0
+    (task / "memory.events").write_text("low 0\noom_kill 0\n")
+    (task.parents[1] / "memory.events").write_text("low 0\noom 2\noom_kill 2\n")
+    assert memory_kills("0::/system.slice/job_7/step_0/task_1\n", tmp_path) == 2
+    assert memory_kills("1:name=systemd:/x\n", tmp_path) == 0
+
+
 def test_a_mistake_and_a_good_end_are_no_fault() -> None:
     mistake = {n: failed("UserError: 4 apples") | {"phase": "start"} for n in range(4)}
     assert culprit(nodes(mistake), 2, missing_speaks=True) is None
@@ -203,7 +221,8 @@ def test_what_a_recorder_knows_becomes_what_is_waited_for() -> None:
     entries = [entry(1, 1, retired=True), entry(3, 3), entry(2, 2, state="started")]
     assert condensed([*entries, entry(0, 0, state="completed")]) == {
         "pending": [
-            {"name": "nccl:all_gather", "number": number, "group": "1"} for number in (2, 3)
+            {"name": "nccl:all_gather", "number": number, "group": "1", "state": state}
+            for number, state in ((2, "started"), (3, "scheduled"))
         ],
         "entered": {"1": 3},
     }

@@ -1,6 +1,7 @@
 """A rank's record: what it is at, as another process reads it."""
 
 import itertools
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -65,6 +66,17 @@ def test_a_new_start_of_a_rank_forgets_the_old_one(tmp_path: Path) -> None:
     heartbeat.begin(tmp_path, 0)
     assert read(tmp_path, 0).error == ""
     assert heartbeat.read_all(tmp_path, range(2)).keys() == {0}
+
+
+def test_what_a_killed_start_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    dead, alive, new = (tmp_path / f"atoll-{os.getuid()}-{name}" for name in "abc")
+    heartbeat.begin(alive, 0)
+    process = multiprocessing.get_context("fork").Process(target=heartbeat.begin, args=(dead, 0))
+    process.start()
+    process.join()
+    new.mkdir()
+    heartbeat.forget_dead_starts(new)
+    assert sorted(tmp_path.iterdir()) == [alive, new]
 
 
 def test_each_start_of_each_run_has_its_folder(tmp_path: Path) -> None:

@@ -75,6 +75,9 @@ def gone_fault(node: NodeRecord, rank: RankState, gone: Sequence[Place]) -> Faul
     how = f" by {signal_name(rank.killed_by)}" if rank.killed_by else ""
     blame: Blame = "unknown" if crashed else "node"
     evidence = f"its process is gone{how}, and left no error"
+    if node.memory_kills and not crashed:
+        evidence = "its process is gone: the kernel killed it, for the job's memory was full there"
+        return of(node, rank, "died", "code", evidence)
     return of(node, rank, "died", blame, evidence + of_whole_node(node, gone, "gone"))
 
 
@@ -110,13 +113,19 @@ def unreachable(silent: Sequence[NodeRecord], unheard: int) -> Fault | None:
 def behind(places: Sequence[Place]) -> Fault | None:
     """The rank that does not wait, while others wait: for it."""
     working = [(n, r) for n, r in places if r.is_at_work]
-    waiting = [(n, r) for n, r in working if r.pending]
-    free = [(n, r) for n, r in working if not r.pending]
+    begun = any(is_begun(rank) for _, rank in working)
+    waiting = [(n, r) for n, r in working if (is_begun(r) if begun else r.pending)]
+    free = [place for place in working if place not in waiting]
     if waiting and free:
         node, rank = min(free, key=lambda place: order(place[1]))
         evidence = why_behind(rank) + who_waits(places)
         return of(node, rank, "stalled", blame_of(rank), evidence, awaited(places))
     return in_another_collective(waiting) or first_behind(working)
+
+
+def is_begun(rank: RankState) -> bool:
+    """On a device, whether what a rank waits for has begun, or only stands in its queue."""
+    return bool(rank.pending) and rank.pending[0].get("state") == "started"
 
 
 def in_another_collective(waiting: Sequence[Place]) -> Fault | None:

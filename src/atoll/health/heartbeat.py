@@ -5,6 +5,7 @@ A rank writes its own record; it is read also while the rank is stopped, stuck o
 
 import mmap
 import os
+import shutil
 import struct
 import tempfile
 import threading
@@ -139,6 +140,15 @@ def node_folder(run_folder: Path, start: str, node_rank: int) -> Path:
     parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
     run = sha256(os.fsencode(run_folder.resolve())).hexdigest()[:12]
     return parent / f"atoll-{os.getuid()}-{run}-{start}-{node_rank}"
+
+
+def forget_dead_starts(folder: Path) -> None:
+    """Remove what starts of this user left in this memory whose watchers were killed as well."""
+    for other in folder.parent.glob(f"atoll-{os.getuid()}-*"):
+        records = [read(file) for file in other.glob("rank-*")]
+        is_dead = [r is not None and started_ticks(r.pid) != r.start_ticks for r in records]
+        if other != folder and records and all(is_dead):
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def record_file(folder: Path, rank: int) -> Path:

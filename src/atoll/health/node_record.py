@@ -19,6 +19,7 @@ from atoll.health.heartbeat import ALIVE, Record, process_words
 GONE = "gone"
 STOPPED = ("T", "t")
 MOST_FRAMES = 40
+_JOB = re.compile(r"job_\d+")
 _FATAL = {
     "Segmentation fault": int(signal.SIGSEGV),
     "Aborted": int(signal.SIGABRT),
@@ -73,6 +74,7 @@ class NodeRecord:
     reason: str = ""  # of its dump: died, failed, stalled, called (by another node)
     time: float = 0.0
     ranks: list[RankState] = field(default_factory=list)
+    memory_kills: int = 0  # processes of the job that the kernel killed for their memory
 
 
 def write(folder: Path, record: NodeRecord) -> None:
@@ -124,6 +126,22 @@ def process_state(record: Record) -> tuple[str, int]:
     if words[0] in "ZX":
         return GONE, int(words[49]) & 0x7F
     return words[0], 0
+
+
+def memory_kills(cgroup: str, root: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many processes of this job the kernel killed here because its memory was full.
+
+    cgroup: what /proc/self/cgroup says; a job's own group counts those of all its tasks. 0 where
+    nothing is known.
+    """
+    path = next((line[3:] for line in cgroup.splitlines() if line.startswith("0::")), "")
+    own = root / path.lstrip("/")
+    of_job = next((group for group in own.parents if _JOB.fullmatch(group.name)), own)
+    with suppress(OSError):
+        words = (of_job / "memory.events").read_text().split()
+        counts = dict(zip(words[::2], words[1::2], strict=False))
+        return int(counts.get("oom_kill", 0))
+    return 0
 
 
 def main_stack(text: str, thread: int) -> list[str]:

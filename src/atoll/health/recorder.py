@@ -35,6 +35,7 @@ def condensed(entries: list[dict[str, Any]]) -> dict[str, Any]:
             "name": entry["profiling_name"],
             "number": int(entry["collective_seq_id"]),
             "group": group_of(entry),
+            "state": str(entry.get("state", "")),
         }
         for entry in oldest[:MOST_PENDING]
     ]

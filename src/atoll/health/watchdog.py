@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from atoll.health import node_record
-from atoll.health.heartbeat import ALIVE, Record, read, read_all, record_file, started_ticks
+from atoll.health.heartbeat import (
+    ALIVE,
+    Record,
+    forget_dead_starts,
+    read,
+    read_all,
+    record_file,
+    started_ticks,
+)
 from atoll.health.node_record import GONE, STOPPED, NodeRecord, RankState
 
 ANSWER_SIGNAL = signal.SIGUSR1
@@ -42,6 +50,8 @@ COLLECT_SECONDS = 6.0  # the first node waits so long for the records of the oth
 VERDICT_SECONDS = COLLECT_SECONDS + 3.0  # and they for its verdict; then another one judges
 PATIENCE_SECONDS = VERDICT_SECONDS + 5.0  # a rank that failed waits so long with its end
 GRACE_SECONDS = 5.0  # for ranks that failed to print their own error
+
+OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -116,9 +126,11 @@ def main(argv: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     folder, records = Path(watched.folder), Path(watched.records)
     watcher_file(folder).write_text(f"{os.getpid()} {started_ticks(os.getpid())}")
+    forget_dead_starts(folder)
     begin(watched, records)
+    memory_kills = node_record.memory_kills(text_of(OWN_CGROUP))
     if reason := Watcher(watched).wait():
-        deal_with(watched, reason)
+        deal_with(watched, reason, memory_kills)
     elif not call_file(records).exists():
         node_record.forget(records, watched.node_rank)
     shutil.rmtree(folder, ignore_errors=True)
@@ -225,16 +237,19 @@ def at_work(records: dict[int, Record], states: dict[int, str]) -> list[Record]:
     return [r for r in records.values() if r.exit_code == ALIVE and states[r.rank] != GONE]
 
 
-def deal_with(watched: Watched, reason: str) -> None:
-    """Write down what the ranks are at, have it judged, and end them."""
+def deal_with(watched: Watched, reason: str, memory_kills: int) -> None:
+    """Write down what the ranks are at, have it judged, and end them.
+
+    memory_kills: those that were counted before the run.
+    """
     folder, records = Path(watched.folder), Path(watched.records)
     seen = read_all(folder, watched.numbers)
     # at once, as far as that goes without the ranks: a launcher may be about to end this process
-    dump(watched, reason)
+    dump(watched, reason, memory_kills)
     with suppress(OSError):
         call_file(records).touch()
     ask(folder, seen)
-    dump(watched, reason)
+    dump(watched, reason, memory_kills)
     judge(watched, records)
     judged_file(folder).touch()
     end_ranks(seen)
@@ -254,9 +269,10 @@ def judge(watched: Watched, records: Path) -> None:
     judge.judge_together(Path(watched.run_folder), records, watched.node_count, COLLECT_SECONDS)
 
 
-def dump(watched: Watched, reason: str) -> None:
+def dump(watched: Watched, reason: str, kills_before: int) -> None:
     states = [state_of(watched, rank) for rank in watched.numbers]
-    node = NodeRecord(watched.node_rank, node_name(), reason, time.time(), states)
+    kills = node_record.memory_kills(text_of(OWN_CGROUP)) - kills_before
+    node = NodeRecord(watched.node_rank, node_name(), reason, time.time(), states, kills)
     with suppress(OSError):  # a full disk; the judge then knows less
         node_record.write(Path(watched.records), node)
 
