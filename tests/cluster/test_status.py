@@ -191,6 +191,17 @@ def test_a_running_run_comes_with_the_age_of_its_last_step(run_folder, scheduler
     assert "step 7 is the last one written down, 2 min 1" in status(run_folder)[1]
 
 
+def test_a_running_run_names_the_rank_that_is_slow(run_folder, scheduler):
+    scheduler(squeue="9|9|RUNNING|None")
+    run_dir.jobs_file(run_folder).write_text("slurm 8\nslurm 9\n")
+    for job, rank in (("8", 1), ("9", 2), ("9", 3)):
+        fault = Fault("slow", "node", "needs 2 s a step", "n6", rank, step=40, job=job)
+        add_fault(run_folder, fault)
+    why = status(run_folder)[1]
+    assert "slow: rank 3 on n6: step 40: needs 2 s a step" in why
+    assert "rank 1" not in why, "that was another job"
+
+
 @pytest.mark.parametrize(
     ("output", "words"),
     [

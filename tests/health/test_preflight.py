@@ -18,6 +18,7 @@ from atoll.health import probes
 from atoll.health.faults import faults
 from atoll.health.preflight import Tried, below_certificate, preflight, unfit_nodes
 from atoll.health.probes import Figures, partners
+from atoll.report.run import read, run_tables
 from atoll.settings import Run
 from atoll.sharding.process_group import SharedError, World
 
@@ -133,6 +134,8 @@ def test_a_run_s_losses_are_the_same_with_it(ranks: RankPool, folder: Path):
         ranks.run(small_run.train_here, run, world=1)
         losses.append(small_run.losses(run_folder))
         assert len(small_run.records(run_folder, "preflight")) == asked
+        rows = run_tables([read(run_folder)])["Before step 1"]
+        assert [row["figure"] for row in rows] == ["gemm_tflops", "memory_gb_s"] * asked
     assert losses[0] == losses[1]
 
 

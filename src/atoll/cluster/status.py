@@ -77,6 +77,7 @@ def status(folder: Path, answers: Mapping[JobId, Job] | None = None) -> tuple[st
         reasons.append(_fault(folder, job_id) or last_words(folder, scheduler, job_id))
     if job.state == "running":
         reasons += [f"refused job {other}: it holds the run" for other in _refused(folder)]
+        reasons.append(_slow(folder, job_id))
     reasons.append(_last_step(folder, job.state == "running"))
     return job.state, f"job {job_id}{counted}: {'; '.join(text for text in reasons if text)}"
 
@@ -91,7 +92,8 @@ def _without_scheduler(folder: Path) -> tuple[str, str] | None:
         return None
     lease = lease_of(folder)
     if lease is not None and lease.alive:
-        return "running", _last_step(folder, True)
+        lines = filter(None, (_last_step(folder, True), _slow(folder, lease.job)))
+        return "running", "; ".join(lines)
     where = "here" if run.facility.scheduler == "none" else "by hand"
     started = f"it was started {where}, no scheduler knows of it"
     reasons = (_last_step(folder, False), _fault(folder), started)
@@ -139,6 +141,12 @@ def _fault(folder: Path, job_id: str | None = None) -> str:
     elif ends and run_dir.metrics(folder)[-1:] and run_dir.metrics(folder)[-1]["event"] != "fault":
         ends = []  # the run went on behind it
     return in_a_line(ends[-1]) if ends else ""
+
+
+def _slow(folder: Path, job_id: str) -> str:
+    """Who was slow in this job, the last that was named; empty where nobody was."""
+    slow = [f for f in faults(folder) if f.kind == "slow" and f.job == job_id]
+    return f"slow: {in_a_line(slow[-1])}" if slow else ""
 
 
 def last_words(folder: Path, scheduler: str, job_id: str) -> str:

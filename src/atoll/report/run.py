@@ -16,7 +16,16 @@ from atoll.report.tables import Rows, mebibytes, number
 from atoll.settings import Run, load_run
 
 WARM_UP = 1
-EVENTS = ("start", "train", "communication", "evaluation", "energy", "checkpoint")
+EVENTS = (
+    "start",
+    "train",
+    "communication",
+    "evaluation",
+    "energy",
+    "checkpoint",
+    "own_work",
+    "preflight",
+)
 Record = dict[str, Any]
 
 
@@ -32,6 +41,8 @@ class RunMetrics:
     evaluations: list[Record]
     energy: list[Record]
     checkpoints: list[Record]
+    own_work: list[Record]
+    preflights: list[Record]
 
     @property
     def name(self) -> str:
@@ -81,6 +92,8 @@ def run_tables(runs: Sequence[RunMetrics]) -> dict[str, Rows]:
         "Goodput, node-minutes": [_goodput(run) for run in runs if goodput(run.folder)],
         "Energy": [row for run in runs for row in _energy(run)],
         "Faults": [_fault(run, fault) for run in runs for fault in faults(run.folder)],
+        "Own work of nodes": [row for run in runs for row in _own_work(run)],
+        "Before step 1": [row for run in runs for row in _preflight(run)],
         "Provenance": [
             {"run": run.name} | run.start["made_of"] for run in runs if run.start.get("made_of")
         ],
@@ -99,6 +112,34 @@ def _fault(run: RunMetrics, fault: Fault) -> dict[str, str]:
     moment = "" if fault.step is None else str(fault.step)
     what = {"step": moment, "what": fault.kind, "against": fault.blame}
     return where | what | {"evidence": fault.evidence}
+
+
+def _own_work(run: RunMetrics) -> Rows:
+    """What the slowest nodes of the last start needed, without waiting for others."""
+    return [
+        {
+            "run": run.name,
+            "node": row["node"],
+            "s a step": number(row["own_seconds"], 3),
+            "of rank": str(row["slowest"]),
+        }
+        for row in (run.own_work[-1]["nodes"] if run.own_work else [])
+    ]
+
+
+def _preflight(run: RunMetrics) -> Rows:
+    figures = run.preflights[-1] if run.preflights else {}
+    return [
+        {
+            "run": run.name,
+            "figure": name,
+            "median": number(row["median"], 3),
+            "lowest": number(row["lowest"], 3),
+            "of rank": f"{row['rank']} on {row['node']}",
+        }
+        for name, row in figures.items()
+        if isinstance(row, dict)
+    ]
 
 
 def _scaling(run: RunMetrics, base: RunMetrics) -> dict[str, str]:
