@@ -1,0 +1,65 @@
+"""What connects ranks beside the tree, and how many files that may open."""
+
+import resource
+from pathlib import Path
+
+import pytest
+import small_run
+import torch
+from rank_pool import RankPool
+
+from atoll.errors import UserError
+from atoll.sharding import process_group
+from atoll.sharding.process_group import World, backend_of, run_on_all_ranks, run_on_first_rank
+
+
+@pytest.mark.parametrize(
+    ("strategy", "device", "backend"),
+    [
+        ("full_shard", "cuda", "nccl"),
+        ("ddp", "cuda", "nccl"),
+        ("full_shard_offload", "cuda", "cpu:gloo,cuda:nccl"),
+        ("deepspeed_zero2", "cuda", "cpu:gloo,cuda:nccl"),
+        ("full_shard", "cpu", "gloo"),
+    ],
+)
+def test_gloo_connects_all_with_all_only_where_it_must(
+    strategy: str, device: str, backend: str
+) -> None:
+    run = small_run.settings(Path("/nowhere"), 2, sharding=small_run.sharding(strategy))
+    assert backend_of(run, torch.device(device)) == backend
+
+
+@pytest.mark.parametrize(("hard", "wanted"), [(50_000, 33_024), (20_000, 20_000), (-1, 33_024)])
+def test_the_limit_of_open_files_is_raised_as_far_as_allowed(
+    monkeypatch: pytest.MonkeyPatch, hard: int, wanted: int
+) -> None:
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    process_group._allow_open_files(2000)
+    assert limits == [(wanted, hard)]
+
+
+def errors_of(world: World) -> list[str]:
+    def failing(rank: int) -> None:
+        if world.rank >= rank:
+            raise UserError(f"found by {world.rank}", "hint")
+
+    def on_first() -> None:
+        raise OSError(28, "No space left on device", "file")
+
+    errors = []
+    for rank in (2, 0):
+        with pytest.raises(UserError) as error:
+            run_on_all_ranks(world, lambda rank=rank: failing(rank))
+        errors.append(error.value.found)
+    with pytest.raises(UserError) as error:
+        run_on_first_rank(world, on_first)
+    return [*errors, error.value.found, run_on_first_rank(world, lambda: f"of {world.rank}")]
+
+
+def test_the_first_error_in_order_of_rank_is_every_rank_s(ranks: RankPool) -> None:
+    expected = ["found by 2 (rank 2 of 4)", "found by 0"]
+    expected += ["writing file failed: No space left on device (rank 0 of 4)", "of 0"]
+    assert ranks.run(errors_of) == [expected] * 4
