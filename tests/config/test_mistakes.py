@@ -67,6 +67,11 @@ CASES = [
     (["facility.environment.A-B=x"], "facility.environment.A-B", "another"),
     (["model.config.model_type=t5"], "models of type 't5'", "choose one of llama"),
     (["data.sequence_tokens=4096"], "(4096) is more than", "data.sequence_tokens=1024 or less"),
+    (
+        ["tokenizer.add_tokens=['<|user|>']", "model.lora.rank=8"],
+        "new tokens would never learn",
+        "model.lora=null",
+    ),
     (["data.validation.split=test"], "data.validation.fraction", "settings"),
 ]
 

@@ -115,6 +115,31 @@ def test_a_word_piece_tokenizer_numbers_the_texts_of_a_pair(tmp_path: Path) -> N
     assert pair["token_type_ids"] == [int(n >= second) for n in range(len(pair["input_ids"]))]
 
 
+def test_tokens_are_added_whoever_made_the_tokenizer(tmp_path: Path) -> None:
+    words(200, eos_token="</s>").save_pretrained(tmp_path / "given")
+    added = ["<|user|>", "<|bot|>"]
+    for path, before in ((str(tmp_path / "given"), 200), (None, 300)):
+        write_lines(tmp_path / "text.txt", 60)
+        data = LINES | {"files": [str(tmp_path / "text.txt")], "template": "<|user|> {text}"}
+        run = make_run(tmp_path, data, {"path": path, "add_tokens": added})
+        folder = prepare(run, quiet)
+        tokens = np.fromfile(folder / "train" / "00000.ds", dtype="<u2")
+        manifest = open_prepared(run)
+        assert manifest.vocabulary_tokens == before + 2
+        assert np.count_nonzero(tokens == before) == manifest.documents("train")
+        read = AutoTokenizer.from_pretrained(folder / "tokenizer")
+        assert read.convert_tokens_to_ids(added) == [before, before + 1]
+
+
+def test_a_token_that_is_there_already_is_refused(tmp_path: Path) -> None:
+    words(200, eos_token="</s>").save_pretrained(tmp_path / "given")
+    write_lines(tmp_path / "text.txt", 60)
+    data = LINES | {"files": [str(tmp_path / "text.txt")]}
+    run = make_run(tmp_path, data, {"path": str(tmp_path / "given"), "add_tokens": ["</s>"]})
+    with pytest.raises(UserError, match=r"tokenizer\.add_tokens: .* has '</s>' already"):
+        prepare(run, quiet)
+
+
 def test_an_encoder_ends_documents_with_its_separator(tmp_path: Path) -> None:
     words(200, sep_token="[SEP]", pad_token="[PAD]").save_pretrained(tmp_path / "given")
     run = run_with(tmp_path, tmp_path / "given")

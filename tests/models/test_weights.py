@@ -207,6 +207,31 @@ def test_a_missing_weight_is_named(tmp_path: Path) -> None:
         built(Model(name="x", source=str(tmp_path)))
 
 
+@pytest.mark.parametrize("architecture", tiny.CONFIGS)
+def test_embeddings_grow_with_the_tokenizer(architecture: str, tmp_path: Path) -> None:
+    """New tokens begin as the mean of the known ones; the rest stays as it was."""
+    random_folder(architecture, tmp_path)
+    model = Model(name="x", source=str(tmp_path))
+    config = build_config(model, tiny.VOCABULARY + 3, tiny.SEQUENCE, {}, added_tokens=3)
+    assert config.vocab_size == tiny.VOCABULARY + 3
+    grown = build_model(config, TRAINING).hf
+    materialize(grown, torch.device("cpu"))
+    with weights_for(model, config, 0) as read:
+        fill(grown, read)
+        part = read(next(iter(dict(grown.named_parameters()))), (slice(120, 130), slice(1, 3)))
+    before = built(model)
+    for name, parameter in before.named_parameters():
+        now = grown.get_parameter(name)
+        rows = len(parameter)
+        assert torch.equal(now[:rows], parameter)
+        if len(now) > rows:
+            expected = parameter.mean(0).expand_as(now[rows:])
+            torch.testing.assert_close(now[rows:], expected)
+    assert torch.equal(part, grown.get_input_embeddings().weight[120:130, 1:3])
+    with pytest.raises(UserError, match="131 tokens, the model's vocabulary only 128"):
+        build_config(model, tiny.VOCABULARY + 3, tiny.SEQUENCE, {}, added_tokens=2)
+
+
 @pytest.mark.parametrize(
     ("settings", "vocabulary", "sequence", "found"),
     [

@@ -111,6 +111,7 @@ def tokenizer_maker(
         else:
             train = vocabulary.TRAINED[run.tokenizer.kind]
             made = train(_training_texts(run, corpora[0]), run.tokenizer.vocabulary_tokens)
+        vocabulary.add_tokens(made, run.tokenizer.add_tokens)
         made.save_pretrained(str(folder))
         return vocabulary.describe(folder, run.data.bos)
 

@@ -128,6 +128,21 @@ def characters(texts: Iterable[str]) -> Any:
     return _fast(tokenizer_object=split, clean_up_tokenization_spaces=False)
 
 
+def add_tokens(tokenizer: Any, tokens: list[str]) -> None:
+    """Give a tokenizer tokens that it lacks; texts that hold them are cut there first.
+
+    Raises `UserError` for one that it has.
+    """
+    known = tokenizer.get_vocab()
+    for token in tokens:
+        if token in known:
+            raise UserError(
+                f"tokenizer.add_tokens: the tokenizer has {token!r} already",
+                "leave it out of tokenizer.add_tokens",
+            )
+    tokenizer.add_tokens(tokens)
+
+
 # kind -> how one is trained on texts, to so many tokens
 TRAINED = {"bpe": trained, "wordpiece": wordpiece}
 

@@ -19,13 +19,19 @@ from atoll.settings import Classes, Model, Training, check_positions
 
 
 def build_config(
-    model: Model, vocabulary_tokens: int, sequence_tokens: int, special_ids: dict[str, int]
+    model: Model,
+    vocabulary_tokens: int,
+    sequence_tokens: int,
+    special_ids: dict[str, int],
+    added_tokens: int = 0,
 ) -> Any:
     """The checked Hugging Face configuration of a causal language model.
 
-    Raises `UserError` if the tokenizer or the sequence do not fit it.
+    added_tokens: how many of the vocabulary the model's embeddings may grow by. Raises `UserError`
+    if the tokenizer or the sequence do not fit it.
     """
-    config = _checked_config(model, special_ids, vocabulary_tokens, sequence_tokens)
+    sizes = (vocabulary_tokens, sequence_tokens, added_tokens)
+    config = _checked_config(model, special_ids, *sizes)
     if config.model_type == "bert" and not config.is_decoder:
         raise UserError(
             "BERT learns to continue text only as a decoder, and its configuration says it is none",
@@ -35,11 +41,17 @@ def build_config(
 
 
 def classifier_config(
-    model: Model, classes: Classes, vocabulary_tokens: int, sequence_tokens: int, pad_id: int
+    model: Model,
+    classes: Classes,
+    vocabulary_tokens: int,
+    sequence_tokens: int,
+    pad_id: int,
+    added_tokens: int = 0,
 ) -> Any:
     """The checked configuration of a classifier, with the names of its labels."""
     special_ids = {"pad_token_id": pad_id}
-    config = _checked_config(model, special_ids, vocabulary_tokens, sequence_tokens)
+    sizes = (vocabulary_tokens, sequence_tokens, added_tokens)
+    config = _checked_config(model, special_ids, *sizes)
     config.num_labels = len(classes.labels) or 1
     if classes.labels:
         config.id2label = dict(enumerate(classes.labels))
@@ -50,10 +62,16 @@ def classifier_config(
 
 
 def _checked_config(
-    model: Model, special_ids: dict[str, int], vocabulary_tokens: int, sequence_tokens: int
+    model: Model,
+    special_ids: dict[str, int],
+    vocabulary_tokens: int,
+    sequence_tokens: int,
+    added_tokens: int,
 ) -> Any:
     config = load_config(model, special_ids)
     parts_of(config.model_type)
+    if 0 < vocabulary_tokens - config.vocab_size <= added_tokens:
+        config.vocab_size = vocabulary_tokens
     if vocabulary_tokens > config.vocab_size:
         raise UserError(
             f"the tokenizer has {vocabulary_tokens} tokens, the model's vocabulary only "

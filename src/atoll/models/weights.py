@@ -5,6 +5,7 @@ slice (stored weights).
 """
 
 import copy
+import json
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -89,11 +90,13 @@ def stored_reader(
     """Slices read straight from safetensors files; names of older files are understood.
 
     The weights of module `new` are `random` ones where the files have none. A head that is tied in
-    the folder and not in the model begins as the embedding.
+    the folder and not in the model begins as the embedding. Tokens that the folder's vocabulary
+    lacks begin as the mean of those it has (Hewitt 2021, "Initializing new word embeddings").
     """
     from safetensors import SafetensorError, safe_open
 
     files, tied = weight_files(folder), _tied_in_files(hf, folder)
+    before = _vocabulary_of(folder)
     with ExitStack() as stack:
 
         @cache
@@ -114,7 +117,10 @@ def stored_reader(
                 part = opened(path).get_slice(stored)
             except SafetensorError as error:
                 raise corrupted(path, error) from error
-            _check_shape(name, tuple(part.get_shape()), hf, path)
+            shape = tuple(part.get_shape())
+            if before is not None and _is_grown(hf, name, shape, before):
+                return _with_new_rows(part, before, slices)
+            _check_shape(name, shape, hf, path)
             result: Tensor = part[slices] if slices else opened(path).get_tensor(stored)
             return result
 
@@ -167,6 +173,31 @@ def _tied_in_files(hf: Any, folder: Path) -> dict[str, str]:
     if not AutoConfig.from_pretrained(folder, trust_remote_code=False).tie_word_embeddings:
         return {}
     return dict(getattr(hf, "_tied_weights_keys", None) or {})
+
+
+def _vocabulary_of(folder: Path) -> int | None:
+    path = folder / "config.json"
+    return json.loads(path.read_text()).get("vocab_size") if path.is_file() else None
+
+
+def _is_grown(hf: Any, name: str, stored: tuple[int, ...], before: int) -> bool:
+    """Whether a parameter has a row for each token, and the model more of them than the file."""
+    rows, *rest = hf.get_parameter(name).shape
+    grown = stored[0] == before < rows == hf.config.vocab_size
+    return bool(grown and stored[1:] == tuple(rest))
+
+
+def _with_new_rows(stored: Any, before: int, slices: Slices) -> Tensor:
+    rows, others = slices[0], slices[1:]
+    own: Slices = (slice(min(rows.start, before), min(rows.stop, before)), *others)
+    known: Tensor = stored[own]
+    new = rows.stop - max(rows.start, before)
+    if new <= 0:
+        return known
+    every: Slices = (slice(0, before), *others)
+    # in fp64, so that it is the same however the columns are divided
+    mean = stored[every].double().mean(0, keepdim=True).to(known.dtype)
+    return torch.cat([known, mean.expand(new, *mean.shape[1:])])
 
 
 def _candidates(name: str, hf: Any, tied: dict[str, str]) -> Iterator[str]:

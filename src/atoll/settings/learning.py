@@ -59,6 +59,7 @@ class Tokenizer(Settings):
     kind: Literal["bpe", "wordpiece", "characters"] = "bpe"  # of one that is made
     vocabulary_tokens: Annotated[int, Field(ge=258)]
     training_documents: Count
+    add_tokens: list[str] = []  # beside those it has; the model's embeddings grow with them
 
 
 class Validation(Settings):

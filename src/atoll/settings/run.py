@@ -113,6 +113,16 @@ class Run(Settings):
         return self
 
     @model_validator(mode="after")
+    def _new_tokens_learn(self) -> "Run":
+        if self.model.lora is not None and self.tokenizer.add_tokens:
+            raise ValueError(
+                "model.lora leaves embeddings as they are: of tokenizer.add_tokens, the new tokens "
+                "would never learn",
+                "model.lora=null, or tokenizer.add_tokens=[]",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _launcher_has_its_scheduler(self) -> "Run":
         scheduler, launcher = self.facility.scheduler, self.launcher.name
         if (scheduler == "pbs") and launcher != "mpiexec":

@@ -46,7 +46,8 @@ def _causal_config(run: Run, vocabulary: Vocabulary) -> Any:
     # no pad id: an embedding's padding row is never learned, and here it is the end's as well
     begin_id = vocabulary.end_id if vocabulary.begin_id is None else vocabulary.begin_id
     special = {"bos_token_id": begin_id, "eos_token_id": vocabulary.end_id}
-    return build_config(run.model, vocabulary.tokens, run.data.sequence_tokens, special)
+    added = len(run.tokenizer.add_tokens)
+    return build_config(run.model, vocabulary.tokens, run.data.sequence_tokens, special, added)
 
 
 def _causal_model(config: Any, run: Run, vocabulary: Vocabulary) -> Any:
@@ -66,7 +67,8 @@ def _perplexity(
 def _classifier_config(run: Run, vocabulary: Vocabulary) -> Any:
     assert run.data.classes is not None
     tokens = (vocabulary.tokens, run.data.sequence_tokens)
-    return classifier_config(run.model, run.data.classes, *tokens, vocabulary.pad_id)
+    added = len(run.tokenizer.add_tokens)
+    return classifier_config(run.model, run.data.classes, *tokens, vocabulary.pad_id, added)
 
 
 def _classifier_model(config: Any, run: Run, vocabulary: Vocabulary) -> Any:
