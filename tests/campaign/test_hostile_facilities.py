@@ -113,8 +113,11 @@ def test_what_floods_is_cut_off(tmp_path: Path) -> None:
     assert "more than" in store.state(1, store.campaign.sites[0]).text
 
 
-def test_the_deadline_holds_while_a_facility_hangs(tmp_path: Path) -> None:
+def test_the_deadline_holds_while_a_facility_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor does it hang for the others; what it started holds the pipe when it is gone."""
+    monkeypatch.setattr(round_, "QUIET_SECONDS", 1.0)
     made(tmp_path, "south")
     store = store_of(tmp_path, deadline_minutes=0.03, grace_minutes=10)
     store = saying(store, tmp_path, north="sleep 60 & sleep 60", south=say(READY))
@@ -123,6 +126,24 @@ def test_the_deadline_holds_while_a_facility_hangs(tmp_path: Path) -> None:
     assert time.monotonic() - began < 15
     assert [path.parent.name for path in store.updates(1)] == ["south"]
     assert "no update after 0.03 minutes" in store.left_out(1)["north"]
+
+
+def test_who_is_at_work_at_the_deadline_has_the_grace_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_, "QUIET_SECONDS", 1.5)
+    alive = "for n in 1 2 3 4 5 6 7; do sleep 0.5; echo >&2; done\n"
+    for name in ("north", "south"):
+        made(tmp_path, name)
+    store = store_of(tmp_path, deadline_minutes=0.01, grace_minutes=10)
+    store = saying(store, tmp_path, north=alive + say(READY), south=say(READY))
+    collect_here(store, 1)
+    assert len(store.updates(1)) == 2, "it gave signs of life"
+    store = store_of(tmp_path / "b", deadline_minutes=0.01, grace_minutes=0.02)
+    store = saying(store, tmp_path / "b", north="while sleep 0.3; do echo >&2; done")
+    began = time.monotonic()
+    collect_here(store, 1)
+    assert time.monotonic() - began < 15 and "north" in store.left_out(1)
 
 
 def test_where_all_hang_the_grace_is_the_end(tmp_path: Path) -> None:
@@ -441,7 +462,7 @@ def test_a_call_ends_with_what_it_runs(tmp_path: Path) -> None:
     began = time.monotonic()
     done = call(["sh", "-c", "sleep 30 & echo words; exit 3"])
     assert (done.returncode, done.stdout) == (3, "words\n") and time.monotonic() - began < 10
-    assert call(["sh", "-c", "exec >&- 2>&-; sleep 30"], lambda: True).returncode == 124
+    assert call(["sh", "-c", "exec >&- 2>&-; sleep 30"], lambda _: True).returncode == 124
     assert call([str(tmp_path / "none")]).returncode == 127
     assert call([sys.executable, "-c", "print('ü' * 9)"]).stdout == "ü" * 9 + "\n"
 

@@ -3,6 +3,7 @@
 import os
 import selectors
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 
 from atoll.commands import MISSING, TIMED_OUT, Finished
@@ -11,10 +12,10 @@ from atoll.settings.exchange import MAX_ANSWER_BYTES
 LOOK_SECONDS = 0.2
 TAIL_BYTES = 1 << 16  # of what is said of errors, the end
 PIECE = 1 << 16
-Over = Callable[[], bool]
+Over = Callable[[float], bool]  # after so many seconds without a word: does nobody wait any more
 
 
-def never() -> bool:
+def never(quiet_seconds: float) -> bool:
     return False
 
 
@@ -30,7 +31,7 @@ def call(argv: Sequence[str], over: Over = never, most_bytes: int = MAX_ANSWER_B
     except OSError as error:
         return Finished(MISSING, "", f"cannot start {argv[0]}: {error.strerror}")
     assert process.stdout is not None and process.stderr is not None
-    output, errors = bytearray(), bytearray()
+    output, errors, heard = bytearray(), bytearray(), time.monotonic()
     try:
         with selectors.DefaultSelector() as pipes, process.stdout, process.stderr:
             pipes.register(process.stdout, selectors.EVENT_READ, output)
@@ -43,23 +44,24 @@ def call(argv: Sequence[str], over: Over = never, most_bytes: int = MAX_ANSWER_B
                 for key, _ in ready:
                     piece = os.read(key.fd, PIECE)
                     key.data.extend(piece)
+                    heard = time.monotonic()
                     if not piece:
                         pipes.unregister(key.fileobj)
                 del errors[:-TAIL_BYTES]
                 if len(output) > most_bytes:
                     return Finished(TIMED_OUT, "", f"it printed more than {most_bytes:,} bytes")
-                if over():
+                if over(time.monotonic() - heard):
                     return Finished(TIMED_OUT, "", "no answer in the time that it has")
-        code = _ended(process, over)
+        code = _ended(process, heard, over)
         return Finished(code, output.decode(errors="replace"), errors.decode(errors="replace"))
     finally:
         process.kill()
         process.wait()
 
 
-def _ended(process: subprocess.Popen[bytes], over: Over) -> int:
+def _ended(process: subprocess.Popen[bytes], heard: float, over: Over) -> int:
     """The exit code of a process that says nothing any more."""
-    while not over():
+    while not over(time.monotonic() - heard):
         try:
             return process.wait(LOOK_SECONDS)
         except subprocess.TimeoutExpired:

@@ -87,7 +87,7 @@ def _ask_until_settled(
     deadline, quick = store.deadline(number), 0
     while not stop.is_set():
         before = store.state(number, site).text
-        go_on(store, number, site, stop.is_set)
+        go_on(store, number, site, lambda _: stop.is_set())
         state = store.state(number, site)
         if state.settled or time.time() > deadline:
             return

@@ -35,7 +35,7 @@ FIRST = {"master": (), "export": ("*.safetensors",)}
 LATER: dict[str, tuple[str, ...]] = {"delta": ()}
 MANIFEST = ("manifest.json", "manifest.json.sig")
 CALL_SECONDS = 3600.0  # of a question over ssh: a facility that hangs is asked again
-LAST_QUESTION_SECONDS = 60.0
+QUIET_SECONDS = 20.0  # without a sign of life; a facility gives one every few
 
 
 def main(argv: list[str]) -> int:
@@ -96,18 +96,18 @@ def at_the_seam(store: CampaignStore, number: int, site: Site, step: Callable[[]
 def time_of(store: CampaignStore, number: int, site: Site, stopped: Over = never) -> Over:
     """Whether a call that begins now is waited for no longer.
 
-    Up to the deadline; then, where the others are a quorum, for one last question and its answer,
-    and where they are too few, for the grace.
+    After the deadline, where the others are a quorum, for as long as it gives a sign of life, and
+    where they are too few in any case; never longer than the grace.
     """
-    deadline, begun = store.deadline(number), time.time()
-    grace = 60 * store.campaign.grace_minutes
-    last = deadline if begun < deadline else begun + min(LAST_QUESTION_SECONDS, grace)
-    end = max(deadline, begun) + grace
+    deadline = store.deadline(number)
+    end = max(deadline, time.time()) + 60 * store.campaign.grace_minutes
 
-    def over() -> bool:
+    def over(quiet_seconds: float) -> bool:
         now = time.time()
-        enough = now > last and len(store.updates(number)) >= store.campaign.rule.quorum
-        return stopped() or enough or now > end
+        if stopped(quiet_seconds) or now > end:
+            return True
+        enough = len(store.updates(number)) >= store.campaign.rule.quorum
+        return now > deadline and quiet_seconds > QUIET_SECONDS and enough
 
     return over
 
@@ -158,8 +158,8 @@ def _take(store: CampaignStore, number: int, site: Site, stopped: Over) -> None:
             return
         partial, began = update.with_name(".update.partial"), time.time()
 
-        def past() -> bool:
-            return stopped() or time.time() > end
+        def past(quiet_seconds: float) -> bool:
+            return stopped(quiet_seconds) or time.time() > end
 
         def get(names: Sequence[str], most_bytes: int) -> None:
             fetch(store.campaign, site, source, partial, names, most_bytes, past)
@@ -212,8 +212,8 @@ def _asked(
     words = ["site", site.folder, str(asked), "--request", json.dumps(request(store, asked, site))]
     end = time.time() + (CALL_SECONDS if site.host is not None else math.inf)
 
-    def past() -> bool:
-        return over() or time.time() > end
+    def past(quiet_seconds: float) -> bool:
+        return over(quiet_seconds) or time.time() > end
 
     answer = read_answer(ask(store.campaign, site, [*words, *flags], past), site.name)
     if answer["state"] == "needs" and answer["have"] >= asked - 1:

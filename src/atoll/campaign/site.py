@@ -17,7 +17,11 @@ import json
 import math
 import os
 import shutil
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,7 @@ from atoll.settings.exchange import read_request
 
 ANOTHER_IS_AT_IT = "is running already"
 WORK = ".streamflow"
+LIFE_SECONDS = 3.0
 # states of a round that come to another one by themselves
 WAITING = ("queued", "running", "retry", "unknown")
 
@@ -60,8 +65,28 @@ def main(argv: list[str]) -> int:
     if arguments.receive:
         shutil.rmtree(folder / WORK, ignore_errors=True)
     answer = wait if arguments.until else advance
-    print(json.dumps(answer(folder, number, arguments)))
+    with signs_of_life():
+        text = json.dumps(answer(folder, number, arguments))
+    print(text)
     return 0
+
+
+@contextmanager
+def signs_of_life() -> Iterator[None]:
+    """An empty line of errors every few seconds: whoever waits knows that this is no hang."""
+    ended = threading.Event()
+
+    def speak() -> None:
+        while not ended.wait(LIFE_SECONDS):
+            print(file=sys.stderr, flush=True)
+
+    speaking = threading.Thread(target=speak, daemon=True)
+    if not sys.stderr.isatty():
+        speaking.start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def wait(folder: Path, number: int, how: argparse.Namespace) -> dict[str, Any]:

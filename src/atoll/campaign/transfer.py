@@ -51,7 +51,7 @@ def home_of(campaign: Campaign, site: Site) -> Path | None:
         return None
     end = time.monotonic() + SSH_SECONDS
     argv = [*ssh(campaign), "--", site.host, "pwd"]
-    home = _output(campaign, site, argv, lambda: time.monotonic() > end).strip()
+    home = _output(campaign, site, argv, lambda _: time.monotonic() > end).strip()
     if not re.fullmatch(r"/[^\x00-\x1f\x7f]*", home):
         raise UserError(
             f"{site.name}: `pwd` printed {printable(home, 80)!r}, which is no folder",

@@ -85,7 +85,7 @@ class Campaign(Settings):
     global_codec: Literal["fp32", "bf16", "int8", "int4"] = "bf16"
     deadline_minutes: Positive = 1440.0
     target_loss: Positive | None = None
-    # what is on its way at the deadline may still come, and where too few came, who is asked last
+    # who is at work at the deadline may end it, and what is on its way may come
     grace_minutes: Positive = 15.0
     poll_seconds: Positive = 30.0
     attempts: Count = 3  # of a facility's job, and of a transfer, in a round
