@@ -12,6 +12,7 @@ VERBS = {
     "plan": ("atoll.cluster.plan", "what each strategy needs, what fits, and which one to take"),
     "submit": ("atoll.cluster.submit", "compose, check, write the run folder, call the scheduler"),
     "status": ("atoll.cluster.status", "say of a run: queued, running, finished, failed and why"),
+    "exclusions": ("atoll.health.exclusions", "the nodes a run leaves out, and how to undo that"),
     "report": ("atoll.report.command", "tables of runs: speed, scaling, communication"),
     "doctor": ("atoll.cluster.doctor", "check a facility, and with --job its devices and links"),
     "rehearse": (
@@ -24,6 +25,7 @@ VERBS = {
     "evaluate": ("atoll.cluster.submit:evaluate", "perplexity or metrics of a model, on any data"),
     "tokenize": ("atoll.data.tokenize", "turn text into token shards"),
     "launch": ("atoll.launch", "start this task's rank, or this node's ranks, of a run"),
+    "go-on": ("atoll.health.go_on", "what a job does after a fault: its shell asks"),
     "over-ssh": ("atoll.launch.over_ssh", "start the ranks of machines without a scheduler"),
     "federate": ("atoll.campaign.coordinator", "rounds of training at facilities, averaged here"),
     "round": ("atoll.campaign.round", "one step of a campaign's round, for its engine"),
