@@ -18,6 +18,7 @@ VERBS = {
     "cancel": ("atoll.cluster.job_control:cancel", "end the jobs of a run"),
     "diff": ("atoll.config.diff", "the settings in which two runs differ"),
     "judge": ("atoll.health.judge", "name who is at fault for the end of a run's last job"),
+    "exclusions": ("atoll.health.exclusions", "the nodes a run leaves out, and how to undo that"),
     "report": ("atoll.report.command", "tables of runs: speed, scaling, communication"),
     "doctor": ("atoll.cluster.doctor", "check a facility, and with --job its devices and links"),
     "rehearse": (
@@ -30,6 +31,7 @@ VERBS = {
     "evaluate": ("atoll.cluster.submit:evaluate", "perplexity or metrics of a model, on any data"),
     "tokenize": ("atoll.data.tokenize", "turn text into token shards"),
     "launch": ("atoll.launch", "start this task's rank, or this node's ranks, of a run"),
+    "go-on": ("atoll.health.go_on", "what a job does after a fault: its shell asks"),
     "over-ssh": ("atoll.launch.over_ssh", "start the ranks of machines without a scheduler"),
     "federate": ("atoll.campaign.coordinator", "rounds of training at facilities, averaged here"),
     "round": ("atoll.campaign.round", "one step of a campaign's round, for its engine"),

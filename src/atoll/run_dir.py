@@ -52,8 +52,13 @@ def jobs_file(run_folder: Path) -> Path:
 
 
 def restarts_file(run_folder: Path) -> Path:
-    """How often a run was stopped by a time limit since a person submitted it."""
+    """How often a run was started again by itself since a person submitted it, and why."""
     return run_folder / "restarts.jsonl"
+
+
+def excluded_file(run_folder: Path) -> Path:
+    """The nodes that a run's jobs leave out, and why; to delete an entry takes its node back."""
+    return run_folder / "excluded.json"
 
 
 def faults_file(run_folder: Path) -> Path:
@@ -114,6 +119,13 @@ def checkpoints(run_folder: Path) -> Path:
 
 def checkpoint(run_folder: Path, step: int) -> Path:
     return checkpoints(run_folder) / f"step-{step:08d}"
+
+
+def complete_checkpoints(run_folder: Path) -> list[int]:
+    """The steps of the checkpoints that are whole, the newest last."""
+    files = checkpoints(run_folder).glob("step-*/manifest.json")
+    names = (CHECKPOINT_NAME.match(file.parent.name) for file in files)
+    return sorted(int(name[1]) for name in names if name)
 
 
 def export(run_folder: Path) -> Path:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from atoll import run_dir
 from atoll.cluster import submit
 from atoll.cluster.container import container_prefix
 from atoll.cluster.job_script import launch_script
@@ -17,6 +18,7 @@ from atoll.cluster.pbs import qsub_argv
 from atoll.cluster.slurm import as_words, sbatch_argv, sbatch_exports
 from atoll.cluster.slurm import requeue_function as requeue_on_slurm
 from atoll.config.binds import binds
+from atoll.health.exclusions import Exclusion, exclude
 
 ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
@@ -42,6 +44,7 @@ sbatch --parsable --job-name=x --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 -
 --account=mine --output=/runs/x/slurm-%j.out --signal=B:USR2@180 --requeue \
 --dependency=singleton --partition=gpu --gpus-per-node=4 {ROOT}/sbatch/train.sbatch /runs/x"""
 
+CHAINED = SBATCH.replace(f" {ROOT}", f' ${{excluded:+"--exclude=$excluded"}} {ROOT}')
 GENERIC_SLURM = f"""\
 {SBATCH}
 
@@ -49,15 +52,18 @@ GENERIC_SLURM = f"""\
 #!/bin/bash
 # What this run does. Written when it was submitted; started again, it goes on where it stopped.
 set -euo pipefail
+atoll() {{
+    {PYTHON} -m atoll "$@"
+}}
 requeue() {{
-    scontrol requeue "$SLURM_JOB_ID" && return 0
+    [[ -n $excluded ]] || ! scontrol requeue "$SLURM_JOB_ID" || return 0
     for name in "${{!SLURM_@}}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
-    note_job "$({SBATCH})"
+    note_job "$({CHAINED})"
 }}
 source /runs/x/job.sh /runs/x slurm
 export NCCL_SOCKET_IFNAME=hsn0,hsn1
 {PYTHON} -m atoll tokenize /runs/x
-wait_for srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 \
+run_ranks srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 \
 --cpu-bind=cores {PYTHON} -m atoll launch --port 3442 --address-suffix=i /runs/x
 {PYTHON} -m atoll generate /runs/x
 printf '%-12s %s\\n' run /runs/x metrics /runs/x/metrics.jsonl checkpoints /runs/x/checkpoints \
@@ -193,13 +199,34 @@ def test_flags_that_a_variable_can_carry_are_exported(composed):
 
 def test_a_run_goes_on_in_this_job_or_in_the_next(composed):
     run = changed(composed(*SLURM).run, submit={}, requeue=True)
-    queued = shlex.join(sbatch_argv(run, Path("b"), RUN))
+    out = ' ${excluded:+"--exclude=$excluded"}'
+    queued = shlex.join(sbatch_argv(run, Path("b"), RUN)).replace(" b ", f"{out} b ")
     lines = [line.strip() for line in requeue_on_slurm(run, RUN, Path("b")).splitlines()]
-    assert lines[-4] == 'scontrol requeue "$SLURM_JOB_ID" && return 0'
+    assert lines[-4] == '[[ -n $excluded ]] || ! scontrol requeue "$SLURM_JOB_ID" || return 0'
     assert lines[-2:] == [f'note_job "$({queued})"', "}"]
     taken = requeue_on_slurm(changed(run, requeue=False), RUN, None)
     assert "scontrol" not in taken
     assert taken.splitlines()[-2:] == ['    note_job "$(false)"', "}"]
+
+
+def test_a_job_with_a_spare_outlives_a_node(composed):
+    run = composed(*SLURM, "nodes=2", "spare_nodes=1").run
+    words = sbatch_argv(run, Path("b"), RUN)
+    assert {"--nodes=3", "--no-kill", "--requeue"} <= set(words)
+    assert "--nodes=2" in launch_script(run, RUN, Path("b"))
+    without = sbatch_argv(composed(*SLURM, "nodes=2").run, Path("b"), RUN)
+    assert "--no-kill" not in without  # Slurm requeues it
+    alone = composed(*SLURM, "nodes=2", "facility.requeue=false").run
+    assert "--no-kill" in sbatch_argv(alone, Path("b"), RUN)  # else nobody would
+
+
+def test_what_an_earlier_job_left_out_a_new_one_does_not_ask_for(composed, tmp_path, here):
+    words = ("facility=generic_slurm", "name=x", "++facility.submit.exclude=n9")
+    run = composed(*words).run
+    folder = run_dir.folder(run)
+    assert "--exclude=n9" in sbatch_argv(run, Path("b"), folder)
+    exclude(folder, {"n2": Exclusion("died", "xid 79", "5", "yesterday")})
+    assert "--exclude=n9,n2" in sbatch_argv(run, Path("b"), folder)
 
 
 def qsub(run, **submit):
@@ -289,10 +316,10 @@ def carrying(run, value):
 @pytest.mark.parametrize("value", NASTY)
 def test_values_stay_values_in_a_shell(value, composed, here):
     script = launch_script(carrying(composed(*SLURM).run, value), RUN)
-    exports, _, _ = script.partition(f"{PYTHON} -m atoll")
+    exports, _, _ = script.partition(f"\n{PYTHON} -m atoll")
     exports = exports.replace("source /runs/x/job.sh /runs/x slurm\n", "")
     done = subprocess.run(
-        ["bash", "-c", f'{exports}printf %s "$VALUE"'], capture_output=True, check=True
+        ["bash", "-c", f'{exports}\nprintf %s "$VALUE"'], capture_output=True, check=True
     )
     assert done.stdout.decode() == value
     assert list(here.iterdir()) == []

@@ -224,3 +224,33 @@ def test_a_full_disk_is_told_in_two_lines(folder):
     _, errors = done.communicate("\n", timeout=10)
     assert done.returncode != 0
     assert "Traceback" not in errors
+
+
+def test_a_job_whose_run_was_taken_over_ends(folder, programs, tmp_path):
+    """However it came: two must not train one run. It queues nothing, the files are the other's."""
+    programs(sbatch=f"touch {tmp_path}/queued", squeue="echo RUNNING")
+    text = """requeue() { sbatch; }
+source "$1/job.sh" "$1" slurm
+echo holds
+run_ranks sleep 60"""
+    first = subprocess.Popen(
+        ["bash", "-c", f"set -euo pipefail\n{text}", "bash", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"SLURM_JOB_ID": "41"},
+    )
+    assert first.stdout.readline() == "holds\n"
+    leases = run_dir.lease_folder(folder)
+    (leases / "2").write_text(f"slurm 42 0 n8 1 1 {ELSEWHERE}\n")
+    run_dir.restart_file(folder).touch()  # of the other
+    run_dir.faults_file(folder).write_text('{"kind": "died"}\n')
+    started = time.monotonic()
+    output, _ = first.communicate(timeout=20)
+    assert time.monotonic() - started < 10
+    assert "another job has taken the run over" in output
+    assert first.returncode not in (0, run_dir.RESTART_CODE)
+    assert (leases / "2").read_text().startswith("slurm 42 ")
+    assert "ended" not in (leases / "1").read_text()
+    assert run_dir.restart_file(folder).exists()
+    assert not (tmp_path / "queued").exists()

@@ -11,6 +11,11 @@ CASES = [
     ([SLURM, "nodes=64", "facility.limits.max_nodes=32"], "at most 32 nodes, not 64", "nodes=32"),
     ([SLURM, "nodes=8", "facility.limits.min_nodes=16"], "at least 16 nodes, not 8", "nodes=16"),
     (
+        [SLURM, "nodes=32", "spare_nodes=1", "facility.limits.max_nodes=32"],
+        "at most 32 nodes, not 33 (32 and 1 spare)",
+        "nodes=31",
+    ),
+    (
         [SLURM, "ranks_per_node=2"],
         "ranks_per_node (2) is more than the devices of a node (1)",
         "=1",
@@ -56,6 +61,24 @@ def test_a_job_s_nodes_are_taken_unless_others_are_named():
     assert with_allocated_nodes(["nodes=2"], job) == ["nodes=2"]
     assert with_allocated_nodes(["++nodes=2"], job) == ["++nodes=2"]
     assert with_allocated_nodes(["a=1"], {}) == ["a=1"]
+    assert with_allocated_nodes(["spare_nodes=1"], job) == ["spare_nodes=1", "nodes=2"]
+
+
+def test_a_job_s_spare_nodes_are_counted(composed):
+    run = composed(SLURM, "nodes=2", "spare_nodes=1").run
+    check(run, here=True, environment={"SLURM_JOB_NUM_NODES": "3"})
+    with pytest.raises(UserError, match=r"has 2 nodes, the run asks for 3 \(2 and 1 spare\)"):
+        check(run, here=True, environment={"SLURM_JOB_NUM_NODES": "2"})
+    limit = ("facility.limits.walltime_minutes_up_to_nodes={2: 10, 4: 5}", "nodes=2")
+    long = composed(SLURM, *limit, "spare_nodes=1", "facility.walltime_minutes=10").run
+    with pytest.raises(UserError, match="for 3 nodes, allows 5 minutes"):
+        check(long, here=False, environment={})
+
+
+@pytest.mark.parametrize("words", [["facility=laptop"], ["facility=testbed_pbs"]])
+def test_a_spare_needs_srun(words, composed):
+    with pytest.raises(UserError, match="spare_nodes=1: a spare takes a node's place by srun"):
+        composed(*words, "spare_nodes=1")
 
 
 def test_a_folder_that_cannot_be_written_is_named(composed, here):

@@ -15,7 +15,9 @@ from atoll import run_dir
 from atoll.cluster.jobs import Job
 from atoll.cluster.status import follow, main, status
 from atoll.errors import UserError
+from atoll.health.exclusions import Exclusion, exclude
 from atoll.health.faults import Fault, add_fault
+from atoll.health.restarts import add_restart
 from atoll.settings import dumped
 
 
@@ -132,6 +134,18 @@ def test_restarts_are_counted(run_folder, scheduler):
     run_dir.jobs_file(run_folder).write_text("slurm 9\n")
     run_dir.restarts_file(run_folder).write_text("{}\n{}\n")
     assert "job 9, restarted 2 times" in status(run_folder)[1]
+
+
+def test_what_was_left_out_is_told(run_folder, scheduler):
+    scheduler(squeue="9|9|RUNNING|None")
+    run_dir.jobs_file(run_folder).write_text("slurm 9\n")
+    add_restart(run_folder, step=10)
+    add_restart(run_folder, step=20, began=10, kind="stalled")
+    exclude(run_folder, {"n2": Exclusion("stalled", "stopped", "8", "now")})
+    words = "job 9, restarted 2 times (1 of them after a fault), without n2"
+    assert words in status(run_folder)[1]
+    run_dir.excluded_file(run_folder).write_text("{")
+    assert status(run_folder)[0] == "running"
 
 
 def test_a_result_counts_more_than_the_scheduler(run_folder, scheduler, capsys):

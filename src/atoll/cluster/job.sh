@@ -1,10 +1,11 @@
 # What every job of a run does around its commands. launch.sh reads it:
 #     source RUN/job.sh RUN SCHEDULER [SECONDS]       SECONDS: after which PBS's time is nearly over
-# One job holds the run, hears of its time limit, and goes on in another one.
+# One job holds the run, hears of its time limit and of faults, and goes on, here or in another one.
 # shellcheck shell=bash
 run_folder=$1 scheduler=$2 clock_seconds=${3:-}
 stop_file=$run_folder/stop restart_file=$run_folder/restart lease_folder=$run_folder/lease
-renew_seconds=10 watch_seconds=60 lease=
+faults_file=$run_folder/faults.jsonl excluded_file=$run_folder/excluded.json
+renew_seconds=10 watch_seconds=60 ending_seconds=60 lease='' fault='' cancelled='' excluded=''
 # A site's settings of Python would reach into the image; sbatch --export=NONE would reach srun.
 unset PYTHONHOME PYTHONPATH PYTHONSTARTUP SLURM_EXPORT_ENV
 
@@ -135,7 +136,10 @@ keep_lease() {
         [[ -n ${lease:-} ]] || continue
         if (($(newest_lease) > ${lease##*/})); then
             printf 'atoll: another job has taken the run over; this one ends\n' >&2
-            pkill -TERM -P "$$" || true
+            while kill -TERM "$$" 2> /dev/null; do # it may be about to start its ranks
+                pkill -TERM -P "$$" || true
+                sleep 2
+            done
             return
         fi
         write_lease "$owner"$'\n'"renewed $(date +%s)" || true
@@ -166,9 +170,10 @@ hold_run() {
 # would also end those that hold its image open, and so the ranks; they look for a file instead.
 
 wait_for() {
-    trap : TERM # a cancelled job's ranks have heard it too, and save
+    trap 'cancelled=yes' TERM # a cancelled job's ranks have heard it too, and save
     "$@" &
     local task=$! code=0
+    end_launcher "$task" &
     while kill -0 "$task" 2> /dev/null; do wait "$task" || true; done
     wait "$task" || code=$?
     trap 'exit 143' TERM
@@ -184,24 +189,139 @@ note_job() { # OUTPUT of sbatch or qsub: the last line that is a job's id is the
     printf '%s %s\n' "$scheduler" "$next" >> "$run_folder/jobs.txt"
     printf 'atoll: job %s goes on with the run\n' "$next"
 }
-# A launcher has its own idea of an exit code when some of its tasks end before others, so the
-# ranks say by a file that their state is saved and the run should go on.
+
+# --- Faults. Whoever watches the ranks has written down what is wrong, and ended them; where a node
+# is gone, the scheduler knows. `atoll go-on` says what follows: the ranks start again on nodes of
+# this job that are well, or in another job, or this was the end.
+
+newest_step() { # of the checkpoints that are whole; 0: there is none
+    local file step=0
+    for file in "$run_folder"/checkpoints/step-*/manifest.json; do
+        file=${file%/manifest.json} file=${file##*/step-}
+        [[ ! $file =~ ^[0-9]+$ ]] || step=$((10#$file))
+    done
+    printf '%s\n' "$step"
+}
+fault_count() { # [PATTERN]
+    local count
+    count=$(grep -csE "${1:-}" "$faults_file") || true
+    printf '%s\n' "${count:-0}"
+}
+# Beside the ranks: a launcher may wait for the tasks of a node that is gone. What it leaves of its
+# step holds nodes that are well, so that the next one has to share them.
+end_launcher() { # PID
+    local ending='"kind": "(died|stalled|unfit)"' known since='' id
+    known=$(fault_count "$ending")
+    while kill -0 "$1" 2> /dev/null; do
+        sleep 2 > /dev/null 2>&1
+        (($(fault_count "$ending") > known)) || continue
+        : "${since:=$SECONDS}"
+        ((SECONDS - since >= ending_seconds)) || continue
+        printf 'atoll: the ranks have not ended %s s after the fault; their launcher is killed\n' \
+            "$ending_seconds" >&2
+        for id in $(squeue --noheader --steps "--jobs=$job" --format=%i 2> /dev/null || true); do
+            [[ ! $id =~ ^[0-9]+\.[0-9]+$ ]] || scancel --signal=KILL "$id" || true
+        done
+        kill -KILL "$1" || true
+        return
+    done
+}
+nodes_of_job() {
+    case $scheduler in
+        slurm) scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2> /dev/null || true ;;
+        pbs) [[ ! -f ${PBS_NODEFILE:-} ]] || awk '!seen[$0]++' "$PBS_NODEFILE" ;;
+    esac
+}
+left_out() { # the nodes of excluded.json, with commas
+    [[ -e $excluded_file ]] || return 0
+    atoll exclusions "$run_folder" --names | sed -n 's/^@atoll //p' || true
+}
+place() { # COMMAND: on nodes that are not left out, where the job has more than its step takes
+    local word wanted=0 nodes=() good=() bad=''
+    step=("$@")
+    mapfile -t nodes < <(nodes_of_job)
+    for word in "$@"; do [[ $word != --nodes=* ]] || wanted=${word#*=}; done
+    excluded=$(left_out)
+    for word in "${nodes[@]}"; do
+        if [[ ,$excluded, == *,$word,* ]]; then bad+=" $word"; else good+=("$word"); fi
+    done
+    if [[ $1 == srun ]] && ((${#nodes[@]} > wanted && ${#good[@]} >= wanted)); then
+        on_nodes "$(IFS=,; printf '%s' "${good[*]:0:wanted}")" "$@"
+    elif [[ -n $bad ]]; then
+        printf 'atoll: this job has%s, which excluded.json leaves out, and no other\n' "$bad" >&2
+    fi
+}
+on_nodes() { # NODES srun WORDS
+    step=("$2" "--nodelist=$1" "${@:3}")
+}
+is_ours() { # to go on with: what Slurm ends, or queues again itself, is not
+    [[ -z $cancelled && ! -e $restart_file ]] && (($(newest_lease) <= ${lease##*/})) || return 1
+    [[ $scheduler == slurm ]] || return 0
+    local state
+    state=$(squeue --noheader "--jobs=$job" --format=%T 2> /dev/null) || return 0
+    [[ -z $state || $state == RUNNING ]]
+}
+go_on() { # BEGAN KNOWN: sets `answer`, the words of atoll go-on
+    local words=("--began=$1" "--known-faults=$2" "--job=$job") state
+    answer=(end)
+    is_ours || return 0
+    if [[ -e $stop_file ]]; then
+        (($(fault_count) > $2)) || return 0 # the time was over, and nothing else
+        words+=(--time-is-over)
+    fi
+    if [[ $scheduler == slurm ]]; then
+        while read -r state; do
+            [[ ! $state =~ =(down|fail)|\*$ ]] || words+=("--down=$state")
+        done < <(sinfo --noheader --Node "--nodes=${SLURM_JOB_NODELIST:-}" --format=%N=%T \
+            2> /dev/null | sort -u)
+    fi
+    words+=("--nodes=$(nodes_of_job | paste -sd, -)")
+    read -ra answer <<< "$(atoll go-on "$run_folder" "${words[@]}" | sed -n 's/^@atoll //p')"
+}
+run_ranks() { # COMMAND: again after a fault, as long as that leads on
+    local step answer began known code
+    place "$@"
+    while true; do
+        began=$(newest_step) known=$(fault_count) code=0
+        wait_for "${step[@]}" || code=$?
+        ((code != 0)) || return 0
+        go_on "$began" "$known"
+        [[ ${answer[0]:-} == again ]] || return "$code"
+        if [[ ${answer[1]} == - ]]; then
+            fault=yes
+            touch "$restart_file"
+            return "$code"
+        fi
+        if [[ $1 == srun ]]; then on_nodes "${answer[1]}" srun --overlap "${@:2}"; fi
+    done
+}
+
+# --- The end. A launcher has its own idea of an exit code when some of its tasks end before others,
+# so the ranks say by a file that their state is saved and the run should go on.
+
+queue_again() {
+    if [[ -z $fault ]]; then
+        printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\n' "$job"
+        code=@RESTART_CODE@
+    fi
+    excluded=$(left_out)
+    [[ -z $excluded || $scheduler == slurm ]] ||
+        printf 'atoll: %s takes no list of nodes to leave out: the next job may have %s again\n' \
+            "$scheduler" "$excluded" >&2
+    if requeue; then
+        rm -f "$restart_file"
+    else
+        printf 'atoll: the run could not be queued again\n       type the same line again\n' >&2
+        code=1
+    fi
+}
 at_end() {
     local code=$?
     trap '' USR2
-    if [[ -n ${lease:-} ]]; then
+    if [[ -n ${lease:-} ]] && (($(newest_lease) <= ${lease##*/})); then
         write_lease "$owner ended" || true
         (printf 'ended\n' >&"$pipe") 2> /dev/null || true # it may be gone
-        if [[ -e $restart_file && $scheduler != none ]]; then
-            printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\n' "$job"
-            code=@RESTART_CODE@
-            if requeue; then
-                rm -f "$restart_file"
-            else
-                printf 'atoll: the run could not be queued again\n       type the same line again\n' >&2
-                code=1
-            fi
-        fi
+        [[ ! -e $restart_file || $scheduler == none ]] || queue_again
     fi
     exit "$code"
 }

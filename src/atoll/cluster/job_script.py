@@ -36,11 +36,12 @@ def launch_script(
     modules = [["module", "use", folder] for folder in named.use]
     modules += [["module", "load", name] for name in named.load]
     queued = scheduler in REQUEUE
+    asks = f'atoll() {{\n    {shlex.join(atoll_command(run))} "$@"\n}}\n'
     return (
         HEADER
         + (MODULES + _lines(modules) if modules else "")
         + STRICT
-        + (REQUEUE[scheduler](run, run_folder, batch_file) if queued else "")
+        + (asks + REQUEUE[scheduler](run, run_folder, batch_file) if queued else "")
         + _around(run, run_folder)
         + _lines(preparation(run, run_folder))
         + _lines([_ranks(run, run_folder, entrypoint)] if entrypoint else training(run, run_folder))
@@ -85,8 +86,10 @@ def _lines(commands: list[list[str]]) -> str:
 
 
 def _ranks(run: Run, run_folder: Path, entrypoint: str | None) -> list[str]:
-    waiting = ["wait_for"] if run.facility.scheduler in REQUEUE else []
-    return [*waiting, *launch_step(run, run_folder, entrypoint)]
+    """All ranks. Those that train start again after a fault; others are waited for."""
+    waiting = ["wait_for" if entrypoint else "run_ranks"]
+    queued = run.facility.scheduler in REQUEUE
+    return [*(waiting if queued else []), *launch_step(run, run_folder, entrypoint)]
 
 
 def _image_checks(run: Run, run_folder: Path) -> list[list[str]]:

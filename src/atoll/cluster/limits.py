@@ -41,9 +41,9 @@ def check_queue(run: Run) -> None:
     if most is not None and minutes > most:
         raise _too_long(name, most, minutes)
     by_size = facility.limits.walltime_minutes_up_to_nodes
-    most = next((by_size[size] for size in sorted(by_size) if run.nodes <= size), None)
+    most = next((by_size[size] for size in sorted(by_size) if run.job_nodes <= size), None)
     if most is not None and minutes > most:
-        raise _too_long(f"{facility.name}, for {run.nodes} nodes,", most, minutes)
+        raise _too_long(f"{facility.name}, for {run.job_nodes} nodes,", most, minutes)
     if facility.limits.needs_account and not facility.account:
         raise UserError(
             f"{facility.name} needs an account",
@@ -82,10 +82,10 @@ def check_allocation(run: Run, environment: Mapping[str, str]) -> None:
             "--here, but this is no job: neither SLURM_JOB_NUM_NODES nor PBS_NODEFILE is set",
             "leave --here out to queue a job, or call salloc or qsub -I first",
         )
-    if run.nodes != allocated:
+    if run.job_nodes != allocated:
         raise UserError(
-            f"this job has {allocated} nodes, the run asks for {run.nodes}",
-            f"leave nodes out, or ask the scheduler for as many: -N {run.nodes}",
+            f"this job has {allocated} nodes, the run asks for {_counted(run)}",
+            f"leave nodes out, or ask the scheduler for as many: -N {run.job_nodes}",
         )
     _check_cores(run, environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
 
@@ -114,15 +114,22 @@ def job_limits(run: Run) -> tuple[str, Queue]:
 
 def _check_between(run: Run, name: str, least: int, most: int | None) -> None:
     other = "or another queue: facility.submit and facility.limits.queues name them"
-    if run.nodes < least:
+    if run.job_nodes < least:
         raise UserError(
-            f"{name} takes jobs of at least {least} nodes, not {run.nodes}",
+            f"{name} takes jobs of at least {least} nodes, not {_counted(run)}",
             f"nodes={least}, {other}",
         )
-    if most is not None and run.nodes > most:
+    if most is not None and run.job_nodes > most:
         raise UserError(
-            f"{name} takes jobs of at most {most} nodes, not {run.nodes}", f"nodes={most}, {other}"
+            f"{name} takes jobs of at most {most} nodes, not {_counted(run)}",
+            f"nodes={max(1, most - run.spare_nodes)}, {other}",
         )
+
+
+def _counted(run: Run) -> str:
+    """The nodes of its job, in words."""
+    spare = f" ({run.nodes} and {run.spare_nodes} spare)" if run.spare_nodes else ""
+    return f"{run.job_nodes}{spare}"
 
 
 def _too_long(name: str, most: int, minutes: int) -> UserError:

@@ -62,13 +62,14 @@ def main(argv: list[str]) -> int:
 
 def head(run: Run, shape: Shape) -> str:
     node, tokens = run.facility.node, run.data.sequence_tokens
+    spare = f" (and {run.spare_nodes} spare)" if run.spare_nodes else ""
     memory = "unknown" if node.device_memory_gib is None else f"{node.device_memory_gib:g} GiB"
     return (
         f"{run.model.name}: {shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers; "
         f"{run.training.microbatch_samples} x {tokens} tokens a pass, "
         f"{run.training.global_batch_samples} samples a step\n"
-        f"{run.facility.name}: {run.nodes} nodes x {run.ranks_per_node} {node.device} devices, "
-        f"memory of each {memory}; all in GiB, of the fullest device\n"
+        f"{run.facility.name}: {run.nodes} nodes{spare} x {run.ranks_per_node} {node.device} "
+        f"devices, memory of each {memory}; all in GiB, of the fullest device\n"
         f"{origin_line(run)}"
     )
 

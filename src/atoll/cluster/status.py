@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from atoll.cluster.lease import Lease, lease_of
 from atoll.cluster.scheduler import answer_lines
 from atoll.commands import VerbParser
 from atoll.errors import UserError
+from atoll.health.exclusions import excluded
 from atoll.health.faults import ENDING, faults, in_a_line
+from atoll.health.restarts import restarts
 from atoll.settings import load_run
 
 ABOUT = "Say of each run (the folder, or its name in runs/) where it stands, and why."
@@ -68,8 +71,7 @@ def status(folder: Path, answers: Mapping[JobId, Job] | None = None) -> tuple[st
     jobs = queued_jobs(folder)
     answers = ask(jobs) if answers is None else answers
     (scheduler, job_id), job = _telling(jobs, answers, lease_of(folder))
-    restarts = _restarts(folder, job)
-    counted = f", restarted {restarts} times" if restarts else ""
+    counted = _restarted(folder, job)
     reasons = [job.why]
     if job.code == "TIMEOUT":
         reasons = [_time_was_over(folder)]
@@ -117,20 +119,28 @@ def _telling(
 
 
 def _time_was_over(folder: Path) -> str:
-    path = run_dir.checkpoints(folder)
-    names = sorted(path.glob("step-*/manifest.json")) if path.is_dir() else []
-    saved = f"step {int(names[-1].parent.name[5:])} is saved" if names else "nothing is saved"
+    steps = run_dir.complete_checkpoints(folder)
+    saved = f"step {steps[-1]} is saved" if steps else "nothing is saved"
     return (
         f"its wall time was over before it was queued again, {saved}: the same line goes on; "
         "see restart.notice_seconds"
     )
 
 
-def _restarts(folder: Path, job: Job) -> int:
-    """How often the run was queued again: a last one that was asked for may not have come."""
-    asked = _count_lines(run_dir.restarts_file(folder))
+def _restarted(folder: Path, job: Job) -> str:
+    """How often the run was started again, and what it leaves out since.
+
+    A last one that was asked for may not have come.
+    """
     missed = run_dir.restart_file(folder).exists() and job.state not in LIVE
-    return max(0, asked - int(missed))
+    records = restarts(folder)
+    records = records[: len(records) - int(missed)]
+    for_faults = sum("began" in record for record in records)
+    why = f" ({for_faults} of them after a fault)" if for_faults else ""
+    times = f", restarted {len(records)} times{why}" if records else ""
+    with suppress(UserError):  # where a person is at the file
+        times += f", without {nodes}" if (nodes := ", ".join(excluded(folder))) else ""
+    return times
 
 
 def _fault(folder: Path, job_id: str | None = None) -> str:
@@ -204,10 +214,6 @@ def _result(folder: Path) -> str:
     figures = {name: value for name, value in result.items() if name not in ("steps", "targets")}
     listed = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
     return f"{result['steps']} steps, {listed}"
-
-
-def _count_lines(path: Path) -> int:
-    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def follow(folder: Path) -> int:

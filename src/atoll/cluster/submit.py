@@ -20,6 +20,7 @@ from atoll.commands import VerbParser
 from atoll.config.compose import Composition, compose_all, config_tree, overrides_parser
 from atoll.config.identity import check_same_run
 from atoll.errors import UserError, printable
+from atoll.health.exclusions import excluded
 from atoll.images.check import check_image
 from atoll.settings import Run
 
@@ -93,6 +94,7 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
             return code
         # once it is queued: what the scheduler refuses is two lines
         print(unknown_fit(composition.run), end="", file=sys.stderr)
+        print(_left_out(composition.run), end="", file=sys.stderr)
     return 0
 
 
@@ -102,6 +104,13 @@ def dry_run(run: Run, here: bool = False) -> str:
     queue = "" if _runs_here(run, here) else shlex.join(_submission(run)) + "\n\n"
     path = printable(str(run_dir.launch_script(folder)))  # a comment is one line
     return f"{queue}# {path}\n{_script(run, here)}"
+
+
+def _left_out(run: Run) -> str:
+    """The nodes that an earlier fault of the run took out of its jobs, for a person."""
+    nodes = excluded(run_dir.folder(run))
+    file = run_dir.excluded_file(run_dir.folder(run))
+    return f"without {', '.join(nodes)}: {file} says why, and how to undo it\n" if nodes else ""
 
 
 def _discard(folder: Path) -> None:
@@ -115,8 +124,12 @@ def _discard(folder: Path) -> None:
 def with_allocated_nodes(overrides: list[str], environment: Mapping[str, str]) -> list[str]:
     """The overrides with the number of nodes this job has, unless they say one themselves."""
     allocated = limits.allocated_nodes(environment)
-    stated = any(word.lstrip("+").startswith("nodes=") for word in overrides)
-    return overrides if allocated is None or stated else [*overrides, f"nodes={allocated}"]
+    pairs = (word.lstrip("+").partition("=") for word in overrides)
+    stated = {name: text for name, _, text in pairs if name in ("nodes", "spare_nodes")}
+    if allocated is None or "nodes" in stated:
+        return overrides
+    spare = stated.get("spare_nodes", "0")
+    return [*overrides, f"nodes={allocated - int(spare) if spare.isdecimal() else allocated}"]
 
 
 def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:

@@ -28,9 +28,9 @@ def derived_name(run: Run, stated: Mapping[str, Any]) -> str:
     """A name from the configuration alone, so that the same line submitted again resumes.
 
     stated: what run.yaml says. Settings that are as stated there, or at a default of their own, do
-    not count, so that one added later renames nothing. Nor do folders, what watches the run, checks
-    left out, and all that a facility says of itself but its name: who pays or a network variable
-    make no other run.
+    not count, so that one added later renames nothing. Nor do folders, spare nodes, what watches
+    the run, checks left out, and all that a facility says of itself but its name: who pays or a
+    network variable make no other run.
     """
     values = run.model_dump(
         mode="json",
@@ -41,6 +41,7 @@ def derived_name(run: Run, stated: Mapping[str, Any]) -> str:
             "facility": True,
             "restart": True,
             "watch": True,
+            "spare_nodes": True,
             "monitor": True,
             "override": True,
             "image": set(Image.model_fields) - {"name", "args_file", "run_flags", "device"},

@@ -199,9 +199,12 @@ class Launcher(Settings):
 
 
 class Restart(Settings):
-    """What happens when the wall time is over: a checkpoint, then the same run in another job."""
+    """How a run goes on by itself: after its wall time, and after a fault while steps advance."""
 
     max_restarts: CountOrZero = 20
+    exclude: bool = Field(
+        default=True, description="leave out a node that the evidence of a fault speaks against"
+    )
     notice_seconds: Count = Field(
         default=180, description="time to finish a step and write a checkpoint"
     )

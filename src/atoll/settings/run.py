@@ -44,6 +44,7 @@ class Run(Settings):
     seed: CountOrZero
     deterministic: bool
     nodes: Count
+    spare_nodes: CountOrZero = 0  # that the job asks for as well, to take the place of others
     ranks_per_node: Count
     folders: Folders
     facility: Facility
@@ -79,6 +80,11 @@ class Run(Settings):
     def tries_nodes(self) -> bool:
         by_itself = self.facility.scheduler != "none" and self.world_size > 1
         return by_itself if self.preflight is None else self.preflight
+
+    @property
+    def job_nodes(self) -> int:
+        """The nodes that its job asks for."""
+        return self.nodes + self.spare_nodes
 
     @model_validator(mode="after")
     def _task_has_its_data(self) -> "Run":
@@ -140,6 +146,12 @@ class Run(Settings):
                 f"launcher=ssh starts ranks on the machines of a file, and {self.facility.name} "
                 "has none",
                 "facility.hosts_file=FILE, with facility.scheduler=none",
+            )
+        if self.spare_nodes and (scheduler != "slurm" or launcher == "mpiexec"):
+            raise ValueError(
+                f"spare_nodes={self.spare_nodes}: a spare takes a node's place by srun alone, and "
+                f"{self.facility.name} has scheduler={scheduler}, launcher={launcher}",
+                "leave spare_nodes out" if scheduler != "slurm" else "launcher=static",
             )
         return self
 

@@ -5,16 +5,15 @@ rank also catches the signals that reach it: USR2 ahead of the time limit, TERM 
 or cancelled.
 """
 
-import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from atoll import run_dir
 from atoll.errors import UserError
+from atoll.health.restarts import add_restart, restarts
 from atoll.settings import Run
 from atoll.sharding import agreement
 from atoll.sharding.process_group import World
@@ -62,14 +61,12 @@ def note_restart(run: Run, run_folder: Path, step: int) -> None:
 
     Raises `UserError` if the run was restarted as often as allowed.
     """
-    file = run_dir.restarts_file(run_folder)
-    lines = file.read_text().splitlines() if file.exists() else []
-    if len(lines) >= run.restart.max_restarts:
+    earlier = restarts(run_folder)
+    if len(earlier) >= run.restart.max_restarts:
         raise UserError(
-            f"the time was over once more at step {step}, after {len(lines)} restarts "
+            f"the time was over once more at step {step}, after {len(earlier)} restarts "
             f"(restart.max_restarts={run.restart.max_restarts})",
             "submit the same line again: the run goes on from there",
         )
-    entry = {"step": step, "time": time.time(), "job": os.environ.get("SLURM_JOB_ID", "")}
-    run_dir.write_whole(file, "\n".join([*lines, json.dumps(entry)]) + "\n")
+    add_restart(run_folder, step=step, job=os.environ.get("SLURM_JOB_ID", ""))
     run_dir.write_whole(run_dir.restart_file(run_folder), "")
