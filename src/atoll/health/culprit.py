@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from atoll.health.faults import Blame, Fault
-from atoll.health.node_record import NodeRecord, RankState, signal_name
+from atoll.health.node_record import PEER_ERROR, NodeRecord, RankState, signal_name
 
 Place = tuple[NodeRecord, RankState]
 
@@ -21,13 +21,6 @@ DEVICE_ERROR = re.compile(
     r"uncorrectable ECC|ECC error|hardware stack error|fallen off the bus|NVLink|"
     r"devices? (is|are) (busy or )?unavailable|no CUDA-capable device|CUDA unknown error|"
     r"device is visible to rank|hipErrorNoDevice|HSA_STATUS_ERROR|GPU (is|was) lost",
-    re.IGNORECASE,
-)
-# What a rank says whose peers are gone, in gloo's words and in NCCL's.
-PEER_ERROR = re.compile(
-    r"gloo/|DistBackendError|DistNetworkError|DistStoreError|ncclRemoteError|ncclSystemError|"
-    r"remote process exited|Connection (reset|closed|refused)|Broken pipe|"
-    r"Timed out (waiting|after)|timed out|TCPStore|failed to (recv|send)|Socket (closed|Timeout)",
     re.IGNORECASE,
 )
 USER_ERROR = "UserError:"

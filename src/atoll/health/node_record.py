@@ -19,6 +19,13 @@ from atoll.health.heartbeat import ALIVE, Record, process_words
 GONE = "gone"
 STOPPED = ("T", "t")
 MOST_FRAMES = 40
+# What a rank says whose peers are gone, in gloo's words and in NCCL's.
+PEER_ERROR = re.compile(
+    r"gloo/|DistBackendError|DistNetworkError|DistStoreError|ncclRemoteError|ncclSystemError|"
+    r"remote process exited|Connection (reset|closed|refused)|Broken pipe|"
+    r"Timed out (waiting|after)|timed out|TCPStore|failed to (recv|send)|Socket (closed|Timeout)",
+    re.IGNORECASE,
+)
 _JOB = re.compile(r"job_\d+")
 _FATAL = {
     "Segmentation fault": int(signal.SIGSEGV),

@@ -29,7 +29,7 @@ from atoll.health.heartbeat import (
     record_file,
     started_ticks,
 )
-from atoll.health.node_record import GONE, STOPPED, NodeRecord, RankState
+from atoll.health.node_record import GONE, PEER_ERROR, STOPPED, NodeRecord, RankState
 
 ANSWER_SIGNAL = signal.SIGUSR1
 IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -251,8 +251,7 @@ def deal_with(watched: Watched, reason: str, memory_kills: int) -> None:
     ask(folder, seen)
     dump(watched, reason, memory_kills)
     judge(watched, records)
-    judged_file(folder).touch()
-    end_ranks(seen)
+    end_ranks(folder, read_all(folder, watched.numbers))
 
 
 def judge(watched: Watched, records: Path) -> None:
@@ -318,15 +317,16 @@ def answer(folder: Path, rank: int) -> dict[str, Any] | None:
     return None
 
 
-def end_ranks(seen: dict[int, Record]) -> None:
-    """SIGKILL, which a stopped process hears too; those that failed print their error first.
+def end_ranks(folder: Path, seen: dict[int, Record]) -> None:
+    """SIGKILL, which a stopped process hears too; who failed by itself prints its error first.
 
-    Meanwhile the others are stopped: else they would fail, one after another, for want of them.
+    The others are stopped meanwhile: all that they could say is that a peer is gone.
     """
-    failed = [record for record in seen.values() if record.error]
-    others = [record for record in seen.values() if not record.error]
+    failed = [r for r in seen.values() if r.error and not PEER_ERROR.search(r.error)]
+    others = [record for record in seen.values() if record not in failed]
     for record in others:
         send(record, signal.SIGSTOP if failed else signal.SIGKILL)
+    judged_file(folder).touch()
     wait_until(lambda: not any(map(is_there, failed)), GRACE_SECONDS if failed else 0.0)
     for record in [*failed, *others]:
         send(record, signal.SIGKILL)
