@@ -87,12 +87,13 @@ def unfit_nodes(
 ) -> list[Fault]:
     """One fault of each node that has a figure below a share of the median of all ranks.
 
-    A single node is compared with the certificate as well: it has no peers.
+    Ranks share the processors of a node: the best of them counts, and of devices each. A single
+    node is compared with the certificate as well: it has no peers.
     """
     worst: dict[str, tuple[float, Fault]] = {}
     alone = len({each.node for each in tried}) == 1
     for name in UNITS:
-        values = figures_of(tried, name)
+        values = of_devices(tried, figures_of(tried, name))
         references = {"the median": statistics.median_high(values.values())} if values else {}
         if alone and certified and name in certified:
             references["the certificate"] = certified[name]
@@ -114,6 +115,17 @@ def judged(rank: int, tried: Tried, name: str, value: float, reference: float, w
 def figures_of(tried: Sequence[Tried], name: str) -> dict[int, float]:
     values = {rank: getattr(each.figures, name) for rank, each in enumerate(tried)}
     return {rank: value for rank, value in values.items() if value is not None}
+
+
+def of_devices(tried: Sequence[Tried], values: dict[int, float]) -> dict[int, float]:
+    """The values that count: without a device of its own, a rank's only if its node's best."""
+    rising = sorted(values, key=values.__getitem__)
+    best_ranks = {tried[rank].node: rank for rank in rising}
+    return {
+        rank: value
+        for rank, value in values.items()
+        if tried[rank].device or best_ranks[tried[rank].node] == rank
+    }
 
 
 def spread(tried: Sequence[Tried]) -> dict[str, Any]:
