@@ -13,7 +13,7 @@ import yaml
 
 from atoll import run_dir
 from atoll.cluster.jobs import Job
-from atoll.cluster.status import follow, main, status
+from atoll.cluster.status import _progress, follow, main, status
 from atoll.errors import UserError
 from atoll.health.exclusions import Exclusion, exclude
 from atoll.health.faults import Fault, add_fault
@@ -327,3 +327,12 @@ def test_a_run_is_followed_until_it_has_ended(composed, here, capfd, monkeypatch
     assert said[1] == "step      1/8  loss 4.5000  1,234 tokens/s  1:10 left"
     assert said[2] == "step      1  held-out loss 4, perplexity 54.6"
     assert said[3].startswith("two: not finished, step 1 is the last one")
+
+
+def test_what_the_guard_did_is_said_of_a_followed_run():
+    figures = {"tokens_per_second": 1234.0, "step_seconds": 10.0}
+    train = {"event": "train", "step": 2, "loss": None, **figures}
+    assert _progress(train, 8).startswith("step      2/8  loss skipped  1,234 tokens/s")
+    done = {"event": "guard", "step": 2, "at_step": 2, "kind": "non_finite", "action": "skip"}
+    line = _progress(done | {"samples": [8, 16]}, 8)
+    assert line == "step      2  non_finite: skip, samples 8 up to 16"
