@@ -35,7 +35,7 @@ FIRST = {"master": (), "export": ("*.safetensors",)}
 LATER: dict[str, tuple[str, ...]] = {"delta": ()}
 MANIFEST = ("manifest.json", "manifest.json.sig")
 CALL_SECONDS = 3600.0  # of a question over ssh: a facility that hangs is asked again
-QUIET_SECONDS = 20.0  # without a sign of life; a facility gives one every few
+QUIET_SECONDS = 30.0  # without a sign of life; a facility gives one every few
 
 
 def main(argv: list[str]) -> int:
