@@ -20,7 +20,8 @@ LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-versio
 	--generate-hashes --no-header --excludes $(LOCKS)/excludes.txt
 # About 25 minutes on 2 cores; what needs a testbed, and what tables other than speed, is beside it.
 BENCH := host_start tokenize_rate packing short_attention loop_overhead trainer_against_hf checkpoint_against_dcp \
-	export_against_save_pretrained store_clients launch_to_first_collective aggregate_against_mean
+	export_against_save_pretrained store_clients launch_to_first_collective aggregate_against_mean \
+	watch_overhead guard_cost many_ranks goodput_simulation
 GPU_PYTHON ?= 3.12
 GPU_PIP := $(PIP) install --quiet --upgrade --no-deps --no-compile --only-binary=:all: \
 	--python-version $(GPU_PYTHON) --implementation cp --platform manylinux_2_28_x86_64 \

@@ -15,6 +15,7 @@ from typing import Any
 from atoll import run_dir
 from atoll.commands import VerbParser
 from atoll.errors import UserError
+from atoll.health import judge
 from atoll.health.exclusions import Exclusion, exclude, excluded
 from atoll.health.faults import Fault, add_fault, faults, in_a_line
 from atoll.health.restarts import add_restart, restarts
@@ -88,6 +89,7 @@ def main(argv: list[str]) -> int:
     asked = _parser().read(argv)
     folder, down = asked.run, dict(word.split("=", 1) for word in asked.down)
     run = load_run(run_dir.settings_file(folder))
+    judge.main([str(folder)])  # where the launcher ended the watchers before there was a verdict
     _add_down_nodes(folder, down, asked.job)
     step = max(run_dir.complete_checkpoints(folder), default=0)
     start = Start(asked.began, step, faults(folder)[asked.known_faults :])

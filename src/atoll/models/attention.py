@@ -124,7 +124,7 @@ def _refuse_unknown(module: nn.Module, unknown: dict[str, Any]) -> None:
         raise UserError(
             f"{type(module).__name__} asks its attention for {', '.join(asked)}, which attention "
             "of packed documents does not compute",
-            "choose a model of another family: `atoll models` lists them",
+            "choose a model of another family",
         )
 
 

@@ -24,7 +24,7 @@ def attend_by_rows(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, kernel: Any) 
         raise UserError(
             "this model looks both ways through a sliding window or capped scores, which attention "
             "of packed documents does not compute",
-            "choose a model of another family: `atoll models` lists them",
+            "choose a model of another family",
         )
     tokens = q_BHTD.shape[2]
     rows = max(kernel.window or ROWS, 128)

@@ -20,7 +20,7 @@ from atoll.settings.fields import (
 
 # MYTOKEN, OPENAI_KEY, AWS_ACCESS_KEY_ID, GITHUB_PAT, PGPASS; but neither NCCL_IB_PKEY nor PATH
 SECRET_NAME = re.compile(
-    r"SECRET|CREDENTIAL|PASSWO?R?D|PASSPHRASE|(TOKEN|(?<!P)KEYS?|(?<!BY)PASS)(_|$)|(^|_)PAT(_|$)",
+    r"SECRET|CREDENTIAL|PASSWO?R?D|PASSPHRASE|(TOKEN|(?<![PN])KEYS?|(?<!BY)PASS)(_|$)|(^|_)PAT(_|$)",
     re.IGNORECASE,
 )
 GIVEN = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=")  # NAME=VALUE, as --export and --env take it
