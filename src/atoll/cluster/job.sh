@@ -4,7 +4,8 @@
 # shellcheck shell=bash
 run_folder=$1 scheduler=$2 clock_seconds=${3:-}
 stop_file=$run_folder/stop restart_file=$run_folder/restart lease_folder=$run_folder/lease
-faults_file=$run_folder/faults.jsonl excluded_file=$run_folder/excluded.json
+faults_file=$run_folder/faults.jsonl ending_faults='"kind": "(died|stalled|unfit)"'
+excluded_file=$run_folder/excluded.json
 renew_seconds=10 watch_seconds=60 ending_seconds=60 lease='' fault='' cancelled='' excluded=''
 # A site's settings of Python would reach into the image; sbatch --export=NONE would reach srun.
 unset PYTHONHOME PYTHONPATH PYTHONSTARTUP SLURM_EXPORT_ENV
@@ -171,9 +172,11 @@ hold_run() {
 
 wait_for() {
     trap 'cancelled=yes' TERM # a cancelled job's ranks have heard it too, and save
+    local task code=0 known
+    known=$(fault_count "$ending_faults")
     "$@" &
-    local task=$! code=0
-    end_launcher "$task" &
+    task=$!
+    end_launcher "$task" "$known" &
     while kill -0 "$task" 2> /dev/null; do wait "$task" || true; done
     wait "$task" || code=$?
     trap 'exit 143' TERM
@@ -209,12 +212,11 @@ fault_count() { # [PATTERN]
 }
 # Beside the ranks: a launcher may wait for the tasks of a node that is gone. What it leaves of its
 # step holds nodes that are well, so that the next one has to share them.
-end_launcher() { # PID
-    local ending='"kind": "(died|stalled|unfit)"' known since='' id
-    known=$(fault_count "$ending")
+end_launcher() { # PID KNOWN
+    local since='' id
     while kill -0 "$1" 2> /dev/null; do
         sleep 2 > /dev/null 2>&1
-        (($(fault_count "$ending") > known)) || continue
+        (($(fault_count "$ending_faults") > $2)) || continue
         : "${since:=$SECONDS}"
         ((SECONDS - since >= ending_seconds)) || continue
         printf 'atoll: the ranks have not ended %s s after the fault; their launcher is killed\n' \

@@ -28,8 +28,6 @@ def watching(watched: WatchedRun) -> Iterator[Observers]:
             stack.callback(progress.on_end)
         writer = writing(watched, progress)
         write = run_on_all_ranks(world, lambda: stack.enter_context(writer))
-        if watched.preflight is not None:
-            write({"event": "preflight", "step": watched.resumed_step, **watched.preflight})
         profile = CommunicationProfile(watched, write) if chosen.communication else None
         energy = EnergyCounter(watched, write, stack) if chosen.energy else None
         ledger = Ledger(watched)
@@ -37,6 +35,8 @@ def watching(watched: WatchedRun) -> Iterator[Observers]:
         slow = stack.enter_context(slow_ranks(watched, write))
         # the metrics of a step include what its profile found
         observers = (profile, slow, Metrics(watched, write, profile), energy, progress, ledger)
+        if watched.preflight is not None:
+            write({"event": "preflight", "step": watched.resumed_step, **watched.preflight})
         yield tuple(observer for observer in observers if observer is not None)
 
 
