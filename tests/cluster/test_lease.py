@@ -227,7 +227,7 @@ def test_a_full_disk_is_told_in_two_lines(folder):
 
 
 def test_a_job_whose_run_was_taken_over_ends(folder, programs, tmp_path):
-    """However it came: two must not train one run. It queues nothing, the files are the other's."""
+    """However it came: two must not train one run. It queues nothing, and leaves all files."""
     programs(sbatch=f"touch {tmp_path}/queued", squeue="echo RUNNING")
     text = """requeue() { sbatch; }
 source "$1/job.sh" "$1" slurm

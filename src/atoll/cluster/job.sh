@@ -137,8 +137,9 @@ keep_lease() {
         [[ -n ${lease:-} ]] || continue
         if (($(newest_lease) > ${lease##*/})); then
             printf 'atoll: another job has taken the run over; this one ends\n' >&2
-            while kill -TERM "$$" 2> /dev/null; do # it may be about to start its ranks
+            while started "$$" > /dev/null; do # it may be about to start its ranks
                 pkill -TERM -P "$$" || true
+                kill -TERM "$$" 2> /dev/null || true
                 sleep 2
             done
             return
