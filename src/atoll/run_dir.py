@@ -85,6 +85,11 @@ def metrics_file(run_folder: Path) -> Path:
     return run_folder / "metrics.jsonl"
 
 
+def status_file(run_folder: Path) -> Path:
+    """What the scheduler said last, for those who ask often."""
+    return run_folder / "status.json"
+
+
 def ledger_file(run_folder: Path) -> Path:
     """Where the time of all starts of a run went."""
     return run_folder / "ledger.jsonl"

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from atoll import run_dir
+from atoll.cluster import status as status_module
 from atoll.cluster.jobs import Job
 from atoll.cluster.status import _progress, follow, main, status
 from atoll.errors import UserError
@@ -336,3 +337,18 @@ def test_what_the_guard_did_is_said_of_a_followed_run():
     done = {"event": "guard", "step": 2, "at_step": 2, "kind": "non_finite", "action": "skip"}
     line = _progress(done | {"samples": [8, 16]}, 8)
     assert line == "step      2  non_finite: skip, samples 8 up to 16"
+
+
+def test_who_asks_often_asks_the_scheduler_once_a_minute(run_folder, scheduler, monkeypatch):
+    run_dir.write_whole(run_dir.jobs_file(run_folder), "slurm 9\n")
+    clock = itertools.count(1000.0, 20.0)
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    states = []
+    monkeypatch.setattr(status_module, "ask", lambda jobs: states.append(1) or {})
+    for _ in range(12):
+        assert status_module.remembered_status(run_folder)[0] == "unknown"
+    # at 1000, then a minute later, then two minutes
+    assert len(states) == 3
+    run_dir.jobs_file(run_folder).write_text("slurm 9\nslurm 10\n")
+    status_module.remembered_status(run_folder)
+    assert len(states) == 4  # another job: what was said of the first says nothing of it

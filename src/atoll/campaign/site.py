@@ -31,7 +31,7 @@ from atoll.campaign.journal import Journal, alone, round_name, round_number
 from atoll.campaign.signing import sign
 from atoll.campaign.transfer import atoll_here, complaint, run_verb
 from atoll.cluster.launchers import atoll_command
-from atoll.cluster.status import status
+from atoll.cluster.status import remembered_status, status
 from atoll.commands import VerbParser, run_command
 from atoll.config.compose import compose, path_word
 from atoll.errors import UserError
@@ -256,7 +256,7 @@ def _submitted(here: Path, run: Run, lines: list[str], attempts: int) -> tuple[s
     folder, journal = run_dir.folder(run), Journal(here)
     why = journal.last("refused").get("why", "")
     if run_dir.settings_file(folder).is_file():
-        state, why = status(folder)
+        state, why = remembered_status(folder)
         if state in ("queued", "running", "finished", "unknown"):
             return state, why
     tried = len(journal.records("refused", "accepted"))  # what a kill cut short is none

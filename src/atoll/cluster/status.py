@@ -84,6 +84,30 @@ def status(folder: Path, answers: Mapping[JobId, Job] | None = None) -> tuple[st
     return job.state, f"job {job_id}{counted}: {'; '.join(text for text in reasons if text)}"
 
 
+def remembered_status(folder: Path) -> tuple[str, str]:
+    """The same for who asks often: the scheduler is asked once a minute at most, then less often.
+
+    What it said of a job that lives is kept in the run's folder; the run's own files always count.
+    """
+    by_itself = _without_scheduler(folder)
+    if by_itself is not None:
+        return by_itself
+    file, now = run_dir.status_file(folder), time.time()
+    last: dict[str, Any] = {"until": 0.0, "state": ""}
+    if file.is_file():
+        last = json.loads(file.read_text())
+    if now < last["until"] and last["jobs"] == len(queued_jobs(folder)):
+        return last["state"], last["why"]
+    state, why = status(folder)
+    pause = ASK_SECONDS
+    if state == last["state"]:
+        pause = min(2 * last["pause"], MOST_ASK_SECONDS)
+    until = now + pause if state in LIVE else 0.0
+    known = {"until": until, "pause": pause, "jobs": len(queued_jobs(folder))}
+    run_dir.write_whole(file, json.dumps(known | {"state": state, "why": why}))
+    return state, why
+
+
 def _without_scheduler(folder: Path) -> tuple[str, str] | None:
     """State and reason of a run that is finished, or that no scheduler knows of; else None."""
     run = load_run(run_dir.settings_file(folder))

@@ -90,6 +90,9 @@ def main(argv: list[str]) -> int:
     folder, down = asked.run, dict(word.split("=", 1) for word in asked.down)
     run = load_run(run_dir.settings_file(folder))
     judge.main([str(folder)])  # where the launcher ended the watchers before there was a verdict
+    if any(fault.blame in ("code", "data") for fault in faults(folder)[asked.known_faults :]):
+        # a node that is slow to answer is no cause beside one
+        down = {node: state for node, state in down.items() if state.startswith(("down", "fail"))}
     _add_down_nodes(folder, down, asked.job)
     step = max(run_dir.complete_checkpoints(folder), default=0)
     start = Start(asked.began, step, faults(folder)[asked.known_faults :])
