@@ -159,3 +159,9 @@ def test_no_path_of_one_machine_is_written_down():
     ]
     assert len(files) > len(SOURCES)
     assert [label(path) for path in files if home.search(path.read_text())] == []
+
+
+def test_no_two_test_files_share_a_name():
+    # pytest imports them by it; the second one would end the whole run
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)
