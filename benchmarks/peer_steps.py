@@ -1,20 +1,27 @@
 """A small data-parallel training that saves and resumes, as a user of each peer would write it.
 
-    python peer_steps.py torchrun|lightning FOLDER       (submitit starts `Steps` by itself)
+    python peer_steps.py torchrun|srun|lightning FOLDER  (submitit starts `Steps` by itself)
 
 Rank 0 appends each step and its time to FOLDER/steps.txt; each rank leaves its pid and node.
+PEER_STEPS, PEER_STEP_SECONDS, PEER_TIMEOUT_SECONDS: other lengths than these.
 """
 
 import os
+import re
+import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-STEPS, SAVED_EVERY, STEP_SECONDS = 60, 5, 0.25
+SAVED_EVERY = 5
+STEPS = int(os.environ.get("PEER_STEPS", "60"))
+STEP_SECONDS = float(os.environ.get("PEER_STEP_SECONDS", "0.25"))
+TIMEOUT = timedelta(seconds=float(os.environ.get("PEER_TIMEOUT_SECONDS", "1800")))
 
 
 def leave_pid(folder: Path, rank: int) -> None:
@@ -28,7 +35,7 @@ def note(folder: Path, step: int) -> None:
 
 
 def train(folder: Path, rank: int) -> None:
-    """In a process group that is joined: 60 steps, a checkpoint at every fifth."""
+    """In a process group that is joined: its steps, and a checkpoint at every fifth."""
     leave_pid(folder, rank)
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
@@ -54,8 +61,22 @@ def train(folder: Path, rank: int) -> None:
 
 
 def torchrun(folder: Path) -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=TIMEOUT)
     train(folder, dist.get_rank())
+
+
+def srun(folder: Path) -> None:
+    """As a task of srun: the first node of the job is the one to meet at."""
+    nodes = os.environ["SLURM_JOB_NODELIST"]
+    names = subprocess.check_output(["scontrol", "show", "hostnames", nodes], text=True).split()
+    shown = subprocess.check_output(["scontrol", "show", "node", names[0]], text=True)
+    os.environ["MASTER_ADDR"] = re.search(r"NodeAddr=(\S+)", shown)[1]
+    os.environ["MASTER_PORT"] = str(30_000 + int(os.environ["SLURM_JOB_ID"]) % 2000)
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = (
+        os.environ["SLURM_PROCID"],
+        os.environ["SLURM_NTASKS"],
+    )
+    torchrun(folder)
 
 
 class Steps:
@@ -122,4 +143,4 @@ def lightning(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"torchrun": torchrun, "lightning": lightning}[sys.argv[1]](Path(sys.argv[2]))
+    {"torchrun": torchrun, "srun": srun, "lightning": lightning}[sys.argv[1]](Path(sys.argv[2]))

@@ -1,5 +1,6 @@
 """After ranks that failed: again, without which nodes, or the end. Decided from what is known."""
 
+import errno
 import json
 
 import pytest
@@ -177,6 +178,17 @@ def test_a_file_with_a_slip_is_left_as_it_is_and_the_run_goes_on(folder, capsys)
     assert answer == ["again", "n1,n3"]
     assert "excluded.json" in errors
     assert run_dir.excluded_file(folder).read_text() == "{"
+
+
+def test_a_full_disk_ends_the_run_in_a_line(folder, capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device", "restarts.jsonl")
+
+    monkeypatch.setattr(go_on, "add_restart", full)
+    add_fault(folder, NODE)
+    answer, errors = asked(folder, capsys)
+    assert answer == ["end", "-"]
+    assert errors.splitlines()[-1] == "atoll: restarts.jsonl: No space left on device; the run ends"
 
 
 def test_the_step_of_the_newest_checkpoint_is_the_progress(folder, capsys):

@@ -5,6 +5,7 @@ line on standard output is for the shell: `@atoll again|end NODES`. NODES are th
 start inside this job, `-` where another job is needed.
 """
 
+import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -87,6 +88,16 @@ def _short(node: str) -> str:
 def main(argv: list[str]) -> int:
     """Decide, write down what was decided, tell a person, and answer the shell."""
     asked = _parser().read(argv)
+    try:
+        answer = _answer(asked)
+    except OSError as error:  # a full disk: the next start could not write either
+        _say(f"{error.filename or asked.run}: {error.strerror}; the run ends")
+        answer = "end -"
+    print(f"@atoll {answer}")
+    return 0
+
+
+def _answer(asked: argparse.Namespace) -> str:
     folder, down = asked.run, dict(word.split("=", 1) for word in asked.down)
     run = load_run(run_dir.settings_file(folder))
     judge.main([str(folder)])  # where the launcher ended the watchers before there was a verdict
@@ -100,8 +111,7 @@ def main(argv: list[str]) -> int:
     if not decision.again:
         if start.faults:
             _say(f"{in_a_line(start.faults[-1])}; the run ends: {decision.why}")
-        print("@atoll end -")
-        return 0
+        return "end -"
     against = _of_this_job(decision.nodes, asked.nodes)
     out = _left_out(folder, against, asked.job)
     inside = [] if asked.time_is_over else healthy(run.nodes, asked.nodes, [*out, *down])
@@ -111,8 +121,7 @@ def main(argv: list[str]) -> int:
     leaves = f"leaves out {', '.join(against)} (see excluded.json), and " if against else ""
     where = f"on {','.join(inside)}" if inside else "in another job"
     _say(f"{decision.why}; the run {leaves}goes on {where} from step {step}")
-    print(f"@atoll again {','.join(inside) or '-'}")
-    return 0
+    return f"again {','.join(inside) or '-'}"
 
 
 def _parser() -> VerbParser:
