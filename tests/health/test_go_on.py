@@ -12,6 +12,7 @@ from atoll.health import go_on
 from atoll.health.exclusions import excluded
 from atoll.health.faults import Fault, add_fault, faults
 from atoll.health.go_on import Start, decide
+from atoll.health.node_record import NodeRecord, write
 from atoll.health.restarts import restarts
 from atoll.settings import dumped
 from atoll.settings.machine import Restart
@@ -150,6 +151,17 @@ def test_what_slurm_says_is_a_fault_of_its_own(folder, capsys):
     [fault] = faults(folder)
     assert (fault.kind, fault.blame, fault.node, fault.job) == ("died", "node", "n2", "41")
     assert "down*" in fault.evidence
+
+
+def test_a_spare_that_is_down_is_no_fault_and_takes_no_place(folder, capsys):
+    records = run_dir.node_records(folder)
+    write(records / "9-0-29500", NodeRecord(0, "n3"))
+    for number, node in enumerate(("n1.site", "n2.site")):
+        write(records / "10-2-29500", NodeRecord(number, node))
+    add_fault(folder, NODE)
+    answer, _ = asked(folder, capsys, "--down=n3=down*", nodes="n1,n2,n3,n4")
+    assert answer == ["again", "n1,n4"]
+    assert [fault.node for fault in faults(folder)] == ["n2"]
 
 
 def test_what_slurm_says_of_a_node_counts_more_than_an_exception_of_its_peers(folder, capsys):

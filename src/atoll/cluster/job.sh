@@ -229,9 +229,13 @@ end_launcher() { # PID KNOWN
         return
     done
 }
-nodes_of_job() {
+nodes_of_job() { # with --no-kill a node that went down is no longer among them, also once it is up
+    local names
     case $scheduler in
-        slurm) scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2> /dev/null || true ;;
+        slurm)
+            names=$(squeue --noheader "--jobs=$job" --format=%N 2> /dev/null) || names=''
+            scontrol show hostnames "${names:-${SLURM_JOB_NODELIST:-}}" 2> /dev/null || true
+            ;;
         pbs) [[ ! -f ${PBS_NODEFILE:-} ]] || awk '!seen[$0]++' "$PBS_NODEFILE" ;;
     esac
 }

@@ -19,6 +19,7 @@ from atoll.errors import UserError
 from atoll.health import judge
 from atoll.health.exclusions import Exclusion, exclude, excluded
 from atoll.health.faults import Fault, add_fault, faults, in_a_line
+from atoll.health.node_record import newest_start, read_nodes
 from atoll.health.restarts import add_restart, restarts
 from atoll.settings import load_run
 from atoll.settings.machine import Restart
@@ -104,7 +105,7 @@ def _answer(asked: argparse.Namespace) -> str:
     if any(fault.blame in ("code", "data") for fault in faults(folder)[asked.known_faults :]):
         # a node that is slow to answer is no cause beside one
         down = {node: state for node, state in down.items() if state.startswith(("down", "fail"))}
-    _add_down_nodes(folder, down, asked.job)
+    _add_down_nodes(folder, _with_ranks(folder, down), asked.job)
     step = max(run_dir.complete_checkpoints(folder), default=0)
     start = Start(asked.began, step, faults(folder)[asked.known_faults :])
     decision = decide(run.restart, start, restarts(folder))
@@ -145,6 +146,13 @@ def _add_down_nodes(folder: Path, down: Mapping[str, str], job: str) -> None:
     for node, state in down.items():
         evidence = f"the scheduler calls the node {state}"
         add_fault(folder, Fault("died", "node", evidence, node=node, job=job, time=time.time()))
+
+
+def _with_ranks(folder: Path, down: Mapping[str, str]) -> dict[str, str]:
+    """Those that ranks ran on, where that is known: a spare that is down ended nothing."""
+    start = newest_start(run_dir.node_records(folder))
+    used = {_short(record.node) for record in read_nodes(start)} if start else set()
+    return {node: state for node, state in down.items() if not used or _short(node) in used}
 
 
 def _of_this_job(nodes: Mapping[str, Fault], allocated: Sequence[str]) -> dict[str, Fault]:

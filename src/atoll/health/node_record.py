@@ -120,6 +120,14 @@ def start_of(lease_folder: Path, faults_file: Path, port: int) -> str:
     return f"{lease}-{count}-{port}"
 
 
+def newest_start(records: Path) -> Path | None:
+    """The folder of a run's last start that left records."""
+    starts = [folder for folder in records.glob("*-*-*") if folder.is_dir()]
+    return max(
+        starts, key=lambda folder: [int(word) for word in folder.name.split("-")], default=None
+    )
+
+
 def lease_numbers(lease_folder: Path) -> list[int]:
     names = os.listdir(lease_folder) if lease_folder.is_dir() else []
     return [int(name) for name in names if name.isdecimal()]
