@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import drawn_faults
 import results
 
 HERE = Path(__file__).resolve().parent
@@ -76,9 +77,7 @@ def stop_a_rank(victim: int, node: str) -> None:
 
 
 def take_the_node_down(victim: int, node: str) -> None:
-    subprocess.run(
-        ["scontrol", "update", f"nodename={node}", "state=down", "reason=fault"], check=True
-    )
+    drawn_faults.turn_off(node)
 
 
 PEERS = {"torchrun": torchrun, "lightning": lightning, "submitit": submitit}
@@ -153,8 +152,7 @@ def tried(peer: str, fault: str, patience_seconds: float) -> dict[str, Any]:
         subprocess.run(["scancel", job], check=False)
         subprocess.run(["pkill", "-KILL", "-f", str(folder)], check=False)
         if fault == "a node goes down" and node:
-            up = ["scontrol", "update", f"nodename={node}", "state=resume"]
-            subprocess.run(up, check=False)
+            drawn_faults.turn_on(node)
         shutil.rmtree(folder, ignore_errors=True)
     return {"peer": peer, "fault": fault, "outcome": what, "seconds": seconds, "names": line}
 

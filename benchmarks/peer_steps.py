@@ -46,6 +46,8 @@ def train(folder: Path, rank: int) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
+    if rank == 0:
+        note(folder, first)
     for step in range(first + 1, STEPS + 1):
         time.sleep(STEP_SECONDS)
         model(torch.randn(8, 64)).square().mean().backward()

@@ -1,0 +1,239 @@
+"""Faults that meet a training on the testbed's Slurm: drawn with a seed, and made to happen."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from atoll.health import heartbeat
+
+# what a training of any kind can be tried with; the others need something that looks at it
+COMMON = (
+    "a rank is killed",
+    "a rank hangs",
+    "a node's ranks are killed",
+    "a node's ranks hang",
+    "a node goes down",
+)
+KINDS = (
+    *COMMON,
+    "the disk is full",
+    "a node is slow",
+    "the loss is no number",
+    "scancel",
+    "the time limit's notice",
+)
+MOST_STEPS = 20  # that a training gets on before the next fault
+SLOW_SECONDS = 0.05  # stopped, then going on, in turns: half of its speed
+HEAD_WIDTH = 16  # of the model that is trained
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One fault: what happens, to which rank, so many steps after the training got on again."""
+
+    kind: str
+    steps: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank of the training that runs now."""
+
+    rank: int
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a fault can happen to."""
+
+    ranks: Sequence[RankProcess]
+    victim: RankProcess
+    job: str
+    runs: Path  # a file system of its own
+
+    @property
+    def on_its_node(self) -> list[RankProcess]:
+        return [rank for rank in self.ranks if rank.node == self.victim.node]
+
+
+def draw(count: int, seed: int, rank_count: int, kinds: Sequence[str]) -> list[Drawn]:
+    """Kinds in equal parts, in an order, at moments and of ranks that the seed gives."""
+    source = random.Random(seed)
+    drawn = [kinds[number % len(kinds)] for number in range(count)]
+    source.shuffle(drawn)
+    return [
+        Drawn(kind, source.randint(1, MOST_STEPS), source.randrange(rank_count)) for kind in drawn
+    ]
+
+
+def node_of(pid: int) -> str:
+    """The virtual node of a process; empty where it is gone or of no job."""
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+        return (re.findall(r"(?:^|\0)SLURMD_NODENAME=([^\0]+)", words) or [""])[0]
+    return ""
+
+
+def send(number: int, ranks: Sequence[RankProcess]) -> None:
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(rank.pid, number)
+
+
+def words_of(pid: int) -> list[str]:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    return []
+
+
+def turn_off(node: str) -> None:
+    """As without power: its daemon and all its jobs end at once; Slurm is told of it."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    jobs = [pid for pid in pids if node_of(pid) == node]
+    steps = {int(heartbeat.process_words(pid)[1]) for pid in jobs}
+    steps = {pid for pid in steps if words_of(pid)[0].startswith("slurmstepd")}
+    daemon = [pid for pid in pids if words_of(pid)[:3] == ["slurmd", "-N", node]]
+    for pid in [*daemon, *steps, *jobs]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    update = ["scontrol", "update", f"nodename={node}", "state=down", "reason=fault"]
+    subprocess.run(update, check=True)
+
+
+def turn_on(node: str) -> None:
+    subprocess.run(["slurmd", "-N", node], check=True)
+    subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], check=True)
+
+
+def fill_disk(runs: Path) -> None:
+    """Leave no byte of the file system."""
+    with open(runs / "filler", "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+
+
+def free_disk(runs: Path) -> None:
+    (runs / "filler").unlink(missing_ok=True)
+
+
+def slow_down(ranks: Sequence[RankProcess]) -> Callable[[], None]:
+    """Stop and continue them in turns, until what this returns is called."""
+    over = threading.Event()
+
+    def take_turns() -> None:
+        while not over.wait(SLOW_SECONDS):
+            send(signal.SIGSTOP, ranks)
+            over.wait(SLOW_SECONDS)
+            send(signal.SIGCONT, ranks)
+
+    thread = threading.Thread(target=take_turns, daemon=True)
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        thread.join()
+
+    return end
+
+
+def spoil(rank: RankProcess) -> Callable[[], None]:
+    """Make the positions of a rank's tokens no numbers, until what this returns is called."""
+    frequencies = rotary_frequencies()
+    places = places_of(frequencies, rank.pid)
+    if not places:
+        raise RuntimeError(f"rank {rank.rank} (process {rank.pid}) has no rotary frequencies")
+    write_at(rank.pid, places, np.full(HEAD_WIDTH // 2, np.nan, np.float32).tobytes())
+    return lambda: write_at(rank.pid, places, frequencies)
+
+
+def rotary_frequencies() -> bytes:
+    """A buffer of the model that no step writes, so that it can be found in a rank's memory."""
+    import torch
+
+    exponents = torch.arange(0, HEAD_WIDTH, 2).float() / HEAD_WIDTH
+    return (1.0 / 10_000.0**exponents).numpy().tobytes()
+
+
+def places_of(content: bytes, pid: int) -> list[int]:
+    """Where bytes lie in the memory that a process may write to."""
+    places = []
+    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb") as memory:
+        for line in maps:
+            span, rights = line.split()[:2]
+            first, last = (int(word, 16) for word in span.split("-"))
+            if not rights.startswith("rw") or last - first > 1 << 30:
+                continue
+            with suppress(OSError, ValueError, OverflowError):
+                memory.seek(first)
+                text = memory.read(last - first)
+                places += [first + found.start() for found in re.finditer(re.escape(content), text)]
+    return places
+
+
+def write_at(pid: int, places: Sequence[int], content: bytes) -> None:
+    with suppress(OSError), open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        for place in places:
+            memory.seek(place)
+            memory.write(content)
+
+
+def nothing() -> None:
+    pass
+
+
+def happens(drawn: Drawn, scene: Scene) -> Callable[[], None]:
+    """Make it happen; what this returns makes an end of it, where a person would have to."""
+    return ACTIONS[drawn.kind](scene)
+
+
+def _signal(number: int, node: bool = False) -> Callable[[Scene], Callable[[], None]]:
+    def act(scene: Scene) -> Callable[[], None]:
+        send(number, scene.on_its_node if node else [scene.victim])
+        return nothing
+
+    return act
+
+
+def _down(scene: Scene) -> Callable[[], None]:
+    turn_off(scene.victim.node)
+    return lambda: turn_on(scene.victim.node)
+
+
+def _full(scene: Scene) -> Callable[[], None]:
+    fill_disk(scene.runs)
+    return lambda: free_disk(scene.runs)
+
+
+def _scancel(*flags: str) -> Callable[[Scene], Callable[[], None]]:
+    def act(scene: Scene) -> Callable[[], None]:
+        subprocess.run(["scancel", *flags, scene.job], check=True)
+        return nothing
+
+    return act
+
+
+ACTIONS: Mapping[str, Callable[[Scene], Callable[[], None]]] = {
+    "a rank is killed": _signal(signal.SIGKILL),
+    "a rank hangs": _signal(signal.SIGSTOP),
+    "a node's ranks are killed": _signal(signal.SIGKILL, node=True),
+    "a node's ranks hang": _signal(signal.SIGSTOP, node=True),
+    "a node goes down": _down,
+    "the disk is full": _full,
+    "a node is slow": lambda scene: slow_down(scene.on_its_node),
+    "the loss is no number": lambda scene: spoil(scene.victim),
+    "scancel": _scancel(),
+    # what Slurm itself sends to the batch shell before the time limit (--signal=B:USR2@…)
+    "the time limit's notice": _scancel("--batch", "--signal=USR2"),
+}
