@@ -32,10 +32,10 @@ import results
 from drawn_faults import COMMON, KINDS, Drawn, RankProcess, Scene, draw
 
 from atoll import run_dir
+from atoll.cluster import goodput
 from atoll.health import heartbeat
 from atoll.health.exclusions import excluded, take_back
 from atoll.health.faults import ENDING, Fault, faults
-from atoll.report import goodput
 
 CLONE = Path(__file__).resolve().parents[1]
 RUNS = Path("/var/tmp/atoll-goodput")

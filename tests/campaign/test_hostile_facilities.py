@@ -348,7 +348,8 @@ def test_kills_are_no_attempts_of_a_facility(
     run: Any = None
     monkeypatch.setattr(site.run_dir, "folder", lambda _: tmp_path / "run")
     monkeypatch.setattr(site, "run_command", lambda _: Finished(0, "", ""))
-    monkeypatch.setattr(site, "remembered_status", lambda _: ("failed", "why"))
+    for name in ("remembered_status", "status"):
+        monkeypatch.setattr(site, name, lambda _: ("failed", "why"))
     for _ in range(3):
         assert site._submitted(journal.folder, run, [], 3) == ("retry", "why")
     assert site._submitted(journal.folder, run, [], 3)[0] == "failed"

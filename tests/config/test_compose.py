@@ -205,7 +205,6 @@ AXES = [
     (["sharding.tensor=3"], "world size (2) must be divisible by sharding.pipeline x context x"),
     (["sharding.tensor=2", "data.sequence_tokens=511"], "data.sequence_tokens (511)"),
     (["sharding.context=2", "ranks_per_node=16", "sharding.tensor=8"], "attention heads (8)"),
-    (["sharding=pipeline"], "embedding is its head too, which 2 pipeline stages"),
     (["sharding=ddp", "sharding.tensor=2"], "sharding.tensor=2: sharding=ddp spreads samples"),
     (["sharding.reshard_after_forward=3"], "reshard_after_forward (3)"),
     (["sharding=ddp", "sharding.offload=true"], "sharding.offload=true: sharding=ddp keeps"),

@@ -106,7 +106,7 @@ def mistake(step: int) -> None:
 
 def slow_phases(step: int) -> None:
     """Nothing is wrong: an evaluation and a checkpoint take long."""
-    shares, prepare = evaluate._shares, checkpoint._prepare
+    shares, prepare = evaluate.shares, checkpoint._prepare
 
     def slowly(original: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -115,7 +115,7 @@ def slow_phases(step: int) -> None:
 
         return call
 
-    evaluate._shares, checkpoint._prepare = slowly(shares), slowly(prepare)
+    evaluate.shares, checkpoint._prepare = slowly(shares), slowly(prepare)
 
 
 def node_down(step: int) -> None:

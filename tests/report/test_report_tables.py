@@ -36,6 +36,7 @@ def campaign(tmp_path, monkeypatch):
         (first / name / "update").mkdir(parents=True)
         times = {"submitted": 1002.0, "started": 1010.0 + position, "ended": 1100.0}
         answer = {"facility": name, "state": "ready", "losses": [4.0, 3.5 - position], **times}
+        answer["node_seconds"] = {"compute": 90.0, "idle": 90.0 * position}
         lines.append({"event": "answered", "time": 1105.0, **answer})
         lines.append({"event": "received", **sent, "time": 1110.0, "bytes": 5 << 20})
     manifest = {"digest": "x", "weights": {"north": 0.25, "east": 0.75}, "rejected": {}}
@@ -55,7 +56,7 @@ def write(path, values):
 
 def test_a_campaign_is_told_from_its_files(campaign, capsys):
     assert report.main(["c", "--csv"]) == 0
-    facilities, rounds = capsys.readouterr().out.strip().split("\n\n")
+    facilities, rounds, goodput = capsys.readouterr().out.strip().split("\n\n")
     rows = list(csv.DictReader(io.StringIO(facilities.partition("\n")[2])))
     assert [(row["round"], row["facility"]) for row in rows] == [
         (number, name) for number in "12" for name in NAMES
@@ -65,12 +66,19 @@ def test_a_campaign_is_told_from_its_files(campaign, capsys):
     ]
     assert rows[2]["remarks"] == "left out: no update after 5 minutes"
     assert rounds.splitlines()[2:] == ["1,150.0,5.0,", "2,,,"]
+    shares = list(csv.DictReader(io.StringIO(goodput.partition("\n")[2])))
+    assert [(row["facility"], row["compute"], row["idle"], row["effective"]) for row in shares] == [
+        ("north", "1.500", "0.000", "100.0%"),
+        ("east", "1.500", "1.500", "50.0%"),
+        ("all facilities", "3.000", "1.500", "66.7%"),
+    ]
 
 
 def test_a_round_that_noted_nothing_before_a_kill_is_no_round(campaign, capsys):
     (campaign / "round-003").mkdir()
     assert report.main(["c", "--csv"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "2,,,"
+    _, rounds, _ = capsys.readouterr().out.split("\n\n")
+    assert rounds.splitlines()[-1] == "2,,,"
 
 
 def test_a_campaign_that_has_not_begun(campaign):
@@ -84,7 +92,7 @@ def test_the_page_holds_figures_tables_and_settings(campaign, capsys):
     assert report.main([str(campaign)]) == 0
     assert capsys.readouterr().out.endswith(f"figures: {campaign / 'report.html'}\n")
     page = (campaign / "report.html").read_text()
-    for shown in ("Timeline", "Held-out loss", "<h2>Facilities", "<summary>Settings"):
+    for shown in ("Timeline", "Goodput", "Held-out loss", "<h2>Facilities", "<summary>Settings"):
         assert shown in page
     assert "$" not in page.partition("<script>")[0]
 

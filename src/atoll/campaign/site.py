@@ -30,6 +30,7 @@ from atoll.campaign.allow import refuse_outside, refuse_settings
 from atoll.campaign.journal import Journal, alone, round_name, round_number
 from atoll.campaign.signing import sign
 from atoll.campaign.transfer import atoll_here, complaint, run_verb
+from atoll.cluster.goodput import goodput
 from atoll.cluster.launchers import atoll_command
 from atoll.cluster.status import remembered_status, status
 from atoll.commands import VerbParser, run_command
@@ -301,7 +302,7 @@ def _make_update(folder: Path, here: Path, run: Run, request: dict[str, Any], ba
 
 
 def _measured(here: Path) -> dict[str, Any]:
-    """What the coordinator wants to know beside the update: losses, and when the job was what."""
+    """What the coordinator wants to know beside the update: losses, and where the time went."""
     job = Journal(here).last("submitted")
     records = run_dir.metrics(Path(job["run"])) if job else []
     return {
@@ -311,4 +312,5 @@ def _measured(here: Path) -> dict[str, Any]:
         "submitted": job.get("time"),
         "started": records[0].get("time") if records else None,
         "ended": records[-1].get("time") if records else None,
+        "node_seconds": goodput(Path(job["run"])) if records else {},
     }

@@ -175,7 +175,7 @@ def _begin_id(folder: Path, bos: str) -> int | None:
 
     if bos == "never":
         return None
-    saved = AutoTokenizer.from_pretrained(str(folder))
+    saved = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     begin_id: int | None = saved.bos_token_id
     if bos == "always":
         if begin_id is None:

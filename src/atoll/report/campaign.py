@@ -6,7 +6,8 @@ from typing import Any
 
 from atoll.campaign.journal import Record
 from atoll.campaign.store import CampaignStore
-from atoll.report.tables import Rows, mebibytes, number
+from atoll.cluster.goodput import COLUMNS
+from atoll.report.tables import Rows, in_minutes, mebibytes, number
 from atoll.settings.federation import Site
 
 
@@ -20,6 +21,7 @@ class Part:
     sent: list[Record]
     received: list[Record]
     spans: dict[str, tuple[float, float]]  # send, queue, train, fetch: from when to when, if known
+    node_seconds: dict[str, float]  # by column of the goodput; empty: not known
     losses: list[float]  # held-out: of the model it began with, and of its own
     weight: float | None
     why: str  # it has no part in the round's model, or was asked again
@@ -82,6 +84,7 @@ def _part(store: CampaignStore, number: int, site: Site, records: Sequence[Recor
         sent=sent,
         received=received,
         spans=_spans(sent, received, answer),
+        node_seconds=answer.get("node_seconds") or {},
         losses=answer.get("losses") or [],
         weight=weights.get(site.name),
         why="; ".join(_reasons(store, number, site, own)),
@@ -118,7 +121,23 @@ def campaign_tables(rounds: Sequence[Round]) -> dict[str, Rows]:
     return {
         "Facilities": [_facility(part) for each in rounds for part in each.parts],
         "Rounds": [_whole_round(each) for each in rounds],
+        "Goodput, node-minutes": [
+            {"facility": facility, **in_minutes(columns)}
+            for facility, columns in spent(rounds).items()
+        ],
     }
+
+
+def spent(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
+    """Node-seconds by column that each facility's jobs held, over all rounds; last, of all."""
+    facilities: dict[str, dict[str, float]] = {}
+    for part in (part for each in rounds for part in each.parts if part.node_seconds):
+        for name in (part.facility, "all facilities"):
+            columns = facilities.setdefault(name, dict.fromkeys(COLUMNS, 0.0))
+            for column in COLUMNS:
+                columns[column] += part.node_seconds.get(column, 0.0)
+    everything = facilities.pop("all facilities", {})
+    return facilities | ({"all facilities": everything} if len(facilities) > 1 else {})
 
 
 def _facility(part: Part) -> dict[str, str]:

@@ -68,7 +68,7 @@ def of_campaign(store: CampaignStore) -> Report:
     if not begun:
         raise UserError(f"campaign {store.campaign.name} has begun no round", "atoll federate …")
     settings = {"Settings": settings_file(store.folder)}
-    tables = campaign_tables(begun)
+    tables = {title: rows for title, rows in campaign_tables(begun).items() if rows}
     return Report(store.folder, tables, lambda: figures.of_campaign(begun), settings)
 
 

@@ -1,11 +1,11 @@
 """The figures of runs and of campaigns."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from atoll.cluster.goodput import COLUMNS, goodput
 from atoll.plan.traffic import total
-from atoll.report.campaign import Part, Round
-from atoll.report.goodput import COLUMNS, goodput
+from atoll.report.campaign import Part, Round, spent
 from atoll.report.html import COLOURS, new_figure
 from atoll.report.run import Record, RunMetrics
 
@@ -31,7 +31,7 @@ def of_runs(runs: Sequence[RunMetrics]) -> Iterator[Any]:
         yield _checkpoints(runs)
     if any(run.communication for run in runs):
         yield _communication(runs)
-    yield _goodput(runs)
+    yield _goodput({run.name: goodput(run.folder) for run in runs})
     if len({run.devices for run in runs}) > 1:
         yield _scaling(runs)
 
@@ -95,10 +95,9 @@ def _communication(runs: Sequence[RunMetrics]) -> Any:
     return figure.add_bar(x=list(profiles), y=wire, name="observed on the wire")
 
 
-def _goodput(runs: Sequence[RunMetrics]) -> Any:
-    """What became of each node-minute, a bar for each run."""
+def _goodput(spent: Mapping[str, Mapping[str, float]]) -> Any:
+    """What became of each node-minute, a bar for each run or facility."""
     figure = new_figure("Goodput", "node-minutes", "", barmode="stack")
-    spent = {run.name: goodput(run.folder) for run in runs}
     for position, name in enumerate(COLUMNS):
         minutes = [columns.get(name, 0.0) / 60 for columns in spent.values()]
         style = {"orientation": "h", "marker": {"color": SPENT[position]}}
@@ -120,6 +119,7 @@ def _scaling(runs: Sequence[RunMetrics]) -> Any:
 def of_campaign(rounds: Sequence[Round]) -> Iterator[Any]:
     """Who was at what when; losses, bytes and weights, round by round."""
     yield _timeline(rounds)
+    yield _goodput(spent(rounds))
     yield _losses(rounds)
     yield _by_facility(
         rounds, "Bytes in a round", "MiB", lambda p: (p.sent_bytes + p.received_bytes) / 2**20

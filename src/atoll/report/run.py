@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
+from atoll.cluster.goodput import goodput
 from atoll.cluster.status import queued_jobs, slurm_energy
 from atoll.errors import UserError
 from atoll.health.faults import Fault, faults
 from atoll.plan.traffic import total
-from atoll.report.goodput import effective, goodput
-from atoll.report.tables import Rows, mebibytes, number
+from atoll.report.tables import Rows, in_minutes, mebibytes, number
 from atoll.settings import Run, load_run
 
 WARM_UP = 1
@@ -89,7 +89,11 @@ def run_tables(runs: Sequence[RunMetrics]) -> dict[str, Rows]:
         "Runs": [_scaling(run, runs[0]) for run in runs],
         "Communication per rank and step, MiB": [_sent(run) for run in runs if run.communication],
         "Checkpoints": [_checkpoints(run) for run in runs if run.checkpoints],
-        "Goodput, node-minutes": [_goodput(run) for run in runs if goodput(run.folder)],
+        "Goodput, node-minutes": [
+            {"run": run.name, **in_minutes(columns)}
+            for run in runs
+            if (columns := goodput(run.folder))
+        ],
         "Energy": [row for run in runs for row in _energy(run)],
         "Faults": [_fault(run, fault) for run in runs for fault in faults(run.folder)],
         "Own work of nodes": [row for run in runs for row in _own_work(run)],
@@ -98,12 +102,6 @@ def run_tables(runs: Sequence[RunMetrics]) -> dict[str, Rows]:
             {"run": run.name} | run.start["made_of"] for run in runs if run.start.get("made_of")
         ],
     }
-
-
-def _goodput(run: RunMetrics) -> dict[str, str]:
-    columns = goodput(run.folder)
-    minutes = {name: number(seconds / 60, 3) for name, seconds in columns.items()}
-    return {"run": run.name, **minutes, "effective": f"{effective(columns):.1%}"}
 
 
 def _fault(run: RunMetrics, fault: Fault) -> dict[str, str]:

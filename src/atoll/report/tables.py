@@ -2,8 +2,9 @@
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from atoll.cluster.goodput import effective
 from atoll.tables import table as aligned
 
 Rows = Sequence[dict[str, str]]  # column -> cell; a row may lack a column
@@ -45,6 +46,12 @@ def number(value: float | None, digits: int = 1) -> str:
 
 def mebibytes(size: float) -> str:
     return f"{size / 2**20:,.2f}"
+
+
+def in_minutes(node_seconds: Mapping[str, float]) -> dict[str, str]:
+    """The columns of a goodput, and the share of them in which a run got on."""
+    minutes = {name: number(seconds / 60, 3) for name, seconds in node_seconds.items()}
+    return {**minutes, "effective": f"{effective(node_seconds):.1%}"}
 
 
 def _plain(cell: str) -> str:

@@ -26,6 +26,7 @@ Short = Annotated[str, Field(max_length=500)]
 Number = Annotated[int, Field(ge=1, le=2**53)]
 Loss = Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]  # nats a token
 Time = Annotated[float, Field(ge=0.0, le=1e11, allow_inf_nan=False)]  # seconds since 1970
+NodeSeconds = Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
 Round = Annotated[int, Field(ge=1, le=10**6)]
 
 
@@ -60,6 +61,8 @@ class Answer(BaseModel):
     submitted: Time | None = None
     started: Time | None = None
     ended: Time | None = None
+    # what became of its jobs' time, by the columns of the goodput
+    node_seconds: Annotated[dict[Short, NodeSeconds], Field(max_length=20)] = {}
 
     @model_validator(mode="after")
     def _says_what_it_needs(self) -> "Answer":

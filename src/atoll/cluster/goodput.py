@@ -149,8 +149,9 @@ def spent(
 
 
 def _job_of(start: RanksStart, jobs: Sequence[JobStart]) -> JobStart:
-    """The last job that had begun by then."""
-    begun = [job for job in jobs if job.started <= start.began + NEAR_SECONDS]
+    """The job that was running then; clocks may differ where none was."""
+    then = [job for job in jobs if job.started <= start.began <= job.ended]
+    begun = then or [job for job in jobs if job.started <= start.began + NEAR_SECONDS]
     return begun[-1] if begun else jobs[0]
 
 

@@ -9,9 +9,9 @@ import small_run
 import torch
 
 from atoll import run_dir
+from atoll.cluster import goodput as module
+from atoll.cluster.goodput import JobStart, effective, goodput, ranks_starts, spent
 from atoll.health.faults import Fault, add_fault
-from atoll.report import goodput as report
-from atoll.report.goodput import JobStart, effective, goodput, ranks_starts, spent
 from atoll.sharding.process_group import World
 from atoll.train.train import train
 
@@ -94,10 +94,10 @@ def test_accounting_is_asked_in_seconds_and_unended_jobs_go_on(tmp_path, monkeyp
         asked.update(argv=argv, format=environment["SLURM_TIME_FORMAT"])
         return rows
 
-    monkeypatch.setattr(report, "answer_lines", answer)
+    monkeypatch.setattr(module, "answer_lines", answer)
     monkeypatch.setattr(time, "time", lambda: 200.0)
     run_dir.write_whole(run_dir.jobs_file(tmp_path), "slurm 7\n")
-    starts = report.job_starts(tmp_path)
+    starts = module.job_starts(tmp_path)
     assert starts == [JobStart(100, 110, 150, 2), JobStart(100, 160, 200, 2)]
     assert asked["format"] == "%s" and "--duplicates" in asked["argv"]
 
@@ -124,27 +124,27 @@ def run_folder(tmp_path_factory):
 
 
 def test_a_real_run_accounts_for_all_its_seconds(run_folder):
-    lines = report.ledger(run_folder)
+    lines = module.ledger(run_folder)
     events = [one["event"] for one in lines]
     assert events.count("start") == 2 and events[-1] == "end"
     assert [one["step"] for one in lines if one["event"] == "start"] == [0, 3]
     columns = goodput(run_folder)
-    length = sum(job.node_seconds for job in report.by_itself(lines, 1))
+    length = sum(job.node_seconds for job in module.by_itself(lines, 1))
     assert held(columns) == pytest.approx(length, rel=0.01)
     assert columns["lost"] > 0 and columns["compute"] > 0 and columns["checkpoint"] > 0
 
 
 def test_a_half_written_line_is_left_out(run_folder):
     file = run_dir.ledger_file(run_folder)
-    whole = len(report.ledger(run_folder))
+    whole = len(module.ledger(run_folder))
     with open(file, "a") as stream:
         stream.write('{"event": "st')
-    assert len(report.ledger(run_folder)) == whole
-    file.write_text("".join(json.dumps(one) + "\n" for one in report.ledger(run_folder)))
+    assert len(module.ledger(run_folder)) == whole
+    file.write_text("".join(json.dumps(one) + "\n" for one in module.ledger(run_folder)))
 
 
 def test_faults_of_a_run_reach_its_goodput(run_folder):
-    failed = next(one for one in report.ledger(run_folder) if one["event"] == "end")
+    failed = next(one for one in module.ledger(run_folder) if one["event"] == "end")
     assert failed["failed"] is True
     add_fault(run_folder, Fault("died", "code", "killed", time=failed["time"]))
     assert held(goodput(run_folder)) > 0
