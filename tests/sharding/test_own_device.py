@@ -52,6 +52,7 @@ def test_a_run_ends_before_anything_is_trained(tmp_path, no_devices):
     with pytest.raises(UserError, match="no cuda device is visible"):
         train.main(folder, Placement(0, 1, 0, 1, 0, 1, "127.0.0.1", 0, "local"))
     assert not (folder / "metrics.jsonl").exists()
+    assert not (folder / "faults.jsonl").exists()  # a mistake, whose two lines are printed
 
 
 def test_devices_of_another_vendor_are_not_taken(tmp_path, monkeypatch):

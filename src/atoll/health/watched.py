@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from atoll import run_dir
+from atoll.errors import UserError
 from atoll.health import heartbeat, recorder
 from atoll.health.heartbeat import Heartbeat
 from atoll.health.node_record import start_of
@@ -46,12 +47,11 @@ def watched_rank(run: Run, run_folder: Path, placement: Placement) -> Iterator[H
         if placement.local_rank == 0:
             start_watcher(watched(run, run_folder, placement, start, folder))
         try:
-            with last_words(own):
+            with last_words(own, placement):
                 yield own
-        except SharedError:
-            own.ended(2)  # a mistake that all ranks know of
-            raise
-        except Exception:
+        except Exception as error:
+            if all_know(error, placement):
+                own.ended(2)
             raise
         except BaseException:
             own.ended(128 + signal.SIGINT)
@@ -60,20 +60,24 @@ def watched_rank(run: Run, run_folder: Path, placement: Placement) -> Iterator[H
 
 
 @contextmanager
-def last_words(own: Heartbeat) -> Iterator[None]:
+def last_words(own: Heartbeat, placement: Placement) -> Iterator[None]:
     """Keep what ends this rank in its record, and wait until the fault is judged.
 
     Within that of the process group: once a rank closes its connections, the others fail as well.
     """
     try:
         yield
-    except SharedError:
-        raise
     except Exception as error:
-        if not own.has_failed:
+        if not all_know(error, placement) and not own.has_failed:
             own.failed(described(error))
             wait_for_judge(own.folder)
         raise
+
+
+def all_know(error: Exception, placement: Placement) -> bool:
+    """Whether it is a user's mistake that every rank ends by, of itself: no fault."""
+    alone = placement.world_size == 1
+    return isinstance(error, UserError if alone else SharedError)
 
 
 @contextmanager

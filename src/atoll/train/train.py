@@ -48,7 +48,7 @@ def main(run_folder: Path, placement: Placement) -> int:
             stop_signals(run_folder, placement.rank) as code,
             watched_rank(run, run_folder, placement) as own,
             joined(run, placement) as world,
-            last_words(own),
+            last_words(own, placement),
         ):
             return train(run, run_folder, world, code, own)
     except SharedError:
