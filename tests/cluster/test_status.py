@@ -118,6 +118,26 @@ def test_the_fault_counts_more_than_the_last_words(run_folder, scheduler):
     assert "task 0" not in why and "n2" not in why and "n6" not in why
 
 
+def test_a_fault_that_the_run_went_on_from_is_not_why_it_failed(run_folder, scheduler):
+    scheduler(sacct="9|FAILED|1:0|n1")
+    run_dir.jobs_file(run_folder).write_text("slurm 9\n")
+    add_fault(run_folder, Fault("died", "node", "it is gone", node="n2", job="9", time=5.0))
+    assert "it is gone" in status(run_folder)[1]
+    add_restart(run_folder, step=4, began=0, kind="died", job="9")
+    assert "it is gone" not in status(run_folder)[1]
+    run_dir.restart_file(run_folder).touch()  # the next job could not be queued
+    assert "it is gone" in status(run_folder)[1]
+
+
+def test_a_full_disk_is_told_although_nothing_could_be_written(run_folder, scheduler, monkeypatch):
+    scheduler(sacct="9|FAILED|1:0|n1")
+    run_dir.jobs_file(run_folder).write_text("slurm 9\n")
+    assert "no space" not in status(run_folder)[1]
+    full = shutil.disk_usage(run_folder)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    assert f"no space left on the file system of {run_folder}" in status(run_folder)[1]
+
+
 def test_a_run_without_a_scheduler_says_who_was_at_fault(run_folder, scheduler):
     add_fault(run_folder, Fault("died", "code", "it failed: ValueError: 3", node="n2", rank=3))
     records = [{"event": "train", "step": 7, "loss": 1.0}, {"event": "fault", "step": 8}]

@@ -31,9 +31,10 @@ def runs():
     ],
 )
 def test_what_only_prints_queues_nothing(words, site):
-    jobs = site.shell("squeue --noheader --me --format=%i")
+    jobs = site.shell("squeue --noheader --me --format=%i").split()
     assert site.type("sbatch/atoll", *words)
-    assert site.shell("squeue --noheader --me --format=%i") == jobs
+    # one of another test may have ended meanwhile
+    assert set(site.shell("squeue --noheader --me --format=%i").split()) <= set(jobs)
     assert not (site.clone / "runs" / "refused").exists()
 
 

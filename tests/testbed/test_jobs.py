@@ -59,7 +59,8 @@ def reference(request, site, size) -> dict[int, float]:
     if "nodes=2" in size:  # there is room for both, so this one trains while that one waits
         request.getfixturevalue("limited")
     sample = ("generation.prompt=def", "generation.max_new_tokens=4")
-    site.submit("static", *size, "launcher=static", *sample)
+    tried = ("preflight=true", "watch.preflight_share=0.01")
+    site.submit("static", *size, "launcher=static", *sample, *tried)
     return losses(site.finished("static"))
 
 
@@ -68,7 +69,8 @@ def test_nodes_train_together_in_the_container(site, size, reference):
     assert sorted(reference) == [1, 2, 3, 4, 5, 6]
     assert (folder / "export" / "model.safetensors.index.json").exists()
     site.until("static", (folder / "sample.txt").exists)
-    start = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    start, preflight = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()[:2])
+    assert preflight["event"] == "preflight"
     assert start["ranks"] == (8 if "nodes=4" in size else 4)
     assert re.search(r"finished, 6 steps, loss 6\.\d+, perplexity \d+", site.status("static"))
 

@@ -34,6 +34,7 @@ TINY = (
     "data.sequence_tokens=64",
     "tokenizer.vocabulary_tokens=512",
     "evaluation.max_samples=8",
+    "preflight=false",  # virtual nodes share processors: one may seem unfit
     "generation.prompt=null",  # a sample would be one more start of Python for each run
 )
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ ASK_SECONDS, MOST_ASK_SECONDS = 60.0, 300.0  # of the scheduler, longer while no
 LIVE = ("queued", "running", "unknown")
 ENERGY_SOURCE = "measured: Slurm"
 UNKNOWN = 2**63  # Slurm's word for no value is one of the largest numbers of 64 bits
+FULL_BYTES = 1 << 20  # free bytes below which a job's last words are lost
 TAIL_BYTES = 1 << 16
 # What a job's output says last of why it ended, the surest sign first.
 LAST_WORDS = [
@@ -76,6 +78,7 @@ def status(folder: Path, answers: Mapping[JobId, Job] | None = None) -> tuple[st
     if job.code == "TIMEOUT":
         reasons = [_time_was_over(folder)]
     if job.state == "failed":
+        reasons.append(_full_disk(folder))
         reasons.append(_fault(folder, job_id) or last_words(folder, scheduler, job_id))
     if job.state == "running":
         reasons += [f"refused job {other}: it holds the run" for other in _refused(folder)]
@@ -168,13 +171,26 @@ def _restarted(folder: Path, job: Job) -> str:
 
 
 def _fault(folder: Path, job_id: str | None = None) -> str:
-    """Who was at fault for the end of a job, or of a run's last start; empty where nobody was."""
-    ends = [fault for fault in faults(folder) if fault.kind in ENDING]
+    """Who was at fault for the end of a job, or of a run's last start; empty where nobody was.
+
+    Behind an earlier fault the run went on.
+    """
+    missed = run_dir.restart_file(folder).exists()
+    went_on = [record["time"] for record in restarts(folder) if "began" in record]
+    since = max(went_on[: len(went_on) - int(missed)], default=-1.0)
+    ends = [fault for fault in faults(folder) if fault.kind in ENDING and fault.time > since]
     if job_id is not None:
         ends = [fault for fault in ends if fault.job == job_id]
     elif ends and run_dir.metrics(folder)[-1:] and run_dir.metrics(folder)[-1]["event"] != "fault":
         ends = []  # the run went on behind it
     return in_a_line(ends[-1]) if ends else ""
+
+
+def _full_disk(folder: Path) -> str:
+    """Nothing else can tell of it: no fault and no last words could be written."""
+    if shutil.disk_usage(folder).free >= FULL_BYTES:
+        return ""
+    return f"no space left on the file system of {folder}"
 
 
 def _slow(folder: Path, job_id: str) -> str:

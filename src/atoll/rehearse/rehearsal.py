@@ -176,6 +176,7 @@ def small_words(rehearsal: Rehearsal, image: Path | None) -> list[str]:
         *queues,
         *stage.stand_ins(facility),
         "generation.prompt=null",
+        "preflight=false",  # its nodes are one machine, whose processors they share
     ]
     if facility.scheduler != "none":
         words += [f"facility.account={facility.account or ACCOUNT}", "facility.walltime_minutes=10"]
