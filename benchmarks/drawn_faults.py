@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -113,8 +114,17 @@ def turn_off(node: str) -> None:
 
 
 def turn_on(node: str) -> None:
+    """Start its daemon again, and let Slurm use it; some states it leaves by itself."""
     subprocess.run(["slurmd", "-N", node], check=True)
-    subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], check=True)
+    resume = ["scontrol", "update", f"nodename={node}", "state=resume"]
+    for _ in range(100):
+        argv = ["sinfo", "--noheader", f"--nodes={node}", "--format=%T", "--partition=main"]
+        state = subprocess.run(argv, capture_output=True, text=True).stdout.strip()
+        if state in ("idle", "mixed", "allocated", "completing"):
+            return
+        subprocess.run(resume, capture_output=True)
+        time.sleep(0.3)
+    raise RuntimeError(f"node {node} is still {state}")
 
 
 def fill_disk(runs: Path) -> None:

@@ -13,10 +13,14 @@ from atoll import run_dir
 from atoll.cluster.job_script import around_job, launch_script
 from atoll.cluster.submit import write_run_folder
 from atoll.health.exclusions import Exclusion, exclude
-from atoll.health.faults import Fault, add_fault
+from atoll.health.faults import Fault, add_fault, faults
 
 # Each start of the ranks does what its own file says, and is a line of the log.
 SRUN = """#!/bin/bash
+if [[ $* == *outlive* ]]; then
+    printf 'beside %s\\n' "$6" >> {log}
+    exec setsid "${{@:8}}"
+fi
 echo srun "$@" >> {log}
 source {starts}/$(grep -c ^srun {log})
 """
@@ -44,6 +48,7 @@ class Job:
         self.environment = {"PATH": f"{self.bin}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
         self.program("srun", SRUN.format(log=self.log, starts=self.starts))
         self.program("sbatch", SBATCH.format(log=self.log))
+        self.program("scancel", f'#!/bin/bash\necho scancel "$@" >> {self.log}\n')
         self.nodes("n1 n2 n3")
         self.says(squeue="RUNNING", sinfo="n1=allocated n2=allocated n3=allocated")
 
@@ -73,10 +78,12 @@ class Job:
             lines += ["exit 9"]
         (self.starts / str(number)).write_text("\n".join([*lines, text]))
 
-    def begin(self) -> subprocess.Popen:
+    def begin(self, **how: bool) -> subprocess.Popen:
         pipe = subprocess.PIPE
         words = ["bash", "-c", self.script]
-        return subprocess.Popen(words, env=self.environment, stdout=pipe, stderr=pipe, text=True)
+        return subprocess.Popen(
+            words, env=self.environment, stdout=pipe, stderr=pipe, text=True, **how
+        )
 
     def end(self) -> tuple[int, str]:
         process = self.begin()
@@ -267,6 +274,35 @@ def test_a_launcher_that_waits_for_a_lost_node_is_killed(job):
     assert time.monotonic() - begun < 30
     assert "their launcher is killed" in output
     assert "--nodelist=n1,n3 " in it.logged("srun")[1]
+
+
+@pytest.mark.parametrize("way", [("spare_nodes=1",), ("facility.requeue=false",)])
+def test_a_job_whose_first_node_is_gone_goes_on_in_another_one(way, job):
+    """With --no-kill Slurm leaves it as it is, without a shell."""
+    it = job(*way)
+    it.script = it.script.replace("run_ranks ", "watch_seconds=2\nrun_ranks ")
+    it.start(1, text="exec sleep 99")
+    process = it.begin(start_new_session=True)
+    wait_for(lambda: len(it.logged("srun")) == len(it.logged("beside")) == 1)
+    assert it.logged("beside") == ["beside --nodelist=n3"]
+    it.says(sinfo="down*")
+    os.killpg(process.pid, signal.SIGKILL)
+    wait_for(lambda: it.logged("scancel"))
+    assert it.logged("scancel") == ["scancel 7"]
+    [chained] = it.logged("sbatch")
+    host = os.uname().nodename
+    assert f"--exclude={host} /clone/sbatch/train.sbatch " in chained
+    assert run_dir.jobs_file(it.folder).read_text() == "slurm 7\nslurm 8\n"
+    assert [fault.node for fault in faults(it.folder)] == [host]
+
+
+def test_what_waits_beside_a_job_ends_with_it(job):
+    it = job("spare_nodes=1")
+    it.start(1)
+    assert it.end()[0] == 0
+    lease = str(run_dir.lease_folder(it.folder))
+    wait_for(lambda: subprocess.run(["pgrep", "-f", lease], capture_output=True).returncode)
+    assert it.logged("scancel") == it.logged("sbatch") == []
 
 
 def wait_for(ready, seconds: float = 20) -> None:

@@ -252,6 +252,7 @@ place() { # COMMAND: on nodes that are not left out, where the job has more than
     for word in "${nodes[@]}"; do
         if [[ ,$excluded, == *,$word,* ]]; then bad+=" $word"; else good+=("$word"); fi
     done
+    if [[ -n $outlives ]] && ((${#nodes[@]} > 1)); then keep_beside "${nodes[@]}"; fi
     if [[ $1 == srun ]] && ((${#nodes[@]} > wanted && ${#good[@]} >= wanted)); then
         on_nodes "$(IFS=,; printf '%s' "${good[*]:0:wanted}")" "$@"
     elif [[ -n $bad ]]; then
@@ -285,7 +286,42 @@ go_on() { # BEGAN KNOWN: sets `answer`, the words of atoll go-on
     words+=("--nodes=$(nodes_of_job | paste -sd, -)")
     read -ra answer <<< "$(atoll go-on "$run_folder" "${words[@]}" | sed -n 's/^@atoll //p')"
 }
-run_ranks() { # COMMAND: again after a fault, as long as that leads on
+# On another node of a job that outlives its nodes (--no-kill): without its first one, which has this
+# shell, the job would hold the others until its time is over.
+outlive() { # FILE of the lease, NODE of the shell
+    local before='' now since=$SECONDS state words
+    while [[ -e $1 ]]; do
+        sleep 5
+        now=$(cat "$1" 2> /dev/null) || continue
+        [[ ${now%%$'\n'*} != *\ ended ]] || return 0
+        if [[ $now != "$before" ]]; then before=$now since=$SECONDS && continue; fi
+        state=$(sinfo --noheader --Node "--nodes=$2" --format=%T 2> /dev/null | head -n 1)
+        if ((SECONDS - since < watch_seconds)) || [[ ! $state =~ ^(down|fail)|\*$ ]]; then continue; fi
+        words=("--began=$began" "--known-faults=$(fault_count)" "--job=$job" "--down=$2=$state")
+        words+=("--nodes=$2,$(nodes_of_job | paste -sd, -)" --time-is-over)
+        if [[ $(atoll go-on "$run_folder" "${words[@]}") == *"@atoll again"* ]]; then
+            excluded=$(left_out)
+            requeue || true
+        fi
+        scancel "$job"
+        return
+    done
+}
+keep_beside() { # NODES of the job
+    local names=(run_folder scheduler job faults_file excluded_file watch_seconds) other=${*: -1}
+    local functions=(outlive fault_count nodes_of_job left_out note_job requeue atoll) began
+    began=$(newest_step)
+    [[ $other != "$node" ]] || other=$1
+    (
+        unset "${!SLURM_GPUS@}" "${!SLURM_NTASKS@}" "${!SLURM_TRES@}"
+        exec srun --overlap --nodes=1 --ntasks=1 --mem=0 --gres=none "--nodelist=$other" --output=none \
+            bash -c "$(declare -f "${functions[@]}")"$'\n'"$(declare -p "${names[@]}" began)"$'\noutlive "$@"' \
+            outlive "$lease" "$node"
+    ) > /dev/null 2>&1 {pipe}>&- &
+}
+run_ranks() { # [--outlives] COMMAND: again after a fault, as long as that leads on
+    local outlives=''
+    if [[ $1 == --outlives ]]; then outlives=yes && shift; fi
     local step answer began known code
     place "$@"
     while true; do

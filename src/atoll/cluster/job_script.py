@@ -88,6 +88,8 @@ def _lines(commands: list[list[str]]) -> str:
 def _ranks(run: Run, run_folder: Path, entrypoint: str | None) -> list[str]:
     """All ranks. Those that train start again after a fault; others are waited for."""
     waiting = ["wait_for" if entrypoint else "run_ranks"]
+    if not entrypoint and run.facility.scheduler == "slurm" and slurm.outlives(run):
+        waiting += ["--outlives"]
     queued = run.facility.scheduler in REQUEUE
     return [*(waiting if queued else []), *launch_step(run, run_folder, entrypoint)]
 

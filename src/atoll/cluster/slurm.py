@@ -32,8 +32,6 @@ requeue() {{
 def sbatch_flags(run: Run, run_folder: Path) -> dict[str, SubmitFlag]:
     """What the job asks for; `facility.submit` adds to our flags and wins over them."""
     wanted, timed = tasks(run), run.facility.walltime_minutes is not None
-    # Slurm ends a job that loses a node, and requeues it if it may; with a spare it need not
-    outlives = run.job_nodes > 1 and bool(run.spare_nodes or not run.facility.requeue)
     return {
         "job-name": run.name,
         "nodes": run.job_nodes,
@@ -44,10 +42,15 @@ def sbatch_flags(run: Run, run_folder: Path) -> dict[str, SubmitFlag]:
         "output": f"{run_folder}/slurm-%j.out",
         "signal": f"B:USR2@{run.restart.notice_seconds}" if timed else None,
         "requeue" if run.facility.requeue else "no-requeue": True,
-        "no-kill": outlives,
+        "no-kill": outlives(run),
         "dependency": "singleton",  # the same run is never trained by two jobs at once
         **run.facility.submit,
     }
+
+
+def outlives(run: Run) -> bool:
+    """Whether a job goes on without a node: else Slurm ends it, and requeues it if it may."""
+    return run.job_nodes > 1 and bool(run.spare_nodes or not run.facility.requeue)
 
 
 def sbatch_argv(run: Run, batch_file: Path, run_folder: Path) -> list[str]:
