@@ -16,6 +16,7 @@ from atoll.data.shard_writer import TokenBlock
 from atoll.data.shards import Split
 from atoll.data.sources import blocks
 from atoll.data.sources.blocks import Block
+from atoll.data.sources.conversations import conversation_of, words_of
 from atoll.data.sources.corpus import Corpus
 from atoll.data.vocabulary import Vocabulary
 from atoll.errors import UserError
@@ -107,11 +108,13 @@ def tokenizer_maker(
         if vocabulary.origin(run) is not None:
             made = vocabulary.load(run)
         elif run.tokenizer.kind == "characters":
-            made = vocabulary.characters(_all_texts(corpora))
+            made = vocabulary.characters(_all_texts(run.data, corpora))
         else:
             train = vocabulary.TRAINED[run.tokenizer.kind]
             made = train(_training_texts(run, corpora[0]), run.tokenizer.vocabulary_tokens)
         vocabulary.add_tokens(made, run.tokenizer.add_tokens)
+        if run.tokenizer.chat_template is not None:
+            made.chat_template = run.tokenizer.chat_template
         made.save_pretrained(str(folder))
         return vocabulary.describe(folder, run.data.bos)
 
@@ -126,10 +129,10 @@ def training_blocks(all_blocks: list[Block], documents: int) -> list[Block]:
     return all_blocks[:: max(1, len(all_blocks) // wanted)]
 
 
-def _all_texts(corpora: list[CorpusBlocks]) -> Iterator[str]:
+def _all_texts(data: Data, corpora: list[CorpusBlocks]) -> Iterator[str]:
     for source, corpus_blocks in corpora:
         for block in corpus_blocks:
-            yield from blocks.read(source.corpus, block)[0]
+            yield from _texts(data, source.corpus, block)
 
 
 def _training_texts(run: Run, train: CorpusBlocks) -> Iterator[str]:
@@ -140,11 +143,22 @@ def _training_texts(run: Run, train: CorpusBlocks) -> Iterator[str]:
     for number, block in enumerate(chosen_blocks):
         share = documents * (number + 1) // len(chosen_blocks) - taken
         held_out = train.source.held_out(block.first_document, block.documents)
-        texts = zip(blocks.read(train.source.corpus, block)[0], held_out, strict=True)
+        texts = zip(_texts(run.data, train.source.corpus, block), held_out, strict=True)
         training_texts = [text for text, away in texts if text and not away]
         evenly = training_texts[:: max(1, len(training_texts) // max(1, share))][:share]
         taken += len(evenly)
         yield from (_filled(run.data.template, text) for text in evenly)
+
+
+def _texts(data: Data, corpus: Corpus, block: Block) -> list[str]:
+    """The texts of a block; of conversations, what is said in them."""
+    first = blocks.read(corpus, block)[0]
+    if data.format == "text":
+        return first
+    return [
+        words_of(conversation_of(row.place, row.fields, data.text_field)) if row.fields else ""
+        for row in first
+    ]
 
 
 def _encoded(

@@ -60,6 +60,8 @@ class Tokenizer(Settings):
     vocabulary_tokens: Annotated[int, Field(ge=258)]
     training_documents: Count
     add_tokens: list[str] = []  # beside those it has; the model's embeddings grow with them
+    # a jinja template's text (compose reads a file's, or knows chatml); unset: the tokenizer's own
+    chat_template: str | None = None
 
 
 class Validation(Settings):
@@ -107,6 +109,10 @@ class Data(Settings):
     text_field: str = "text"
     quotes: bool = True  # fields of csv and tsv may stand in quotes; false: GLUE's own files
     document: Literal["file", "paragraph", "line"] = "file"
+    format: Literal["text", "chat"] = "text"  # chat: a row is a conversation
+    train_on: Literal["assistant", "last", "all"] = "assistant"  # of a conversation: whose tokens
+    # more tokens than a sample: cut after the last answer that fits, or left out
+    long_conversations: Literal["cut", "drop"] = "cut"
     classes: Classes | None = None
     template: str = "{text}"
     bos: Literal["auto", "always", "never"] = "auto"  # before a document; auto: as the tokenizer
@@ -149,6 +155,26 @@ class Data(Settings):
             raise ValueError("data.classes needs rows with labels: data.source=files or hub")
         if self.classes is not None and self.batching != "padding":
             raise ValueError("rows with labels are padded, one a sample: data.batching=padding")
+        return self
+
+    @model_validator(mode="after")
+    def _conversations_are_whole_rows(self) -> "Data":
+        if self.format != "chat":
+            return self
+        unfit = {
+            "data.source=python_stdlib": self.source == "python_stdlib",
+            "data.classes": self.classes is not None,
+            f"data.template={self.template!r}": self.template != "{text}",
+            "data.packing=concat": self.packing == "concat" and self.batching == "packing",
+            "data.bos=always": self.bos == "always",
+        }
+        wrong = [name for name, present in unfit.items() if present]
+        if wrong:
+            raise ValueError(
+                f"data.format=chat with {wrong[0]}: a conversation is a whole row, and the chat "
+                "template alone says what stands around it",
+                f"leave {wrong[0].partition('=')[0]} out, or set data.format=text",
+            )
         return self
 
 

@@ -129,6 +129,17 @@ class Run(Settings):
         return self
 
     @model_validator(mode="after")
+    def _conversations_have_a_template(self) -> "Run":
+        tokenizer = self.tokenizer
+        given = tokenizer.path or self.model.source or tokenizer.chat_template
+        if self.data.format == "chat" and not given:
+            raise ValueError(
+                "data.format=chat, and a tokenizer that is made here has no chat template",
+                "tokenizer.chat_template=chatml tokenizer.add_tokens=['<|im_start|>','<|im_end|>']",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _launcher_has_its_scheduler(self) -> "Run":
         scheduler, launcher = self.facility.scheduler, self.launcher.name
         if (scheduler == "pbs") and launcher != "mpiexec":
