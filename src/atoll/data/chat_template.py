@@ -162,6 +162,12 @@ class ChatTemplate:
             self._written.add(role)
 
 
+def turn_end_id(tokenizer: Any) -> int | None:
+    """The id of the token that ends an answer, where the tokenizer's template puts one."""
+    token = ChatTemplate(tokenizer).turn_end()
+    return int(tokenizer.convert_tokens_to_ids(token)) if token else None
+
+
 def _answer(content: str) -> Message:
     return {"role": "assistant", "content": content}
 

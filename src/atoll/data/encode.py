@@ -112,9 +112,10 @@ def tokenizer_maker(
         else:
             train = vocabulary.TRAINED[run.tokenizer.kind]
             made = train(_training_texts(run, corpora[0]), run.tokenizer.vocabulary_tokens)
-        vocabulary.add_tokens(made, run.tokenizer.add_tokens)
-        if run.tokenizer.chat_template is not None:
-            made.chat_template = run.tokenizer.chat_template
+        template = run.tokenizer.chat_template
+        vocabulary.add_tokens(made, run.tokenizer.add_tokens, template or "")
+        if template is not None:
+            made.chat_template = template
         made.save_pretrained(str(folder))
         return vocabulary.describe(folder, run.data.bos)
 
