@@ -120,6 +120,15 @@ LLAMA3 = (
     "{%- endfor %}{%- if add_generation_prompt %}"
     "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
+# the last answer ends otherwise than those before it
+GPT_OSS = (
+    "{%- for m in messages %}"
+    "{%- if m.role == 'assistant' %}{{ '<|start|>assistant' }}{% generation %}"
+    "{{ '<|channel|>final<|message|>' + m.content + ('<|return|>' if loop.last else '<|end|>') }}"
+    "{% endgeneration %}"
+    "{%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif %}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{%- endif %}"
+)
 
 # name -> a template
 TEMPLATES = {
@@ -170,6 +179,7 @@ TEMPLATES = {
         "{{ '<|system|>\n' + m.content }}",
         "{{ '<|assistant|>\n' }}",
     ),
+    "gpt_oss": GPT_OSS,
     "granite": _turns(
         "{{ '<|start|>user<|role_end|>' + m.content + '<|end|>\n' }}",
         "{{ '<|start|>assistant<|role_end|>' }}|||{{ m.content + '<|end|>' }}"
@@ -191,7 +201,8 @@ TEMPLATES = {
     "phi3": _turns(
         "{{ '<|user|>\n' + m.content + '<|end|>\n' }}",
         "{{ '<|assistant|>\n' }}|||{{ m.content + '<|end|>' }}"
-        "{% endgeneration %}{{ '\n' }}{% generation %}",
+        "{{ '\n' + eos_token if loop.last else '' }}"
+        "{% endgeneration %}{{ '' if loop.last else '\n' }}{% generation %}",
         "{{ '<|system|>\n' + m.content + '<|end|>\n' }}",
         "{{ '<|assistant|>\n' }}",
     ),
@@ -222,7 +233,8 @@ TOOLS = {"qwen2_5", "qwen3", "llama3"}
 SPECIAL = (
     "<|im_start|>", "<|im_end|>", "<|im_sep|>", "<|eot_id|>", "<|start_header_id|>",
     "<|end_header_id|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|START|>",
-    "<|END|>", "<start_of_turn>", "<end_of_turn>", "<|start|>", "<|role_end|>", "<|User|>",
+    "<|END|>", "<|return|>", "<|channel|>", "<|message|>",
+    "<start_of_turn>", "<end_of_turn>", "<|start|>", "<|role_end|>", "<|User|>",
     "<|Assistant|>", "<|USER|>", "<|BOT|>", "<|SYSTEM|>",
 )  # fmt: skip
 

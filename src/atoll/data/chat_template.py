@@ -126,8 +126,22 @@ class ChatTemplate:
                 "that: tokenizer.chat_template=FILE.jinja",
             )
         alone = self._attempt(Conversation(other[: number + 1], tools)) or ""
-        tail = _in_common(alone.rpartition(MARK)[2], after)
+        tail = self._tail(alone.rpartition(MARK)[2], after)
         return start, self._end(text, start, end + tail)
+
+    def _tail(self, alone: str, after: str) -> int:
+        """How much of what follows an answer ends it: what follows the last answer as well.
+
+        Where those differ, only whole tokens count; the last answer may end with one of its own.
+        """
+        common = _in_common(alone, after)
+        if common == len(alone):
+            return common
+        begins = ((alone.rfind(token, 0, common), token) for token in self._added if token in alone)
+        whole = max((at + len(token) for at, token in begins if at >= 0), default=0)
+        if whole or not alone.startswith(self._added):
+            return whole
+        return max((len(token) for token in self._added if after.startswith(token)), default=0)
 
     def _start(self, before: Conversation, text: str) -> int | None:
         """Where the answer to these messages begins, if they are followed by a prompt for it."""
