@@ -114,6 +114,11 @@ def mlflow(run_folder: Path) -> Path:
     return run_folder / "mlflow"
 
 
+def reference_file(folder: Path) -> Path:
+    """Log-probabilities of both answers of every pair under the model as the run began."""
+    return folder / "reference.npz"
+
+
 def result_file(run_folder: Path) -> Path:
     return run_folder / "result.json"
 
@@ -162,7 +167,7 @@ def prepared_digest(run: Run) -> str:
     Nor on the sequence length, but for rows that are cut to it: with labels, and conversations.
     """
     free = {"batching", "packing", "workers"}
-    is_cut = run.data.classes is not None or run.data.format == "chat"
+    is_cut = run.data.classes is not None or run.data.holds_conversations
     free |= set() if is_cut else {"sequence_tokens"}
     data = run.data.model_dump(mode="json", exclude=free, exclude_defaults=True)
     tokenizer = run.tokenizer.model_dump(mode="json", exclude_defaults=True)

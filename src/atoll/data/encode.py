@@ -16,8 +16,9 @@ from atoll.data.shard_writer import TokenBlock
 from atoll.data.shards import Split
 from atoll.data.sources import blocks
 from atoll.data.sources.blocks import Block
-from atoll.data.sources.conversations import conversation_of, words_of
+from atoll.data.sources.conversations import conversation_of, pair_of, words_of
 from atoll.data.sources.corpus import Corpus
+from atoll.data.sources.rows import Row
 from atoll.data.vocabulary import Vocabulary
 from atoll.errors import UserError
 from atoll.settings import Classes, Data, Run
@@ -154,12 +155,18 @@ def _training_texts(run: Run, train: CorpusBlocks) -> Iterator[str]:
 def _texts(data: Data, corpus: Corpus, block: Block) -> list[str]:
     """The texts of a block; of conversations, what is said in them."""
     first = blocks.read(corpus, block)[0]
-    if data.format == "text":
+    if not data.holds_conversations:
         return first
-    return [
-        words_of(conversation_of(row.place, row.fields, data.text_field)) if row.fields else ""
-        for row in first
-    ]
+    return [_said(row, data) for row in first]
+
+
+def _said(row: Row, data: Data) -> str:
+    """What is said in a row's conversations; nothing in a blank one."""
+    if not row.fields:
+        return ""
+    if data.format == "preference":
+        return "\n".join(words_of(talk) for talk in pair_of(row.place, row.fields))
+    return words_of(conversation_of(row.place, row.fields, data.text_field))
 
 
 def _encoded(

@@ -12,7 +12,7 @@ from atoll.data.encode import SplitCorpus, WorkItem
 from atoll.data.shard_writer import TokenBlock
 from atoll.data.shards import Split
 from atoll.data.sources import blocks
-from atoll.data.sources.conversations import Conversation, conversation_of
+from atoll.data.sources.conversations import Conversation, conversation_of, pair_of
 from atoll.data.sources.rows import Row
 from atoll.settings import Data
 
@@ -62,6 +62,21 @@ class ChatEncoder:
             else:
                 yield self._shortened(row.place, conversation)
 
+    def encoded_pairs(self, rows: list[Row]) -> Iterator[tuple[Encoded, Encoded] | None]:
+        """The chosen and the rejected answer of each row; nothing where both are too long."""
+        for row in rows:
+            better, worse = (
+                self._whole(row.place, talk) for talk in pair_of(row.place, row.fields)
+            )
+            fits = len(better.ids) + len(worse.ids) <= self.data.sequence_tokens
+            yield (better, worse) if fits else None
+
+    def _whole(self, place: str, conversation: Conversation) -> Encoded:
+        rendered = self.template.rendered(conversation, place)
+        encoding = self.tokenizer.encode(rendered.text, add_special_tokens=False)
+        learned = self._learned(place, conversation, rendered, encoding)
+        return Encoded(encoding.ids, learned, cut=False)
+
     def _shortened(self, place: str, conversation: Conversation) -> Encoded | None:
         """The conversation up to the last answer that a sample has room for."""
         if self.data.long_conversations == "drop":
@@ -83,10 +98,10 @@ class ChatEncoder:
         self, place: str, conversation: Conversation, rendered: Rendered, encoding: Any
     ) -> Learned:
         """1 for the tokens that training is on; a token belongs to all characters it is made of."""
-        if self.data.train_on == "all":
+        if self.data.train_on == "all" and self.data.format == "chat":
             return np.ones(len(encoding.ids), dtype=np.uint8)
         answers = rendered.answers
-        if self.data.train_on == "last":
+        if self.data.train_on == "last" or self.data.format == "preference":
             first = self.template.last_begins(conversation, place)
             answers = [(start, end) for start, end in answers if end > first]
         learned = np.zeros(len(encoding.ids), dtype=np.uint8)
@@ -120,7 +135,14 @@ def encoder(
 
 def _block(rows: list[Row], chat: ChatEncoder, dtype: str) -> TokenBlock:
     written = [row for row in rows if row.fields]
-    encoded = list(chat.encoded(written))
+    if pairs := chat.data.format == "preference":
+        encoded = [
+            answer
+            for pair in chat.encoded_pairs(written)
+            for answer in (pair if pair is not None else (None, None))
+        ]
+    else:
+        encoded = list(chat.encoded(written))
     kept = [one for one in encoded if one is not None]
     return TokenBlock(
         tokens=b"".join(np.array(one.ids, dtype=dtype).tobytes() for one in kept),
@@ -128,5 +150,5 @@ def _block(rows: list[Row], chat: ChatEncoder, dtype: str) -> TokenBlock:
         blank=len(rows) - len(written),
         learned=b"".join(one.learned.tobytes() for one in kept),
         cut=sum(one.cut for one in kept),
-        dropped=len(encoded) - len(kept),
+        dropped=(len(encoded) - len(kept)) // (2 if pairs else 1),
     )

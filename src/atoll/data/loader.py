@@ -18,7 +18,7 @@ import torch
 from atoll.data import shards
 from atoll.data.batch import TENSORS, Batch
 from atoll.data.order import rank_share, sample_ids
-from atoll.data.pack import Ints, PackingPlan, pack
+from atoll.data.pack import Ints, Packing, PackingPlan, pack
 from atoll.data.shards import Split, TokenManifest, TokenShard
 from atoll.data.workers import in_order
 from atoll.errors import UserError
@@ -43,7 +43,12 @@ class Samples:
     """The packed samples of one split."""
 
     def __init__(
-        self, folder: Path, split: Split, manifest: TokenManifest, plan: PackingPlan
+        self,
+        folder: Path,
+        split: Split,
+        manifest: TokenManifest,
+        plan: PackingPlan,
+        is_pairs: bool = False,
     ) -> None:
         self.plan = plan
         self._pad_id = manifest.pad_id
@@ -67,7 +72,11 @@ class Samples:
             return np.memmap(path, dtype=np.uint8, mode="r")
 
         self._tokens, self._learned = tokens, learned
-        if self._has_loss:
+        # of each pair: log-probabilities of both answers under the model that the run began with
+        self.reference: npt.NDArray[np.float32] | None = None
+        if is_pairs:
+            self._targets = np.ones_like(self._targets)
+        elif self._has_loss:
             self._targets = self._learned_targets()
 
     def __len__(self) -> int:
@@ -100,6 +109,8 @@ class Samples:
         if self._has_loss:
             self._copy(learned, self._learned, *places)
         batch = _batch(tokens, learned, ends, useful, len(ids))
+        if self.reference is not None:
+            return replace(batch, reference_B2=torch.from_numpy(self.reference[ids]))
         if self._classes is None:
             return batch
         return replace(batch, classes_B=torch.from_numpy(self._classes[ids]))
@@ -152,9 +163,10 @@ def open_samples(data: Data, folder: Path, split: Split) -> Samples:
             f"the {split} split in {folder} holds no documents",
             f"delete {folder}, then run `atoll tokenize RUN_FOLDER`",
         )
-    packing = data.packing if data.batching == "packing" else "padding"
-    plan = pack(np.concatenate(lengths), data.sequence_tokens, packing)
-    return Samples(folder, split, manifest, plan)
+    is_pairs = data.format == "preference"
+    packing: Packing = data.packing if data.batching == "packing" else "padding"
+    plan = pack(np.concatenate(lengths), data.sequence_tokens, "pairs" if is_pairs else packing)
+    return Samples(folder, split, manifest, plan, is_pairs)
 
 
 @contextmanager

@@ -142,8 +142,11 @@ def _say_lengths(manifest: TokenManifest, run: Run, log: Log) -> None:
     )
     if cut or dropped:
         kept = sum(manifest.documents(split) for split in shards.SPLITS)
+        what = "conversations"
+        if run.data.format == "preference":
+            kept, what = kept // 2, "pairs"
         log(
-            f"of {kept + dropped:,} conversations {cut:,} are cut at a turn and {dropped:,} left "
+            f"of {kept + dropped:,} {what} {cut:,} are cut at a turn and {dropped:,} left "
             f"out: they have more than {run.data.sequence_tokens:,} tokens (data.sequence_tokens)"
         )
 
@@ -286,7 +289,7 @@ def _write_shards(
         return
     sources = [text.source for text in corpora]
     tokenizer = shards.tokenizer_folder(folder)
-    if run.data.format == "chat":
+    if run.data.holds_conversations:
         start = partial(encode_chat.encoder, tokenizer, plan.dtype, run.data, sources)
     else:
         around = (plan.begin_id, plan.end_id)

@@ -69,7 +69,7 @@ def _export(train_state: TrainState) -> None:
 
 def _end_ids(train_state: TrainState) -> list[int]:
     """The tokens that end an answer, where answers were learned: the text's end, and a turn's."""
-    if train_state.run.data.format != "chat":
+    if not train_state.run.data.holds_conversations:
         return []
     from transformers import AutoTokenizer
 

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     prompts = _prompts(arguments, settings)
     seed = arguments.seed if arguments.seed is not None else (run.seed if run else 0)
     generator, printed = text_generator_of(arguments.where, run), arguments.out is None
-    if arguments.chat or (run is not None and run.data.format == "chat"):
+    if arguments.chat or (run is not None and run.data.holds_conversations):
         generator = generator._replace(chat=True)
     texts = continue_prompts(generator, prompts, settings, seed, printed)
     if arguments.out is not None:

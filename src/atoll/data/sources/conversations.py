@@ -18,7 +18,7 @@ OTHER_NAMES = {
     "function_response": "tool", "function": "tool", "ipython": "tool",
 }  # fmt: skip
 TURNS = ("messages", "conversations", "conversation")  # columns that hold a list of turns
-OPTIONAL = ("tools", "system", "input", "history")  # columns that are read where they are
+OPTIONAL = ("tools", "system", "input", "history", "prompt")  # columns that are read where they are
 UNNAMED = "text"  # the text_field that says nothing
 
 
@@ -79,6 +79,34 @@ def conversation_of(place: str, fields: Mapping[str, Any], named: str = UNNAMED)
             "add the answer, or take the record out",
         )
     return Conversation(messages, _tools(place, fields.get("tools")))
+
+
+def pair_layout_of(place: str, fields: Mapping[str, Any], named: str = UNNAMED) -> Layout:
+    """That of rows with a better and a worse answer. Raises `UserError` where they have none."""
+    layout = Layout("preference", ("chosen", "rejected"))
+    missing = [name for name in layout.fields if name not in fields]
+    if missing:
+        raise UserError(
+            f"{place}: no {missing[0]!r} in the fields: {', '.join(fields) or 'none'}",
+            "give prompt, chosen and rejected: texts, or lists of messages",
+        )
+    return layout
+
+
+def pair_of(place: str, fields: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
+    """The conversation with the chosen answer, and with the rejected one, checked.
+
+    Without a prompt both are whole conversations. Raises `UserError` with the row's place.
+    """
+    better, worse = (fields[name] for name in pair_layout_of(place, fields).fields)
+    rest = {name: fields[name] for name in ("tools", "system") if name in fields}
+    if (prompt := fields.get("prompt")) is None:
+        chosen, rejected = ({"messages": answer} | rest for answer in (better, worse))
+    else:
+        chosen, rejected = (
+            {"prompt": prompt, "completion": answer} | rest for answer in (better, worse)
+        )
+    return conversation_of(place, chosen), conversation_of(place, rejected)
 
 
 def words_of(conversation: Conversation) -> str:

@@ -131,8 +131,8 @@ def _files(
         raise UserError(
             f"{setting} holds no text: {len(parts)} files, 0 bytes", "give files that are not empty"
         )
-    if data.format == "chat":
-        parts = tuple(rows.with_layout(part, data.text_field) for part in parts)
+    if data.holds_conversations:
+        parts = tuple(rows.with_layout(part, data) for part in parts)
     about = [data.document, *fields, *(map(str, share) if share != WHOLE else ())]
     return Corpus(parts, _fingerprint(parts, " ".join(about)), count)
 
@@ -204,8 +204,8 @@ def _hub(data: Data, split: str, setting: str, count: int | None) -> Corpus:
     loaded = hub.load(data, split, setting)
     tables = loaded.with_format("arrow")  # slices are tables
     part = Part(data.hub, Path(data.hub), "hub", _fields(data), split=split, rows=tables)
-    if data.format == "chat":
-        part = rows.with_layout(part, data.text_field)
+    if data.holds_conversations:
+        part = rows.with_layout(part, data)
     columns.refuse_columns(data.hub, loaded.features.arrow_schema, part.fields, part.layout)
     return Corpus((part,), hub.fingerprint(loaded, part.fields[0]), count)
 

@@ -7,9 +7,10 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from atoll.data.sources import columns, text_files
-from atoll.data.sources.conversations import OPTIONAL, layout_of
+from atoll.data.sources.conversations import OPTIONAL, layout_of, pair_layout_of
 from atoll.data.sources.parts import Columns, Part, Span
 from atoll.errors import UserError
+from atoll.settings import Data
 
 FORMATS = ("jsonl", "parquet", "arrow", "hub")
 LAST_LOOKED_AT = 64  # rows, for one that is not blank
@@ -49,27 +50,27 @@ def columnar(read: Callable[[Part, Span], Columns]) -> Callable[[Part, Span], Co
     return read_rows
 
 
-def with_layout(part: Part, named: str) -> Part:
+def with_layout(part: Part, data: Data) -> Part:
     """The part as conversations, after a look at its columns or its first row.
 
-    named: the column of the turns, where it is not found by its name. Raises `UserError` where
-    there is none that holds conversations.
+    Raises `UserError` where there is none that holds conversations.
     """
     if part.format not in FORMATS:
         raise UserError(
-            f"{part.path} is {part.format}, and data.format=chat reads rows with messages",
+            f"{part.path} is {part.format}, and data.format={data.format} reads rows with messages",
             f"give {', '.join(FORMATS[:-1])} files, or a data set of the hub",
         )
     if part.format == "jsonl":
         row = _first_row(part)
-        return replace(part, format="chat-jsonl", **_described(part, row.place, row.fields, named))
+        return replace(part, format="chat-jsonl", **_described(part, row.place, row.fields, data))
     names = part.rows.column_names if part.format == "hub" else columns.column_names(part)
-    found = _described(part, str(part.path), dict.fromkeys(names), named)
+    found = _described(part, str(part.path), dict.fromkeys(names), data)
     return replace(part, format=f"chat-{part.format}", **found)
 
 
-def _described(part: Part, place: str, fields: dict[str, Any], named: str) -> dict[str, Any]:
-    layout = layout_of(place, fields, named)
+def _described(part: Part, place: str, fields: dict[str, Any], data: Data) -> dict[str, Any]:
+    find = pair_layout_of if data.format == "preference" else layout_of
+    layout = find(place, fields, data.text_field)
     optional = [name for name in OPTIONAL if name in fields and name not in layout.fields]
     return {"layout": layout.name, "fields": (*layout.fields, *optional)}
 
