@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import CALL, SYSTEM, TALK, TEMPLATES, TOOL_TALK, turn, without_marks
-from data_runs import make_run
+from data_runs import content, make_run
 from test_chat_template import speaking
 
 from atoll import run_dir
@@ -276,6 +276,50 @@ def test_settings_of_text_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=f"data.format=chat with {message}"):
         chat_run(tmp_path, tokenizer, tmp_path / "rows.jsonl", **data)
+
+
+def test_a_damaged_loss_mask_is_named(tmp_path: Path, tokenizer: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": TALK}])
+    run = chat_run(tmp_path, tokenizer, rows)
+    path = shards.loss_file(prepare(run, lambda line: None), "train", 0)
+    whole = path.read_bytes()
+    path.write_bytes(bytes(len(whole)))
+    with pytest.raises(UserError, match=r"00000.ds.loss is corrupted"):
+        open_prepared(run, verify=True)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match=rf"has {len(whole) - 1} bytes instead of {len(whole)}"):
+        open_prepared(run)
+    prepare(run, lambda line: None)
+    assert path.read_bytes() == whole, "only it is made again"
+
+
+def test_any_number_of_workers_makes_the_same_bytes(tmp_path: Path, tokenizer: Path) -> None:
+    many = [{"messages": TALK[: 2 + 2 * (n % 2)]} for n in range(30)]
+    rows = write_rows(tmp_path / "rows.jsonl", many)
+    folders = []
+    for workers in (1, 2):
+        home = tmp_path / str(workers)
+        home.mkdir()
+        run = chat_run(home, tokenizer, rows, workers=workers, documents_per_shard=8)
+        folders.append(prepare(run, lambda line: None))
+    one, two = (content(folder) for folder in folders)
+    same = [name for name in one if name.startswith("train/")]
+    assert len(same) == 5 * 4 and [one[name] for name in same] == [two[name] for name in same]
+
+
+def test_conversations_of_the_hub(tmp_path: Path, tokenizer: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    call = [{"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    talks = [TALK, [TALK[0], *call, turn("tool", "5"), TALK[1]]]
+    path = tmp_path / "saved"
+    datasets.Dataset.from_list([{"messages": talk} for talk in talks]).save_to_disk(str(path))
+    run = chat_run(tmp_path, tokenizer, tmp_path, source="hub", files=[], hub=str(path))
+    assert [part.layout for part in train_corpus(run.data).parts] == ["messages"]
+    read = conversations(run)
+    assert read[0].messages == TALK and read[1].messages[1] == {
+        "role": "assistant",
+        "tool_calls": [CALL],
+    }
 
 
 def test_a_tokenizer_that_is_made_needs_a_template(tmp_path: Path) -> None:
