@@ -20,6 +20,20 @@ def test_a_file_s_text_is_what_the_run_has(tmp_path, composed):
     assert template_text("own.jinja", tmp_path) == template_text(TEMPLATES["qwen3"], tmp_path)
 
 
+def test_a_tokenizer_without_a_template_is_refused_where_it_is_typed(tmp_path, composed):
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text('{"eos_token": "</s>"}')
+    line = [*LINE, f"tokenizer.path={tmp_path}"]
+    with pytest.raises(UserError, match="has no chat template"):
+        composed(*line)
+    assert composed(*line, "tokenizer.chat_template=chatml").run.tokenizer.path == str(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATES["chatml"])
+    assert composed(*line).run.tokenizer.chat_template is None
+    (tmp_path / "chat_template.jinja").unlink()
+    settings.write_text('{"chat_template": "{{ messages }}"}')
+    assert composed(*line).run.tokenizer.chat_template is None
+
+
 def test_chatml_is_known_by_name():
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -1,8 +1,13 @@
 """The chat template that a run names, as the text that its folder carries."""
 
+import json
 from pathlib import Path
 
 from atoll.errors import UserError
+from atoll.settings import Run
+
+# where a tokenizer's folder may keep its templates, beside its tokenizer_config.json
+FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 # by name; the tokens are OpenAI's of 2023, which most chat models have taken over since
 TEMPLATES = {
@@ -38,6 +43,25 @@ def template_text(given: str | None, start: Path) -> str | None:
     if not _is_template(text):
         raise UserError(f"tokenizer.chat_template={given} holds no {{{{ … }}}} to fill in", hint)
     return text
+
+
+def check_chat_template(run: Run) -> None:
+    """Refuse conversations for a tokenizer of a folder that has no template, before any job."""
+    if not run.data.holds_conversations or run.tokenizer.chat_template is not None:
+        return
+    folder = Path(run.tokenizer.path or str(run.model.source))
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file() or any((folder / name).exists() for name in FILES):
+        return
+    try:
+        has_template = "chat_template" in json.loads(settings.read_text())
+    except ValueError:
+        return  # whoever loads the tokenizer says what is wrong with it
+    if not has_template:
+        raise UserError(
+            f"data.format={run.data.format}, and the tokenizer of {folder} has no chat template",
+            "give one: tokenizer.chat_template=FILE.jinja, or a name: " + ", ".join(TEMPLATES),
+        )
 
 
 def _is_template(text: str) -> bool:

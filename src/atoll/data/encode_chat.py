@@ -14,6 +14,7 @@ from atoll.data.shards import Split
 from atoll.data.sources import blocks
 from atoll.data.sources.conversations import Conversation, conversation_of, pair_of
 from atoll.data.sources.rows import Row
+from atoll.errors import UserError
 from atoll.settings import Data
 
 Learned = npt.NDArray[np.uint8]
@@ -110,6 +111,11 @@ class ChatEncoder:
             inside = np.flatnonzero((ends > start) & (starts < end))
             if len(inside):
                 learned[inside[0] : inside[-1] + 1] = 1
+        if not learned.any():
+            raise UserError(
+                f"{place}: the chat template writes nothing of its answers",
+                "fix the record, or give another template: tokenizer.chat_template=FILE.jinja",
+            )
         return learned
 
 
