@@ -152,8 +152,8 @@ class ChatTemplate:
 
     def _end(self, text: str, start: int, end: int) -> int:
         """The end of an answer without the space that stands behind its last token."""
-        said = text[start:end].rstrip()
-        return start + len(said) if said.endswith(self._added) else end
+        answer = text[start:end].rstrip()
+        return start + len(answer) if answer.endswith(self._added) else end
 
     def _attempt(self, conversation: Conversation, *, prompt: bool = False) -> str | None:
         """The text, or nothing where the template takes no conversation that ends so."""
@@ -186,7 +186,7 @@ def _answer(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
-def _in_common(one: str, other: str) -> int:
+def _in_common(text: str, other: str) -> int:
     """How many characters two texts begin with alike."""
-    alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))
     return sum(1 for _ in alike)

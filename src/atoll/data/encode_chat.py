@@ -149,12 +149,12 @@ def _block(rows: list[Row], chat: ChatEncoder, dtype: str) -> TokenBlock:
         ]
     else:
         encoded = list(chat.encoded(written))
-    kept = [one for one in encoded if one is not None]
+    kept = [talk for talk in encoded if talk is not None]
     return TokenBlock(
-        tokens=b"".join(np.array(one.ids, dtype=dtype).tobytes() for one in kept),
-        lengths=np.array([len(one.ids) for one in kept], dtype=np.int64),
+        tokens=b"".join(np.array(talk.ids, dtype=dtype).tobytes() for talk in kept),
+        lengths=np.array([len(talk.ids) for talk in kept], dtype=np.int64),
         blank=len(rows) - len(written),
-        learned=b"".join(one.learned.tobytes() for one in kept),
-        cut=sum(one.cut for one in kept),
+        learned=b"".join(talk.learned.tobytes() for talk in kept),
+        cut=sum(talk.cut for talk in kept),
         dropped=(len(encoded) - len(kept)) // (2 if pairs else 1),
     )

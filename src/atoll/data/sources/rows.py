@@ -64,8 +64,8 @@ def with_layout(part: Part, data: Data) -> Part:
         row = _first_row(part)
         return replace(part, format="chat-jsonl", **_described(part, row.place, row.fields, data))
     names = part.rows.column_names if part.format == "hub" else columns.column_names(part)
-    found = _described(part, str(part.path), dict.fromkeys(names), data)
-    return replace(part, format=f"chat-{part.format}", **found)
+    described = _described(part, str(part.path), dict.fromkeys(names), data)
+    return replace(part, format=f"chat-{part.format}", **described)
 
 
 def _described(part: Part, place: str, fields: dict[str, Any], data: Data) -> dict[str, Any]:
