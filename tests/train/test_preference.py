@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +263,21 @@ def test_log_probabilities_are_torch_s(chunk: int) -> None:
         for x in (logp, expected)
     )
     torch.testing.assert_close(ours, theirs)
+
+
+def test_a_replayed_step_and_a_resumed_run_have_the_same_reference(
+    ranks: RankPool, whole: Path, folder: Path
+) -> None:
+    """Also where its file is gone: what a run began with is known before it resumes."""
+    changes: dict[str, Any] = {"checkpoint": {"every_steps": 2}, "guard": {"replay_every_steps": 2}}
+    run = pair_run(folder, 2, name="resumed", **changes)
+    run_folder = trained(ranks, run)
+    assert small_run.losses(run_folder) == pytest.approx(small_run.losses(whole), abs=1e-6)
+    stored = np.load(run_dir.reference_file(run_folder))
+    run_dir.reference_file(run_folder).unlink()
+    run_dir.result_file(run_folder).unlink()
+    shutil.rmtree(run_dir.checkpoint(run_folder, 5))
+    ranks.run(small_run.train_here, run, world=2)
+    again = np.load(run_dir.reference_file(run_folder))
+    np.testing.assert_array_equal(again["train"], stored["train"])
+    assert small_run.losses(run_folder) == pytest.approx(small_run.losses(whole), abs=1e-6)
