@@ -65,28 +65,30 @@ def main() -> int:
 
 def compared(case: str, turns: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
     """Rows of one case and each peer: rates, with the MFU of ours beside them, and memory."""
-    ours, rows = turns.pop("ours"), []
-    for peer, theirs in turns.items():
-        rates = [[turn["rate"] for turn in side] for side in (ours, theirs)]
-        peaks = [[turn["memory_gib"] for turn in side] for side in (ours, theirs)]
-        name, target, mfu = CASES[case, peer], TARGETS.get((case, peer)), ours[-1]["mfu"]
-        rows += [
-            results.row(name, "tokens/s", rates[0], peer, rates[1], "higher", target, mfu=mfu),
-            results.row(f"{name}, a rank's peak", "GiB", peaks[0], peer, peaks[1], "lower"),
-        ]
-    return rows
+    peers = [peer for peer in turns if peer != "ours"]
+    return [
+        row
+        for peer in peers
+        for row in rows_of(CASES[case, peer], peer, turns, TARGETS.get((case, peer)))
+    ]
+
+
+def rows_of(
+    name: str, peer: str, turns: dict[str, list[dict[str, float]]], target: float | None
+) -> list[dict[str, Any]]:
+    """Rates and peaks of ours and of one peer."""
+    ours, theirs = turns["ours"], turns[peer]
+    rates = [[turn["rate"] for turn in side] for side in (ours, theirs)]
+    peaks = [[turn["memory_gib"] for turn in side] for side in (ours, theirs)]
+    mfu = ours[-1]["mfu"]
+    return [
+        results.row(name, "tokens/s", rates[0], peer, rates[1], "higher", target, mfu=mfu),
+        results.row(f"{name}, a rank's peak", "GiB", peaks[0], peer, peaks[1], "lower"),
+    ]
 
 
 def ready(folder: Path, case: str, side: str, arguments: argparse.Namespace) -> Path:
     """A run folder with its tokens prepared."""
-    import torch
-
-    from atoll import run_dir
-    from atoll.config.compose import compose
-    from atoll.data.tokenize import prepare
-    from atoll.settings import dumped
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     data = ["data=python_stdlib", "data.packing=concat"]
     if case == "documents":
         data = [
@@ -95,6 +97,21 @@ def ready(folder: Path, case: str, side: str, arguments: argparse.Namespace) -> 
             "data.validation.fraction=0.02",
         ]
         data += ["data.batching=padding"] if side == TRAINER else []
+    return prepared_run(folder, case, side, arguments, data)
+
+
+def prepared_run(
+    folder: Path, case: str, side: str, arguments: argparse.Namespace, data: list[str]
+) -> Path:
+    """The run folder of one side of a case, on the data that these words choose."""
+    import torch
+
+    from atoll import run_dir
+    from atoll.config.compose import compose
+    from atoll.data.tokenize import prepare
+    from atoll.settings import dumped
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     run = compose(
         [
             "facility=laptop",

@@ -184,5 +184,5 @@ def test_the_docs_list_them_beside_ours(name: str, tree: Path) -> None:
 
 def test_every_known_job_is_compared() -> None:
     jobs = {file.stem for file in (ROOT / "hydra_conf" / "experiment").glob("*.yaml")}
-    of_our_own = {"demo", "llama_qlora", "rehearsal"}
+    of_our_own = {"chat_sft", "demo", "llama_qlora", "rehearsal"}
     assert {name for name in jobs if not name.endswith("_smoke")} - of_our_own == set(JOBS)

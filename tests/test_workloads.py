@@ -33,6 +33,14 @@ def records(folder: Path, event: str) -> list[dict[str, Any]]:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("workloads")
     (folder / "play.txt").write_text(PLAY * 200)
+    talks = [
+        [
+            {"role": "user", "content": f"What is {n} and {n}?"},
+            {"role": "assistant", "content": f"It is {n + n}."},
+        ]
+        for n in range(200)
+    ]
+    (folder / "talks.jsonl").write_text("".join(json.dumps({"messages": t}) + "\n" for t in talks))
     for name, count in (("train", 48), ("held_out", 21)):
         rows = [
             {"sentence1": f"a reef of {n} corals", "sentence2": f"{n + n % 2}", "label": n % 2}
@@ -51,6 +59,7 @@ JOBS = {
     "gpt_shakespeare_char": ["data.files=[play.txt]"],
     "bert_rte": ROWS,
     "llama_qlora": [],
+    "chat_sft": ["data.files=[talks.jsonl]"],
 }
 
 
@@ -84,6 +93,8 @@ def test_smoke_size(job: Job, name: str) -> None:
     assert run_dir.sample_file(folder).is_file() == (name != "bert_rte")
     if name == "opt_125m_yelp":
         assert len(records(folder, "evaluation")) == 4, "before, and after each of three epochs"
+    if name == "chat_sft":
+        assert run_dir.sample_file(folder).read_text().startswith("user: Who are you?\nassistant: ")
     if name == "llama_qlora":
         assert (run_dir.export(folder) / "adapter" / "adapter_config.json").is_file()
 

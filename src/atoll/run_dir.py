@@ -114,6 +114,11 @@ def mlflow(run_folder: Path) -> Path:
     return run_folder / "mlflow"
 
 
+def reference_file(folder: Path) -> Path:
+    """Log-probabilities of both answers of every pair under the model as the run began."""
+    return folder / "reference.npz"
+
+
 def result_file(run_folder: Path) -> Path:
     return run_folder / "result.json"
 
@@ -159,10 +164,11 @@ def bundle_request(bundle: Path) -> Path:
 def prepared_digest(run: Run) -> str:
     """What the tokens depend on: not on packing, batching or workers.
 
-    Nor on the sequence length, but for rows with labels: two texts are cut together.
+    Nor on the sequence length, but for rows that are cut to it: with labels, and conversations.
     """
     free = {"batching", "packing", "workers"}
-    free |= {"sequence_tokens"} if run.data.classes is None else set()
+    is_cut = run.data.classes is not None or run.data.holds_conversations
+    free |= set() if is_cut else {"sequence_tokens"}
     data = run.data.model_dump(mode="json", exclude=free, exclude_defaults=True)
     tokenizer = run.tokenizer.model_dump(mode="json", exclude_defaults=True)
     if run.tokenizer.path is None:

@@ -404,7 +404,8 @@ FORBIDDEN = [
     "facility.modules={load:[evil]}", "facility.environment.LD_PRELOAD=x.so", "image.file=x.sif",
     "image.run_flags=[--bind]", "folders.runs=/tmp", "folders={runs:x}", "facility.scheduler=none",
     "facility.submit.wrap=id", "+facility.submit.export=ALL", "model.source=/etc",
-    "tokenizer.path=/etc", "data.files=[/etc/passwd]", "data.files=[../../x]", "data.files=['~/x']",
+    "tokenizer.path=/etc", "tokenizer.chat_template=own.jinja",
+    "data.files=[/etc/passwd]", "data.files=[../../x]", "data.files=['~/x']",
     "data.text_field='${oc.env:HOME}'", "data.validation={files:[/etc/passwd]}", "loggers=[wandb]",
     "facility.ssh_options=['-oProxyCommand=id']", "override=[fit]", "~facility.binds",
 ]  # fmt: skip

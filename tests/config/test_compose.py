@@ -20,6 +20,20 @@ GLUE = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
 ASKED_FOR = {
     "data=text_files": ["data.files=a.txt"],
     "data=hub": ["data.hub=a/b"],
+    "data=chat_files": ["data.files=a.jsonl", "tokenizer.chat_template=chatml"],
+    "data=preference_files": [
+        "data.files=a.jsonl",
+        "tokenizer.chat_template=chatml",
+        "task=preference",
+    ],
+    "task=preference": [
+        "data=preference_files",
+        "data.files=a.jsonl",
+        "tokenizer.chat_template=chatml",
+    ],
+    "data=chat_hub": ["data.hub=a/b", "tokenizer.chat_template=chatml"],
+    "experiment=chat_sft": ["model.source=a/b", "data.files=a.jsonl"],
+    "experiment=chat_sft_smoke": ["data.files=a.jsonl"],
     "data=shakespeare_char": ["data.files=a.txt"],
     **{f"data=glue_{name}": ["task=classification"] for name in GLUE},
     "task=classification": ["data=glue_rte"],

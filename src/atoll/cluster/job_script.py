@@ -78,7 +78,7 @@ def _around(run: Run, run_folder: Path) -> str:
 
 def _writes_text(run: Run) -> bool:
     has_prompt = run.generation.prompt is not None
-    return has_prompt and run.task.name == "causal_lm" and run.training.steps != 0
+    return has_prompt and run.task.name != "classification" and run.training.steps != 0
 
 
 def _lines(commands: list[list[str]]) -> str:

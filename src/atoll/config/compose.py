@@ -32,6 +32,7 @@ from atoll.commands import VerbParser
 from atoll.config.binds import check_binds
 from atoll.config.bundle import with_bundle
 from atoll.config.certificate import origin
+from atoll.config.chat_templates import check_chat_template
 from atoll.config.identity import derived_name
 from atoll.config.image_fit import check_image_fits
 from atoll.config.paths import with_absolute_paths, with_caches, with_image_file
@@ -141,6 +142,7 @@ def compose(overrides: Sequence[str], tree: Path | None = None) -> Composition:
     typed = checked(values | ({} if named else {"name": "unnamed"}))
     check_model(typed)
     run = with_image_file(with_absolute_paths(typed, Path.cwd()))
+    check_chat_template(run)
     if not named:
         run = run.model_copy(update={"name": derived_name(run, _stated(tree))})
         sources["name"] = DERIVED

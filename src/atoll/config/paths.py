@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from atoll.config.chat_templates import template_text
 from atoll.settings import Run
 
 # Where Hugging Face's libraries keep what they fetched (manuals of huggingface_hub, datasets).
@@ -25,7 +26,10 @@ def with_absolute_paths(run: Run, start: Path) -> Run:
         "image": {"file": path(image.file), "verify_key": path(image.verify_key)},
         "facility": {"hosts_file": path(run.facility.hosts_file)},
         "model": {"source": path_or_name(model.source, start)},
-        "tokenizer": {"path": path_or_name(tokenizer.path, start)},
+        "tokenizer": {
+            "path": path_or_name(tokenizer.path, start),
+            "chat_template": template_text(tokenizer.chat_template, start),
+        },
         "data": {
             "files": [absolute(file, start) if are_files else file for file in data.files],
             "validation": data.validation.model_copy(update={"files": held_out}),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-TENSORS = ("tokens_BT", "labels_BT", "positions_BT", "segment_ends", "classes_B")
+TENSORS = ("tokens_BT", "labels_BT", "positions_BT", "segment_ends", "classes_B", "reference_B2")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Batch:
     segment_lengths: tuple[int, ...]  # the same on the host, S numbers
     useful_tokens: int  # tokens that are not padding
     classes_B: Tensor | None = None  # fp32: the index of each sample's label, or its score
+    reference_B2: Tensor | None = None  # fp32: log-probabilities of a pair, as the run began
     seed: int | None = None  # of its dropout, so that who computes it makes no difference
 
     def to(self, device: torch.device) -> "Batch":

@@ -16,7 +16,9 @@ from atoll.data.shard_writer import TokenBlock
 from atoll.data.shards import Split
 from atoll.data.sources import blocks
 from atoll.data.sources.blocks import Block
+from atoll.data.sources.conversations import conversation_of, pair_of, words_of
 from atoll.data.sources.corpus import Corpus
+from atoll.data.sources.rows import Row
 from atoll.data.vocabulary import Vocabulary
 from atoll.errors import UserError
 from atoll.settings import Classes, Data, Run
@@ -107,11 +109,14 @@ def tokenizer_maker(
         if vocabulary.origin(run) is not None:
             made = vocabulary.load(run)
         elif run.tokenizer.kind == "characters":
-            made = vocabulary.characters(_all_texts(corpora))
+            made = vocabulary.characters(_all_texts(run.data, corpora))
         else:
             train = vocabulary.TRAINED[run.tokenizer.kind]
             made = train(_training_texts(run, corpora[0]), run.tokenizer.vocabulary_tokens)
-        vocabulary.add_tokens(made, run.tokenizer.add_tokens)
+        template = run.tokenizer.chat_template
+        vocabulary.add_tokens(made, run.tokenizer.add_tokens, template or "")
+        if template is not None:
+            made.chat_template = template
         made.save_pretrained(str(folder))
         return vocabulary.describe(folder, run.data.bos)
 
@@ -126,10 +131,10 @@ def training_blocks(all_blocks: list[Block], documents: int) -> list[Block]:
     return all_blocks[:: max(1, len(all_blocks) // wanted)]
 
 
-def _all_texts(corpora: list[CorpusBlocks]) -> Iterator[str]:
+def _all_texts(data: Data, corpora: list[CorpusBlocks]) -> Iterator[str]:
     for source, corpus_blocks in corpora:
         for block in corpus_blocks:
-            yield from blocks.read(source.corpus, block)[0]
+            yield from _texts(data, source.corpus, block)
 
 
 def _training_texts(run: Run, train: CorpusBlocks) -> Iterator[str]:
@@ -140,11 +145,28 @@ def _training_texts(run: Run, train: CorpusBlocks) -> Iterator[str]:
     for number, block in enumerate(chosen_blocks):
         share = documents * (number + 1) // len(chosen_blocks) - taken
         held_out = train.source.held_out(block.first_document, block.documents)
-        texts = zip(blocks.read(train.source.corpus, block)[0], held_out, strict=True)
+        texts = zip(_texts(run.data, train.source.corpus, block), held_out, strict=True)
         training_texts = [text for text, away in texts if text and not away]
         evenly = training_texts[:: max(1, len(training_texts) // max(1, share))][:share]
         taken += len(evenly)
         yield from (_filled(run.data.template, text) for text in evenly)
+
+
+def _texts(data: Data, corpus: Corpus, block: Block) -> list[str]:
+    """The texts of a block; of conversations, what is said in them."""
+    first = blocks.read(corpus, block)[0]
+    if not data.holds_conversations:
+        return first
+    return [_said(row, data) for row in first]
+
+
+def _said(row: Row, data: Data) -> str:
+    """What is said in a row's conversations; nothing in a blank one."""
+    if not row.fields:
+        return ""
+    if data.format == "preference":
+        return "\n".join(words_of(talk) for talk in pair_of(row.place, row.fields))
+    return words_of(conversation_of(row.place, row.fields, data.text_field))
 
 
 def _encoded(

@@ -3,12 +3,13 @@
 Legend: B samples of a microbatch, T tokens of a sample, S segments.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import torch
 from atoll.data import shards
 from atoll.data.batch import TENSORS, Batch
 from atoll.data.order import rank_share, sample_ids
-from atoll.data.pack import Ints, PackingPlan, pack
+from atoll.data.pack import Ints, Packing, PackingPlan, pack
 from atoll.data.shards import Split, TokenManifest, TokenShard
 from atoll.data.workers import in_order
 from atoll.errors import UserError
@@ -42,7 +43,12 @@ class Samples:
     """The packed samples of one split."""
 
     def __init__(
-        self, folder: Path, split: Split, manifest: TokenManifest, plan: PackingPlan
+        self,
+        folder: Path,
+        split: Split,
+        manifest: TokenManifest,
+        plan: PackingPlan,
+        is_pairs: bool = False,
     ) -> None:
         self.plan = plan
         self._pad_id = manifest.pad_id
@@ -53,13 +59,25 @@ class Samples:
             self._targets = np.ones_like(self._targets)
         self._shard_ends = np.cumsum([shard.tokens for shard in self._shards])
         dtype = np.dtype(manifest.dtype).newbyteorder("<")
+        self._has_loss = bool(self._shards) and self._shards[0].loss_sha256 is not None
 
         @lru_cache(maxsize=OPEN_SHARDS)
         def tokens(number: int) -> npt.NDArray[np.unsignedinteger]:
             path = shards.tokens_file(folder, split, self._shards[number].number)
             return np.memmap(path, dtype=dtype, mode="r")
 
-        self._tokens = tokens
+        @lru_cache(maxsize=OPEN_SHARDS)
+        def learned(number: int) -> npt.NDArray[np.unsignedinteger]:
+            path = shards.loss_file(folder, split, self._shards[number].number)
+            return np.memmap(path, dtype=np.uint8, mode="r")
+
+        self._tokens, self._learned = tokens, learned
+        # of each pair: log-probabilities of both answers under the model that the run began with
+        self.reference: npt.NDArray[np.float32] | None = None
+        if is_pairs:
+            self._targets = np.ones_like(self._targets)
+        elif self._has_loss:
+            self._targets = self._learned_targets()
 
     def __len__(self) -> int:
         return self.plan.samples
@@ -83,10 +101,16 @@ class Samples:
             np.cumsum(lengths) - lengths + (np.arange(len(ids)) * tokens_per_row - row_begin)[rows]
         )
         tokens = np.full(len(ids) * tokens_per_row, self._pad_id, dtype=np.int64)
-        self._copy(tokens, begin, self.plan.piece_start[pieces], lengths)
+        places = (begin, self.plan.piece_start[pieces], lengths)
+        self._copy(tokens, self._tokens, *places)
         row_ends = (np.arange(len(ids)) + 1) * tokens_per_row
         ends = np.unique(np.concatenate([[0], begin + lengths, row_ends]))
-        batch = _batch(tokens, ends, useful, len(ids))
+        learned = np.ones_like(tokens)
+        if self._has_loss:
+            self._copy(learned, self._learned, *places)
+        batch = _batch(tokens, learned, ends, useful, len(ids))
+        if self.reference is not None:
+            return replace(batch, reference_B2=torch.from_numpy(self.reference[ids]))
         if self._classes is None:
             return batch
         return replace(batch, classes_B=torch.from_numpy(self._classes[ids]))
@@ -99,13 +123,31 @@ class Samples:
         before = np.cumsum(counts) - counts
         return np.arange(len(rows)) + (first - before)[rows], rows
 
-    def _copy(self, out: Ints, begin: Ints, start: Ints, lengths: Ints) -> None:
-        """Copy pieces of the token stream to their places; a piece lies in one shard."""
-        numbers = np.searchsorted(self._shard_ends, start, side="right")
-        inside = start - np.concatenate([[0], self._shard_ends])[numbers]
+    def _copy(
+        self, out: Ints, shard: Callable[[int], Any], begin: Ints, start: Ints, lengths: Ints
+    ) -> None:
+        """Copy pieces of a stream of shards to their places; a piece lies in one shard."""
+        numbers, inside = self._places(start)
         rows = np.stack([numbers, begin, inside, lengths], axis=1).tolist()
         for number, to, at, length in rows:
-            out[to : to + length] = self._tokens(number)[at : at + length]
+            out[to : to + length] = shard(number)[at : at + length]
+
+    def _places(self, start: Ints) -> tuple[Ints, Ints]:
+        """The shard that each piece begins in, and where in it."""
+        numbers = np.searchsorted(self._shard_ends, start, side="right")
+        return numbers, start - np.concatenate([[0], self._shard_ends])[numbers]
+
+    def _learned_targets(self) -> npt.NDArray[np.int32]:
+        """Of each sample, the tokens that are learned to be said; a piece's first is not."""
+        numbers, inside = self._places(self.plan.piece_start)
+        counts = np.zeros(len(inside), dtype=np.int64)
+        for number in range(len(self._shards)):
+            until = np.concatenate([[0], np.cumsum(self._learned(number), dtype=np.int64)])
+            here = numbers == number
+            last = inside[here] + self.plan.piece_length[here]
+            counts[here] = until[last] - until[inside[here] + 1]
+        ends = np.concatenate([[0], np.cumsum(counts)])
+        return np.diff(ends[self.plan.sample_first_piece]).astype(np.int32)
 
 
 def open_samples(data: Data, folder: Path, split: Split) -> Samples:
@@ -121,9 +163,10 @@ def open_samples(data: Data, folder: Path, split: Split) -> Samples:
             f"the {split} split in {folder} holds no documents",
             f"delete {folder}, then run `atoll tokenize RUN_FOLDER`",
         )
-    packing = data.packing if data.batching == "packing" else "padding"
-    plan = pack(np.concatenate(lengths), data.sequence_tokens, packing)
-    return Samples(folder, split, manifest, plan)
+    is_pairs = data.format == "preference"
+    packing: Packing = data.packing if data.batching == "packing" else "padding"
+    plan = pack(np.concatenate(lengths), data.sequence_tokens, "pairs" if is_pairs else packing)
+    return Samples(folder, split, manifest, plan, is_pairs)
 
 
 @contextmanager
@@ -178,12 +221,15 @@ def _classes(
     return np.concatenate([np.fromfile(path, dtype="<f4") for path in paths]).astype(np.float32)
 
 
-def _batch(tokens: Ints, ends: Ints, useful: Ints, rows: int) -> Batch:
-    """Labels and positions from the borders of segments; nothing is predicted across one."""
+def _batch(tokens: Ints, learned: Ints, ends: Ints, useful: Ints, rows: int) -> Batch:
+    """Labels and positions from the borders of segments; nothing is predicted across one.
+
+    learned: 1 where a token is a target of the one before it.
+    """
     lengths = np.diff(ends)
     positions = np.arange(len(tokens)) - np.repeat(ends[:-1], lengths)
     labels = np.full_like(tokens, NO_TARGET)
-    labels[:-1] = tokens[1:]
+    labels[:-1] = np.where(learned[1:], tokens[1:], NO_TARGET)
     labels[ends[1:] - 1] = NO_TARGET
     columns = np.arange(len(tokens) // rows)
     labels.reshape(rows, -1)[columns >= useful[:, None]] = NO_TARGET

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
-Packing = Literal["best_fit", "concat", "padding"]
+Packing = Literal["best_fit", "concat", "padding", "pairs"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def pack(document_tokens: Ints, sequence_tokens: int, packing: Packing) -> Packi
     """
     assert len(document_tokens) > 0, "no documents to pack"
     assert int(document_tokens.min()) > 0, "a document without tokens"
-    plans = {"best_fit": _best_fit, "concat": _concat, "padding": _padding}
+    plans = {"best_fit": _best_fit, "concat": _concat, "padding": _padding, "pairs": _pairs}
     return plans[packing](document_tokens, sequence_tokens)
 
 
@@ -80,6 +80,14 @@ def _padding(document_tokens: Ints, sequence_tokens: int) -> PackingPlan:
     starts = np.cumsum(document_tokens) - document_tokens
     lengths = np.minimum(document_tokens, sequence_tokens)
     return _plan(sequence_tokens, starts, lengths, np.arange(len(starts) + 1))
+
+
+def _pairs(document_tokens: Ints, sequence_tokens: int) -> PackingPlan:
+    """Two documents a sample, which were made to fit it."""
+    starts = np.cumsum(document_tokens) - document_tokens
+    first_piece = np.arange(0, len(starts) + 1, 2)
+    assert len(starts) % 2 == 0, "a document without its pair"
+    return _plan(sequence_tokens, starts, document_tokens, first_piece)
 
 
 def _best_fit(document_tokens: Ints, sequence_tokens: int) -> PackingPlan:

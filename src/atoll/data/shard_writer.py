@@ -19,12 +19,18 @@ from atoll.run_dir import sync_folder, write_whole
 
 
 class TokenBlock(NamedTuple):
-    """Documents of one split: their tokens end to end, the length of each, how many are blank."""
+    """Documents of one split: their tokens end to end, the length of each, how many are blank.
+
+    learned: of conversations, a byte for each token: 1 where it is learned to be said.
+    """
 
     tokens: bytes
     lengths: npt.NDArray[np.int64]
     blank: int
     labels: npt.NDArray[np.float32] | None = None
+    learned: bytes | None = None
+    cut: int = 0
+    dropped: int = 0
 
 
 class ShardWriter:
@@ -39,7 +45,8 @@ class ShardWriter:
         self.hasher = hashlib.sha256()
         self.lengths = [np.zeros(0, dtype=np.int64)]
         self.labels: list[npt.NDArray[np.float32]] = []
-        self.blank = 0
+        self.learned: list[bytes] = []
+        self.blank = self.cut = self.dropped = 0
         self.largest = -1
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = self.partial.open("wb")
@@ -50,6 +57,10 @@ class ShardWriter:
         self.hasher.update(block.tokens)
         self.lengths.append(block.lengths)
         self.blank += block.blank
+        self.cut += block.cut
+        self.dropped += block.dropped
+        if block.learned is not None:
+            self.learned.append(block.learned)
         if block.labels is not None:
             self.labels.append(block.labels)
         if block.tokens:
@@ -63,6 +74,8 @@ class ShardWriter:
         assert self.file.tell() == tokens * self.dtype.itemsize, "lengths and tokens disagree"
         index = ends.astype("<u8").tobytes()
         labels = np.concatenate(self.labels).astype("<f4").tobytes() if self.labels else None
+        learned = b"".join(self.learned) if self.learned else None
+        assert learned is None or len(learned) == tokens, "tokens and their loss disagree"
         if len(ends):
             self.file.flush()
             os.fsync(self.file.fileno())
@@ -73,6 +86,8 @@ class ShardWriter:
             write_whole(self.path.with_suffix(".ds.metadata"), human)
             if labels is not None:
                 write_whole(self.path.with_suffix(".labels"), labels)
+            if learned is not None:
+                write_whole(self.path.with_suffix(".ds.loss"), learned)
         shard = TokenShard(
             number=self.number,
             documents=len(ends),
@@ -82,6 +97,9 @@ class ShardWriter:
             tokens_sha256=self.hasher.hexdigest(),
             index_sha256=hashlib.sha256(index).hexdigest(),
             labels_sha256=None if labels is None else hashlib.sha256(labels).hexdigest(),
+            loss_sha256=None if learned is None else hashlib.sha256(learned).hexdigest(),
+            cut_documents=self.cut,
+            dropped_documents=self.dropped,
         )
         shard.write(self.record)
         return shard

@@ -8,6 +8,7 @@ FOLDER/
     00000.ds               little-endian uint16 or uint32 tokens, documents end to end
     00000.ds.index         uint64: where each document ends, in tokens
     00000.ds.metadata      tokenizer|bytes per token, tokens, tokens for people
+    00000.ds.loss          uint8: of conversations, 1 where a token is learned to be said, else 0
     00000.labels           float32: the label of each document, where they have one
     00000.json             this shard's record, written when all of these are whole
 """
@@ -36,7 +37,8 @@ class Record(BaseModel):
 
     def write(self, path: Path) -> None:
         """The file is there whole or not at all."""
-        text = json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True)
+        facts = self.model_dump(mode="json", exclude_defaults=True)
+        text = json.dumps(facts, indent=1, sort_keys=True)
         write_whole(path, text + "\n")
 
 
@@ -51,6 +53,9 @@ class TokenShard(Record):
     tokens_sha256: str
     index_sha256: str
     labels_sha256: str | None = None
+    loss_sha256: str | None = None
+    cut_documents: int = 0  # conversations longer than a sample: cut at a turn, or left out
+    dropped_documents: int = 0
 
 
 class TokenPlan(Record):
@@ -92,6 +97,12 @@ class TokenManifest(TokenPlan):
     def blank(self, split: Split) -> int:
         return sum(shard.blank_documents for shard in self._all(split))
 
+    def cut(self, split: Split) -> int:
+        return sum(shard.cut_documents for shard in self._all(split))
+
+    def dropped(self, split: Split) -> int:
+        return sum(shard.dropped_documents for shard in self._all(split))
+
     def _all(self, split: Split) -> list[TokenShard]:
         return self.train if split == "train" else self.validation
 
@@ -114,6 +125,10 @@ def tokens_file(folder: Path, split: Split, number: int) -> Path:
 
 def index_file(folder: Path, split: Split, number: int) -> Path:
     return folder / split / f"{number:05d}.ds.index"
+
+
+def loss_file(folder: Path, split: Split, number: int) -> Path:
+    return folder / split / f"{number:05d}.ds.loss"
 
 
 def labels_file(folder: Path, split: Split, number: int) -> Path:
@@ -220,6 +235,8 @@ def _files(
         number = shard.number
         yield tokens_file(folder, split, number), shard.tokens * token_bytes, shard.tokens_sha256
         yield index_file(folder, split, number), shard.documents * 8, shard.index_sha256
+        if shard.loss_sha256 is not None:
+            yield loss_file(folder, split, number), shard.tokens, shard.loss_sha256
         if shard.labels_sha256 is not None:
             yield labels_file(folder, split, number), shard.documents * 4, shard.labels_sha256
 

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -18,7 +19,7 @@ from typing import Any
 
 from atoll import run_dir
 from atoll.commands import VerbParser
-from atoll.data import encode, shard_writer, shards, vocabulary
+from atoll.data import encode, encode_chat, shard_writer, shards, vocabulary
 from atoll.data.encode import CorpusBlocks, SplitCorpus, WorkItem
 from atoll.data.shard_writer import ShardWriter, TokenBlock
 from atoll.data.shards import Split, TokenManifest, TokenPlan, TokenShard
@@ -73,6 +74,7 @@ def prepare(run: Run, log: Log) -> Path:
         if plan is not None and _is_whole(run):
             log(f"tokens are ready: {folder}")
             return folder
+        _say_layouts(sources, log)
         corpora = [_cut(run, source) for source in sources]
         _refuse_empty_split(run, corpora)
         needed = _least_bytes(corpora)
@@ -81,8 +83,10 @@ def prepare(run: Run, log: Log) -> Path:
             plan = plan or _new_plan(folder, run, identity, corpora, log)
             _write_shards(folder, run, plan, corpora, log)
             manifest = _manifest(folder, plan, corpora)
+            _refuse_too_long(manifest, run)
             _refuse_blank_split(manifest)
             manifest.write(shards.manifest_file(folder))
+    _say_lengths(manifest, run, log)
     log(
         f"tokens are ready: {folder}: {manifest.tokens('train'):,} to train on, "
         f"{manifest.tokens('validation'):,} held out; vocabulary {manifest.vocabulary_tokens:,}"
@@ -125,6 +129,28 @@ def _sources(run: Run) -> list[SplitCorpus]:
     return [SplitCorpus(text, (split,), 0.0, 0) for text, split in texts]
 
 
+def _say_layouts(sources: list[SplitCorpus], log: Log) -> None:
+    layouts = Counter(part.layout for source in sources for part in source.corpus.parts)
+    for layout, parts in sorted(layouts.items()):
+        if layout:
+            log(f"conversations as {layout}: {parts} file{'s' * (parts > 1)}")
+
+
+def _say_lengths(manifest: TokenManifest, run: Run, log: Log) -> None:
+    cut, dropped = (
+        sum(count(split) for split in shards.SPLITS) for count in (manifest.cut, manifest.dropped)
+    )
+    if cut or dropped:
+        kept = sum(manifest.documents(split) for split in shards.SPLITS)
+        what = "conversations"
+        if run.data.format == "preference":
+            kept, what = kept // 2, "pairs"
+        log(
+            f"of {kept + dropped:,} {what} {cut:,} are cut at a turn and {dropped:,} left "
+            f"out: they have more than {run.data.sequence_tokens:,} tokens (data.sequence_tokens)"
+        )
+
+
 def _cut(run: Run, source: SplitCorpus) -> CorpusBlocks:
     text = CorpusBlocks(source, list(blocks.blocks(source.corpus, run.data.documents_per_shard)))
     if not text.blocks:
@@ -158,6 +184,17 @@ def _refuse_blank_split(manifest: TokenManifest) -> None:
                 f"the {split} split is empty: all of its {manifest.blank(split)} documents are "
                 f"blank",
                 "give text with words in it, or choose another data.text_field",
+            )
+
+
+def _refuse_too_long(manifest: TokenManifest, run: Run) -> None:
+    """Find that no conversation of a split fits into a sample."""
+    for split in shards.SPLITS:
+        if not manifest.tokens(split) and manifest.dropped(split):
+            raise UserError(
+                f"the {split} split is empty: each of its {manifest.dropped(split)} conversations "
+                f"has more than {run.data.sequence_tokens} tokens, to its first answer or in all",
+                "set data.sequence_tokens higher, or data.long_conversations=cut",
             )
 
 
@@ -250,14 +287,14 @@ def _write_shards(
     ]
     if not items:
         return
-    start = partial(
-        encode.encoder,
-        shards.tokenizer_folder(folder) / "tokenizer.json",
-        (plan.begin_id, plan.end_id),
-        plan.dtype,
-        run.data,
-        [text.source for text in corpora],
-    )
+    sources = [text.source for text in corpora]
+    tokenizer = shards.tokenizer_folder(folder)
+    if run.data.holds_conversations:
+        start = partial(encode_chat.encoder, tokenizer, plan.dtype, run.data, sources)
+    else:
+        around = (plan.begin_id, plan.end_id)
+        file = tokenizer / "tokenizer.json"
+        start = partial(encode.encoder, file, around, plan.dtype, run.data, sources)
     workers = min(run.data.workers or cores(), len(items))
     with closing(ordered_map(start, items, workers)) as results:
         counted = _counted(results, items, plan, log)

@@ -128,10 +128,11 @@ def characters(texts: Iterable[str]) -> Any:
     return _fast(tokenizer_object=split, clean_up_tokenization_spaces=False)
 
 
-def add_tokens(tokenizer: Any, tokens: list[str]) -> None:
+def add_tokens(tokenizer: Any, tokens: list[str], chat_template: str = "") -> None:
     """Give a tokenizer tokens that it lacks; texts that hold them are cut there first.
 
-    Raises `UserError` for one that it has.
+    Those that a chat template writes are no words of an answer. Raises `UserError` for one that
+    the tokenizer has.
     """
     known = tokenizer.get_vocab()
     for token in tokens:
@@ -140,7 +141,8 @@ def add_tokens(tokenizer: Any, tokens: list[str]) -> None:
                 f"tokenizer.add_tokens: the tokenizer has {token!r} already",
                 "leave it out of tokenizer.add_tokens",
             )
-    tokenizer.add_tokens(tokens)
+    for token in tokens:
+        tokenizer.add_tokens([token], special_tokens=token in chat_template)
 
 
 # kind -> how one is trained on texts, to so many tokens

@@ -12,10 +12,11 @@ from atoll.errors import UserError
 from atoll.models import attention
 from atoll.models.causal_lm import CausalLM
 from atoll.models.classifier import Classifier, classifies, new_head
+from atoll.models.pair_ranker import PairRanker
 from atoll.models.parts import parts_of
 from atoll.models.source import load_config, local_folder
 from atoll.models.weights import ReadTensor, random_reader, stored_reader
-from atoll.settings import Classes, Model, Training, check_positions
+from atoll.settings import Classes, Model, Task, Training, check_positions
 
 
 def build_config(
@@ -82,12 +83,19 @@ def _checked_config(
     return config
 
 
-def build_model(config: Any, training: Training, separator_id: int | None = None) -> Any:
-    """The model of a configuration on the meta device: shapes and ties, no memory."""
+def build_model(
+    config: Any, training: Training, separator_id: int | None = None, task: Task | None = None
+) -> Any:
+    """The model of a configuration on the meta device: shapes and ties, no memory.
+
+    task: what its loss is, where it learns from pairs of answers.
+    """
     hf, parts = _skeleton(config), parts_of(config.model_type)
     model: CausalLM | Classifier
     if classifies(config):
         model = Classifier(hf, parts, separator_id)
+    elif task is not None:
+        model = PairRanker(hf, parts, training.loss_chunk_tokens, task)
     else:
         model = CausalLM(hf, parts, training.loss_chunk_tokens)
     if training.activation_checkpointing != "none":

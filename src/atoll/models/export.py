@@ -14,7 +14,7 @@ import torch
 
 from atoll import run_dir
 from atoll.models.adapter import full_tensor
-from atoll.models.export_config import write_config, write_tokenizer_config
+from atoll.models.export_config import write_config, write_end_ids, write_tokenizer_config
 from atoll.models.safetensor_files import file_name, write_index, write_tensors
 
 Pieces = list[list[str]]
@@ -86,10 +86,12 @@ def write_rest(
     total_bytes: int,
     tokenizer: Path,
     source: Path | None = None,
+    end_ids: list[int] | None = None,
 ) -> None:
     """The index, the configuration and the tokenizer beside the weights; one rank calls this.
 
     source: the folder that the weights began from, whose settings of generation are passed on.
+    end_ids: the tokens that end an answer, of a model that chats.
     """
     write_index(folder, files, total_bytes)
     config.dtype = dtype
@@ -101,6 +103,8 @@ def write_rest(
     write_tokenizer_config(folder)
     if source is not None and (source / GENERATION).is_file():
         run_dir.write_whole(folder / GENERATION, (source / GENERATION).read_bytes())
+    if end_ids:
+        write_end_ids(folder / GENERATION, end_ids)
 
 
 def publish(partial: Path, final: Path) -> None:

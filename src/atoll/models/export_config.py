@@ -55,5 +55,13 @@ def write_tokenizer_config(folder: Path) -> None:
     _write(path, stored)
 
 
+def write_end_ids(path: Path, end_ids: list[int]) -> None:
+    """Generation stops at these tokens too; what else the file says stays."""
+    stored = json.loads(path.read_text()) if path.is_file() else {}
+    known = stored.get("eos_token_id", [])
+    ids = known if isinstance(known, list) else [known]
+    _write(path, stored | {"eos_token_id": [*dict.fromkeys([*ids, *end_ids])]})
+
+
 def _write(path: Path, content: dict[str, Any]) -> None:
     run_dir.write_whole(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

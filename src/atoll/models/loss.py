@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100
 
@@ -32,6 +33,36 @@ def chunked_cross_entropy(
     with torch.autocast(device, enabled=False):
         loss: Tensor = _Chunked.apply(hidden_ND, weight_VD, bias_V, labels_N, chunk_tokens)
     return loss
+
+
+def chunked_log_probabilities(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, labels_N: Tensor, chunk_tokens: int
+) -> Tensor:
+    """The log-probability of each label in fp32, [N], and 0 where it is -100.
+
+    No more than C x V logits are held: those of a chunk are computed again in the backward pass.
+    """
+    chunks = [
+        checkpoint(
+            _log_probabilities,
+            hidden_ND[start : start + chunk_tokens],
+            weight_VD,
+            bias_V,
+            labels_N[start : start + chunk_tokens],
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for start in range(0, hidden_ND.shape[0], chunk_tokens)
+    ]
+    return torch.cat(chunks)
+
+
+def _log_probabilities(
+    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, labels_C: Tensor
+) -> Tensor:
+    logits_CV = F.linear(hidden_CD, weight_VD, bias_V).float()
+    labelled_C = logits_CV.gather(1, labels_C.clamp_min(0)[:, None])[:, 0]
+    return (labelled_C - logits_CV.logsumexp(-1)) * (labels_C != IGNORED)
 
 
 class _Chunked(torch.autograd.Function):

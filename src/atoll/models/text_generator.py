@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from atoll.data.chat_template import ChatTemplate, turn_end_id
 from atoll.errors import UserError
 from atoll.models.source import local_folder
 from atoll.settings import Generation
@@ -15,10 +16,11 @@ PLAIN: dict[str, Any] = {"dtype": "auto", "trust_remote_code": False}
 
 
 class TextGenerator(NamedTuple):
-    """A model that continues texts, and its tokenizer."""
+    """A model that continues texts, or answers them as what a user says, and its tokenizer."""
 
     model: Any
     tokenizer: Any
+    chat: bool = False
 
 
 def from_folder(folder: Path) -> TextGenerator:
@@ -51,13 +53,19 @@ def from_folder(folder: Path) -> TextGenerator:
 def continue_text(
     generator: TextGenerator, prompt: str, settings: Generation, streamer: Any
 ) -> str:
-    """The prompt and its continuation; to the streamer as it comes, where there is one.
+    """The prompt and its continuation, or in a chat the answer; to the streamer as it comes.
 
     Raises `UserError` for a prompt that the tokenizer cannot spell or that leaves no room.
     """
-    model, tokenizer = generator
+    model, tokenizer, chat = generator
+    stops = _stops(generator) if chat else {}
     try:
-        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        text = ChatTemplate(tokenizer).prompt([_asked(prompt)]) if chat else prompt
+        inputs = tokenizer(
+            text, add_special_tokens=not chat, return_tensors="pt", return_token_type_ids=False
+        )
+    except UserError:
+        raise
     except Exception as error:  # the library raises bare Exceptions
         raise UserError(
             f"the tokenizer has no tokens for the prompt {prompt!r}: {error}",
@@ -78,8 +86,23 @@ def continue_text(
         top_p=settings.top_p,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
         streamer=streamer,
+        **stops,
     )
-    return str(tokenizer.decode(tokens_BT[0], skip_special_tokens=True))
+    shown_T = tokens_BT[0, used:] if chat else tokens_BT[0]
+    text = str(tokenizer.decode(shown_T, skip_special_tokens=True))
+    return text.removesuffix(ChatTemplate(tokenizer).turn_end()) if chat else text
+
+
+def _asked(prompt: str) -> dict[str, str]:
+    return {"role": "user", "content": prompt}
+
+
+def _stops(generator: TextGenerator) -> dict[str, list[int]]:
+    """The tokens that end an answer: the template's, the tokenizer's, and the model's own."""
+    known = generator.model.generation_config.eos_token_id
+    ids = {turn_end_id(generator.tokenizer), generator.tokenizer.eos_token_id}
+    ids |= {*known} if isinstance(known, list) else {known}
+    return {"eos_token_id": sorted(token for token in ids if token is not None)}
 
 
 def _base_model_folder(adapter: Path) -> Path:

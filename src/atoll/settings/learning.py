@@ -60,6 +60,8 @@ class Tokenizer(Settings):
     vocabulary_tokens: Annotated[int, Field(ge=258)]
     training_documents: Count
     add_tokens: list[str] = []  # beside those it has; the model's embeddings grow with them
+    # a jinja template's text (compose reads a file's, or knows chatml); unset: the tokenizer's own
+    chat_template: str | None = None
 
 
 class Validation(Settings):
@@ -107,6 +109,11 @@ class Data(Settings):
     text_field: str = "text"
     quotes: bool = True  # fields of csv and tsv may stand in quotes; false: GLUE's own files
     document: Literal["file", "paragraph", "line"] = "file"
+    # chat: a row is a conversation; preference: it has two answers, of which one is better
+    format: Literal["text", "chat", "preference"] = "text"
+    train_on: Literal["assistant", "last", "all"] = "assistant"  # of a conversation: whose tokens
+    # more tokens than a sample: cut after the last answer that fits, or left out
+    long_conversations: Literal["cut", "drop"] = "cut"
     classes: Classes | None = None
     template: str = "{text}"
     bos: Literal["auto", "always", "never"] = "auto"  # before a document; auto: as the tokenizer
@@ -151,6 +158,30 @@ class Data(Settings):
             raise ValueError("rows with labels are padded, one a sample: data.batching=padding")
         return self
 
+    @property
+    def holds_conversations(self) -> bool:
+        return self.format != "text"
+
+    @model_validator(mode="after")
+    def _conversations_are_whole_rows(self) -> "Data":
+        if not self.holds_conversations:
+            return self
+        unfit = {
+            "data.source=python_stdlib": self.source == "python_stdlib",
+            "data.classes": self.classes is not None,
+            f"data.template={self.template!r}": self.template != "{text}",
+            "data.packing=concat": self.packing == "concat" and self.batching == "packing",
+            "data.bos=always": self.bos == "always",
+        }
+        wrong = [name for name, present in unfit.items() if present]
+        if wrong:
+            raise ValueError(
+                f"data.format={self.format} with {wrong[0]}: a conversation is a whole row, and "
+                "the chat template alone says what stands around it",
+                f"leave {wrong[0].partition('=')[0]} out, or set data.format=text",
+            )
+        return self
+
 
 def check_positions(positions: int, sequence_tokens: int) -> None:
     """Refuse samples that are longer than what the model was made for.
@@ -168,7 +199,11 @@ def check_positions(positions: int, sequence_tokens: int) -> None:
 class Task(Settings):
     """What is learned."""
 
-    name: Literal["causal_lm", "classification"]
+    name: Literal["causal_lm", "classification", "preference"]
+    # of preference: DPO (Rafailov et al. 2023), or SimPO without a reference (Meng et al. 2024)
+    loss: Literal["dpo", "simpo"] = "dpo"
+    beta: Positive = 0.1  # how much a difference of log-probabilities counts
+    margin: Annotated[float, Field(ge=0.0)] = 0.0  # of simpo: by how much the better is to lead
 
 
 class Optimizer(Settings):

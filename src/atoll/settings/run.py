@@ -95,12 +95,23 @@ class Run(Settings):
                 f"task={task}, but data={self.data.name} {has}",
                 "task=classification" if labelled else "choose data with classes: data=glue_rte",
             )
+        if (self.data.format == "preference") != (task == "preference"):
+            raise ValueError(
+                f"task={task}, but data={self.data.name} has data.format={self.data.format}",
+                "data=preference_files goes with task=preference, and with no other",
+            )
+        if task == "preference" and self.sharding.step_engine == "deepspeed":
+            raise ValueError(
+                f"task=preference with sharding={self.sharding.name}: DeepSpeed's engine gives no "
+                "log-probabilities",
+                "choose ddp or full_shard",
+            )
         used = {"tensor": self.sharding.tensor, "context": self.sharding.context}
         used |= {"pipeline": self.sharding.pipeline}
         wide = [f"sharding.{name}={size}" for name, size in used.items() if size > 1]
-        if task == "classification" and wide:
+        if task != "causal_lm" and wide:
             raise ValueError(
-                f"task=classification with {', '.join(wide)}: its ranks share no sample",
+                f"task={task} with {', '.join(wide)}: its ranks share no sample",
                 "choose ddp, full_shard, all_reduce or gather_scatter",
             )
         return self
@@ -125,6 +136,18 @@ class Run(Settings):
                 "model.lora leaves embeddings as they are: of tokenizer.add_tokens, the new tokens "
                 "would never learn",
                 "model.lora=null, or tokenizer.add_tokens=[]",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _conversations_have_a_template(self) -> "Run":
+        tokenizer = self.tokenizer
+        given = tokenizer.path or self.model.source or tokenizer.chat_template
+        if self.data.holds_conversations and not given:
+            raise ValueError(
+                f"data.format={self.data.format}, and a tokenizer that is made here has no "
+                "chat template",
+                "tokenizer.chat_template=chatml tokenizer.add_tokens=['<|im_start|>','<|im_end|>']",
             )
         return self
 

@@ -3,6 +3,7 @@
 import torch
 
 from atoll import run_dir
+from atoll.data.chat_template import turn_end_id
 from atoll.models import export
 from atoll.models.adapter import gathered_adapter, merged, write_adapter
 from atoll.models.classifier import new_head
@@ -58,8 +59,20 @@ def _export(train_state: TrainState) -> None:
             total,
             train_state.tokenizer,
             source_folder(train_state.run.model),
+            _end_ids(train_state),
         )
         export.publish(partial, final)
 
     run_on_all_ranks(world, lambda: rest() if first else None)
     say(world, f"exported to {final}")
+
+
+def _end_ids(train_state: TrainState) -> list[int]:
+    """The tokens that end an answer, where answers were learned: the text's end, and a turn's."""
+    if not train_state.run.data.holds_conversations:
+        return []
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(train_state.tokenizer, trust_remote_code=False)
+    ids = (tokenizer.eos_token_id, turn_end_id(tokenizer))
+    return [token for token in ids if token is not None]

@@ -31,18 +31,25 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--max-new-tokens", type=int)
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--seed", type=int)
+    parser.add_argument(
+        "--chat", action="store_true", help="prompts are what a user says; as data.format=chat"
+    )
     arguments = parser.read(argv)
     run = run_of(arguments.where)
     settings = _settings(run, arguments)
     prompts = _prompts(arguments, settings)
     seed = arguments.seed if arguments.seed is not None else (run.seed if run else 0)
     generator, printed = text_generator_of(arguments.where, run), arguments.out is None
+    if arguments.chat or (run is not None and run.data.holds_conversations):
+        generator = generator._replace(chat=True)
     texts = continue_prompts(generator, prompts, settings, seed, printed)
     if arguments.out is not None:
         pairs = zip(prompts, texts, strict=True)
         lines = [json.dumps({"prompt": p, "text": t}, ensure_ascii=False) for p, t in pairs]
         run_dir.write_whole(arguments.out, "\n".join(lines) + "\n")
     elif run_dir.settings_file(arguments.where).is_file():
+        if generator.chat:
+            texts = [_said(*pair) for pair in zip(prompts, texts, strict=True)]
         run_dir.write_whole(run_dir.sample_file(arguments.where), "\n".join(texts) + "\n")
     return 0
 
@@ -99,12 +106,19 @@ def continue_prompts(
     """Continue each prompt, the same for the same seed; printed: on the terminal, as it comes."""
     from transformers import TextStreamer
 
-    texts = []
+    texts, chat = [], generator.chat
     for prompt in prompts:
         torch.manual_seed(seed)
-        streamer: Any = TextStreamer(generator.tokenizer, skip_special_tokens=True)
+        if chat and printed:
+            print(_said(prompt, ""), end="", flush=True)
+        make: Any = TextStreamer
+        streamer = make(generator.tokenizer, skip_prompt=chat, skip_special_tokens=True)
         texts.append(continue_text(generator, prompt, settings, streamer if printed else None))
     return texts
+
+
+def _said(prompt: str, answer: str) -> str:
+    return f"user: {prompt}\nassistant: {answer}"
 
 
 def _prompts(arguments: argparse.Namespace, settings: Generation) -> list[str]:

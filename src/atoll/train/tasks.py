@@ -101,7 +101,24 @@ def _metrics(
     return {name: float(known[name](labels, predictions)) for name in run.data.classes.metrics}
 
 
+def _pair_model(config: Any, run: Run, vocabulary: Vocabulary) -> Any:
+    return build_model(config, run.training, task=run.task)
+
+
+def _pair_result(model: Any, batch: Batch, logp_B2: Tensor) -> BatchResult:
+    loss_B, rewards_B2 = model.judged(logp_B2, batch)
+    return BatchResult(loss_B.sum(), torch.tensor(len(loss_B)), rewards_B2, loss_B)
+
+
+def _lead(run: Run, loss: float, rewards: Tensor | None, losses: Tensor | None) -> dict[str, float]:
+    """How often the chosen answer leads, and by how much (as TRL's rewards/accuracies, margins)."""
+    assert rewards is not None
+    leads = rewards[:, 0] - rewards[:, 1]
+    return {"accuracy": float((leads > 0).float().mean()), "margin": float(leads.mean())}
+
+
 TASKS = {
     "causal_lm": TaskDefinition(_causal_config, _causal_model, _token_result, _perplexity),
     "classification": TaskDefinition(_classifier_config, _classifier_model, _row_result, _metrics),
+    "preference": TaskDefinition(_causal_config, _pair_model, _pair_result, _lead),
 }

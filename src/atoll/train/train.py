@@ -34,6 +34,7 @@ from atoll.train.export_model import export_model
 from atoll.train.guard import Trouble, note
 from atoll.train.loop import LoopEnd, loop
 from atoll.train.optimizer import load_step_counts
+from atoll.train.reference import set_reference
 from atoll.train.state_dict import load_state_dict, state_dict
 from atoll.train.stop_signals import TIME_IS_OVER, StopCode, note_restart, stop_signals
 
@@ -73,6 +74,8 @@ def train(
     run_on_all_ranks(world, lambda: check_installed(run.loggers))
     tried = preflight(run, run_folder, world)
     train_state = assemble(run, run_folder, world, own)
+    # before a checkpoint takes the place of the weights that the run began with
+    set_reference(train_state)
     if train_state.total_steps == 0:
         evaluate_alone(train_state)
         return 0

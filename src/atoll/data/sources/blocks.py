@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from atoll.data.sources import columns, text_files
+from atoll.data.sources import columns, rows, text_files
 from atoll.data.sources.corpus import Corpus
 from atoll.data.sources.parts import Columns, Ends, Part, Span
 from atoll.data.workers import in_order
@@ -53,6 +53,10 @@ FORMATS = {
     "parquet": Format(columns.parquet_ends, columns.read_parquet),
     "arrow": Format(columns.arrow_ends, columns.read_arrow),
     "hub": Format(columns.hub_ends, columns.read_hub),
+    "chat-jsonl": Format(text_files.line_ends, rows.read_jsonl),
+    "chat-parquet": Format(columns.parquet_ends, rows.columnar(columns.read_parquet)),
+    "chat-arrow": Format(columns.arrow_ends, rows.columnar(columns.read_arrow)),
+    "chat-hub": Format(columns.hub_ends, rows.columnar(columns.read_hub)),
 }
 
 
@@ -95,11 +99,12 @@ def cut(
 def read(corpus: Corpus, block: Block) -> Columns:
     """The columns of a block: its texts, then those of the parts' other fields.
 
-    A text that is blank or unreadable by choice is an empty string.
+    A text that is blank or unreadable by choice is an empty string. Of conversations the one
+    column holds a `Row` each.
     """
     columns_of_spans = [_read_span(corpus.parts[span.part], span) for span in block.spans]
     texts, *others = ([*chain(*spans)] for spans in zip(*columns_of_spans, strict=True))
-    return [["" if text.isspace() else text for text in texts], *others]
+    return [["" if isinstance(text, str) and text.isspace() else text for text in texts], *others]
 
 
 def _read_span(part: Part, span: Span) -> Columns:

@@ -19,11 +19,13 @@ def parquet_ends(part: Part) -> Ends:
     """The size of a row is the mean of its row group."""
     ends, size = [np.zeros(0, dtype=np.int64)], 0
     with _opened(part, _parquet) as file:
-        refuse_columns(part.path, file.schema_arrow, part.fields)
+        refuse_columns(part.path, file.schema_arrow, part.fields, part.layout)
         leaves = [file.schema.column(number).path for number in range(len(file.schema))]
+        first = part.fields[0]
+        read = [n for n, leaf in enumerate(leaves) if leaf == first or leaf.startswith(f"{first}.")]
         for number in range(file.num_row_groups):
             group = file.metadata.row_group(number)
-            group_bytes = group.column(leaves.index(part.fields[0])).total_uncompressed_size
+            group_bytes = sum(group.column(n).total_uncompressed_size for n in read)
             steps = np.arange(1, group.num_rows + 1, dtype=np.float64) / max(1, group.num_rows)
             ends.append((size + steps * group_bytes).astype(np.int64))
             size += group_bytes
@@ -33,7 +35,7 @@ def parquet_ends(part: Part) -> Ends:
 def arrow_ends(part: Part) -> Ends:
     """The size of a row is the mean of the file."""
     table = _opened(part, _arrow)
-    refuse_columns(part.path, table.schema, part.fields)
+    refuse_columns(part.path, table.schema, part.fields, part.layout)
     return _even_ends(table.num_rows, table.nbytes)
 
 
@@ -64,11 +66,13 @@ def read_hub(part: Part, span: Span) -> Columns:
     return _values(part.rows[span.first : span.first + span.documents], part.fields)
 
 
-def refuse_columns(name: object, schema: Any, fields: tuple[str, ...]) -> None:
-    """Raise `UserError` unless the first field is a column of text, and the others are columns."""
+def refuse_columns(name: object, schema: Any, fields: tuple[str, ...], layout: str = "") -> None:
+    """Raise `UserError` unless all fields are columns, and of rows of text the first is one."""
     from pyarrow import types
 
     refuse_missing_columns(name, schema.names, fields)
+    if layout:
+        return
     kind = schema.field(fields[0]).type
     values = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(values) or types.is_large_string(values)):
@@ -76,6 +80,14 @@ def refuse_columns(name: object, schema: Any, fields: tuple[str, ...]) -> None:
             f"{name}: the column {fields[0]!r} holds {kind}, not text",
             "set data.text_field to the column that holds the text",
         )
+
+
+def column_names(part: Part) -> list[str]:
+    """The columns of a file."""
+    if part.format.endswith("parquet"):
+        with _opened(part, _parquet) as file:
+            return list(file.schema_arrow.names)
+    return list(_opened(part, _arrow).schema.names)
 
 
 def _values(table: Any, fields: tuple[str, ...]) -> Columns:

@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from atoll.data.sources import columns, hub
+from atoll.data.sources import columns, hub, rows
 from atoll.data.sources.parts import Part
 from atoll.errors import UserError
 from atoll.settings import Data
@@ -131,6 +131,8 @@ def _files(
         raise UserError(
             f"{setting} holds no text: {len(parts)} files, 0 bytes", "give files that are not empty"
         )
+    if data.holds_conversations:
+        parts = tuple(rows.with_layout(part, data) for part in parts)
     about = [data.document, *fields, *(map(str, share) if share != WHOLE else ())]
     return Corpus(parts, _fingerprint(parts, " ".join(about)), count)
 
@@ -199,12 +201,13 @@ def _hub(data: Data, split: str, setting: str, count: int | None) -> Corpus:
             "data.source is hub, but data.hub is empty",
             "name a data set, or a folder saved with save_to_disk: data.hub=NAME",
         )
-    rows = hub.load(data, split, setting)
-    fields = _fields(data)
-    columns.refuse_columns(data.hub, rows.features.arrow_schema, fields)
-    tables = rows.with_format("arrow")  # slices are tables
-    part = Part(data.hub, Path(data.hub), "hub", fields, split=split, rows=tables)
-    return Corpus((part,), hub.fingerprint(rows, fields[0]), count)
+    loaded = hub.load(data, split, setting)
+    tables = loaded.with_format("arrow")  # slices are tables
+    part = Part(data.hub, Path(data.hub), "hub", _fields(data), split=split, rows=tables)
+    if data.holds_conversations:
+        part = rows.with_layout(part, data)
+    columns.refuse_columns(data.hub, loaded.features.arrow_schema, part.fields, part.layout)
+    return Corpus((part,), hub.fingerprint(loaded, part.fields[0]), count)
 
 
 def _fingerprint(parts: tuple[Part, ...], about: str) -> str:

@@ -26,6 +26,7 @@ class Part:
     split: str = ""
     rows: Any = None
     share: tuple[float, float] = (0.0, 1.0)  # of a whole file's characters
+    layout: str = ""  # of conversations, where rows are those
 
 
 class Span(NamedTuple):

@@ -95,7 +95,7 @@ def read_file(part: Part, span: Span) -> Columns:
 def read_source(part: Part, span: Span) -> Columns:
     """A source file; one in another encoding than UTF-8 is left out."""
     try:
-        return [[_bytes(part, span).decode()]]
+        return [[read_bytes(part, span).decode()]]
     except UnicodeDecodeError:
         return [[""]]
 
@@ -114,7 +114,7 @@ def read_paragraphs(part: Part, span: Span) -> Columns:
 
 def read_jsonl(part: Part, span: Span) -> Columns:
     """The fields of each line; a blank line is an empty document."""
-    lines = _bytes(part, span).removesuffix(b"\n").split(b"\n")
+    lines = read_bytes(part, span).removesuffix(b"\n").split(b"\n")
     rows = [_jsonl_row(part, number, line) for number, line in enumerate(lines, span.first + 1)]
     return [list(column) for column in zip(*rows, strict=True)]
 
@@ -127,14 +127,14 @@ def read_csv(part: Part, span: Span) -> Columns:
     return [[row[columns.index(field)] for row in rows] for field in part.fields]
 
 
-def _bytes(part: Part, span: Span) -> bytes:
+def read_bytes(part: Part, span: Span) -> bytes:
     with part.path.open("rb") as file:
         file.seek(span.start)
         return file.read(span.stop - span.start)
 
 
 def _text(part: Part, span: Span) -> str:
-    content = _bytes(part, span)
+    content = read_bytes(part, span)
     try:
         return content.decode()
     except UnicodeDecodeError as error:

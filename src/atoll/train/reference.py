@@ -1,0 +1,57 @@
+"""What DPO compares with: the log-probabilities of every pair under the model as the run began.
+
+They are computed once, by all ranks, before the first step, and kept in the run's folder.
+"""
+
+import io
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from atoll import run_dir
+from atoll.data.loader import Samples
+from atoll.sharding.engines import FORWARDS
+from atoll.sharding.process_group import run_on_all_ranks, run_on_first_rank, say, summed
+from atoll.train.assemble import TrainState
+from atoll.train.evaluate import shares
+
+
+def set_reference(train_state: TrainState) -> None:
+    """Give the samples of a preference run their reference; to be called before it resumes."""
+    run, world = train_state.run, train_state.world
+    if run.task.name != "preference" or run.task.loss != "dpo":
+        return
+    path = run_dir.reference_file(train_state.run_folder)
+    if not run_on_first_rank(world, path.is_file):
+        say(world, "log-probabilities of the reference: once for all pairs …")
+        arrays = {
+            "train": _log_probabilities(train_state, train_state.training),
+            "validation": _log_probabilities(train_state, train_state.validation),
+        }
+        written = io.BytesIO()
+        np.savez(written, allow_pickle=False, **arrays)
+        run_on_first_rank(world, lambda: run_dir.write_whole(path, written.getvalue()))
+    with run_on_all_ranks(world, lambda: np.load(path, allow_pickle=False)) as stored:
+        train_state.training.reference = stored["train"]
+        train_state.validation.reference = stored["validation"]
+
+
+@torch.no_grad()
+def _log_probabilities(train_state: TrainState, samples: Samples) -> npt.NDArray[np.float32]:
+    """Of all samples [N, 2], on every rank."""
+    run, world, axes = train_state.run, train_state.world, train_state.run.axes
+    forward, microbatch = FORWARDS[run.sharding.step_engine], run.training.microbatch_samples
+    every = torch.zeros(len(samples), 2, device=world.device)
+    train_state.model.eval()
+    rank = axes.data_rank(world.rank)
+    for ids in shares(np.arange(len(samples)), rank, axes.data, microbatch):
+        train_state.heartbeat.at("evaluation")
+        counted = ids[ids >= 0]
+        # a rank without samples still runs the pass: sharded layers gather on all ranks
+        batch = samples.batch(counted if len(counted) else np.zeros(1, np.int64)).to(world.device)
+        logp_B2 = forward(train_state.wrapped, batch, train_state.plan)
+        if len(counted):
+            every[torch.from_numpy(counted)] = logp_B2.float()
+    train_state.model.train()
+    return summed(world, every).cpu().numpy()

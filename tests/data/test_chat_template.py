@@ -1,0 +1,108 @@
+"""What the assistant says is found in the text of every template, marked by it or not."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+from chat_templates import (
+    NO_SYSTEM,
+    SPECIAL,
+    SYSTEM,
+    TALK,
+    TEMPLATES,
+    THOUGHTS,
+    TOOL_TALK,
+    TOOLS,
+    turn,
+    without_marks,
+)
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from atoll.data.chat_template import ChatTemplate
+from atoll.data.sources.conversations import Conversation
+from atoll.errors import UserError
+
+
+@cache
+def letters() -> Tokenizer:
+    """A token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytewise = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    return bytewise
+
+
+def speaking(template: str | None) -> Any:
+    """A tokenizer with that template."""
+    make: Any = PreTrainedTokenizerFast
+    tokenizer = make(tokenizer_object=letters(), bos_token="<s>", eos_token="</s>")
+    tokenizer.add_tokens([*SPECIAL])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+TALKS = {"plain": TALK, "system": [SYSTEM, *TALK], "tools": TOOL_TALK, "thoughts": THOUGHTS}
+CASES = [
+    (name, kind)
+    for name in TEMPLATES
+    for kind in TALKS
+    if not (kind == "system" and name in NO_SYSTEM) and not (kind == "tools" and name not in TOOLS)
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_what_is_found_is_what_the_template_marks(name: str, kind: str) -> None:
+    conversation = Conversation(TALKS[kind], None)
+    marked = ChatTemplate(speaking(TEMPLATES[name])).rendered(conversation, "row 1")
+    plain = speaking(without_marks(TEMPLATES[name]))
+    assert "generation %" not in plain.chat_template
+    found = ChatTemplate(plain).rendered(conversation, "row 1")
+    assert found.text == marked.text
+    said = [found.text[start:end] for start, end in found.answers]
+    assert said == [marked.text[start:end] for start, end in marked.answers]
+    assert found.answers == marked.answers
+
+
+def test_a_turn_ends_with_the_template_s_own_token() -> None:
+    ends = {name: ChatTemplate(speaking(text)).turn_end() for name, text in TEMPLATES.items()}
+    assert ends["chatml"] == ends["qwen3"] == "<|im_end|>"
+    assert ends["llama3"] == "<|eot_id|>" and ends["llama2"] == ends["mistral"] == "</s>"
+    assert ends["falcon"] == ends["glm4"] == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "talk", "message"),
+    [
+        (TEMPLATES["gemma2"], [SYSTEM, *TALK], "row 7: the chat template refuses it: only user"),
+        (
+            TEMPLATES["mistral"],
+            TOOL_TALK[2:3] + TALK,
+            "row 7: .* writes nothing of the role 'tool'",
+        ),
+        ("{{ messages[1].content | upper }}", TALK, "row 7: .* writes nothing of the role 'user'"),
+        (
+            "{{ messages[0].content }}{{ messages[1].content[::-1] * 2 }}",
+            TALK[:2],
+            "row 7: what the assistant says in turn 2 cannot be told",
+        ),
+    ],
+)
+def test_what_a_template_cannot_write_is_refused(
+    template: str, talk: list[dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        ChatTemplate(speaking(template)).rendered(Conversation(talk, None), "row 7")
+
+
+def test_no_template_is_refused() -> None:
+    with pytest.raises(UserError, match="has no chat template"):
+        ChatTemplate(speaking(None))
+
+
+def test_an_answer_before_any_question_is_found() -> None:
+    talk = Conversation([turn("assistant", "Hello!"), *TALK], None)
+    for name in ("chatml", "phi3", "zephyr"):
+        plain = ChatTemplate(speaking(without_marks(TEMPLATES[name]))).rendered(talk, "row 1")
+        assert plain.answers == ChatTemplate(speaking(TEMPLATES[name])).rendered(talk, "").answers
