@@ -6,6 +6,7 @@ slice (stored weights).
 
 import copy
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from atoll.errors import UserError
 from atoll.models.parts import Parts
 from atoll.models.safetensor_files import corrupted, weight_files
+from atoll.models.tiny_copy import tiny_copy
 
 Slices = tuple[slice, ...]
 # (parameter's name, the part wanted) -> that part
@@ -56,11 +58,32 @@ def fill(model: nn.Module, read: ReadTensor) -> None:
 
 @torch.no_grad()
 def fill_buffers(hf: Any) -> None:
-    """Compute what no file stores: rotary frequencies, position indices."""
-    for module in hf.modules():
-        owns_buffers = any(True for _ in module.buffers(recurse=False))
-        if owns_buffers and not any(True for _ in module.parameters(recurse=False)):
-            hf._init_weights(module)
+    """Compute what no file stores: rotary frequencies, position indices, embeddings' scales."""
+    for name, module in hf.named_modules():
+        own = dict(module.named_buffers(prefix=name, recurse=False))
+        for buffer in own.values():
+            if buffer.is_floating_point():
+                buffer.fill_(float("nan"))
+        if own:
+            with _parameters_kept(module):
+                hf._init_weights(module)
+        missing = {n: b for n, b in module.named_buffers(prefix=name, recurse=False) if _is_nan(b)}
+        for buffer, value in zip(missing.values(), constructed(hf, list(missing)), strict=True):
+            buffer.copy_(value)
+
+
+@contextmanager
+def _parameters_kept(module: nn.Module) -> Iterator[None]:
+    """While a module's buffers are made, shapes without memory stand in for its parameters."""
+    own = dict(module._parameters)
+    for name, parameter in own.items():
+        if parameter is not None:
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            module._parameters[name] = nn.Parameter(empty, requires_grad=False)
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
 
 
 def random_reader(skeleton: Any, parts: Parts, seed: int) -> ReadTensor:
@@ -159,8 +182,36 @@ def _drawn(skeleton: Any, unit: str, seed: int) -> dict[str, Tensor]:
         module.apply(skeleton._init_weights)
     drawn = {f"{unit}.{name}": parameter.data for name, parameter in module.named_parameters()}
     missing = [name for name, tensor in drawn.items() if not tensor.isfinite().all()]
-    assert not missing, f"transformers initialises no value for {missing}"
+    for name, value in zip(missing, constructed(skeleton, missing), strict=True):
+        drawn[name].copy_(value)
     return drawn
+
+
+def _is_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isnan().any())
+
+
+def constructed(hf: Any, names: list[str]) -> list[Tensor]:
+    """What a model's constructor gives to parameters and buffers that nothing else initialises.
+
+    They are of no layer's width (slopes of an activation), so a small copy has the same.
+    """
+    if not names:
+        return []
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        small: Any = AutoModelForCausalLM.from_config(
+            tiny_copy(hf.config),
+            attn_implementation="eager",
+            dtype=torch.float32,
+            trust_remote_code=False,
+        )
+    values = dict(small.named_parameters()) | dict(small.named_buffers())
+    in_small = {name: re.sub(r"\.\d+\.", ".0.", name) for name in names}
+    missing = [name for name, of_small in in_small.items() if of_small not in values]
+    assert not missing, f"transformers initialises no value for {missing}"
+    return [values[of_small].detach() for of_small in in_small.values()]
 
 
 def _tied_in_files(hf: Any, folder: Path) -> dict[str, str]:
