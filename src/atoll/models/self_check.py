@@ -11,7 +11,7 @@ from atoll.models.build import skeleton
 from atoll.models.causal_lm import CausalLM
 from atoll.models.parts import PARTS, parts_of
 from atoll.models.tiny_copy import TOKENS, VOCABULARY, tiny_copy
-from atoll.models.weights import fill_buffers, materialize
+from atoll.models.weights import fill, fill_buffers, materialize, random_reader
 
 # held by tests/models/test_families.py, which tries each of them in more ways than this
 TRIED = (
@@ -63,6 +63,8 @@ def _difference(config: Any) -> tuple[float, str]:
     hf = skeleton(config)
     model = CausalLM(hf, parts_of(hf), TOKENS // 2).eval()
     materialize(model, torch.device("cpu"))
+    empty = skeleton(config)
+    fill(hf, random_reader(empty, parts_of(empty), 0))
     fill_buffers(hf)
     plain: Any = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False

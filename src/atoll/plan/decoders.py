@@ -56,6 +56,7 @@ DECODERS = {
     "stablelm": Line(
         Decoder(norms=4, output_bias=False),
         last_norm=2,
+        splits_matrices=False,
         names=(("attention_bias", "use_qkv_bias"),),
     ),
     "cohere": Line(Decoder(norms=1), tied=True),

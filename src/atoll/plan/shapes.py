@@ -194,7 +194,6 @@ FAMILIES: dict[str, Family] = {
         _biased_block,
         lambda s: (s.vocabulary + 2) * s.hidden,
         {"positions": 2048, "tied": False},
-        splits_matrices=False,
     ),
     "bert": Family(_biased_block, _bert_rest, BASE_SIZES | {"positions": 512, "vocabulary": 30522}),
 }
