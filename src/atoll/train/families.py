@@ -64,6 +64,9 @@ def config_of(family: str) -> Any:
         ) from None
     if family == "bert":
         config.is_decoder = True
+    for name, value in config.to_dict().items():
+        if name.endswith("_multiplier") and value == 1.0:
+            setattr(config, name, 0.5)  # as published models have it
     return config if family in PARTS else tiny_copy(config)
 
 
