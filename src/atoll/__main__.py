@@ -14,6 +14,7 @@ VERBS = {
     "submit": ("atoll.cluster.submit", "compose, check, write the run folder, call the scheduler"),
     "status": ("atoll.cluster.status", "say of a run: queued, running, finished, failed and why"),
     "list": ("atoll.cluster.listing", "name facilities, models, data, runs, jobs and others"),
+    "models": ("atoll.train.families", "architectures, and the strategies each can take"),
     "logs": ("atoll.cluster.job_control:logs", "print what a run's last job printed"),
     "cancel": ("atoll.cluster.job_control:cancel", "end the jobs of a run"),
     "diff": ("atoll.config.diff", "the settings in which two runs differ"),

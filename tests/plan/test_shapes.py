@@ -3,6 +3,7 @@
 from typing import Any
 
 import defaults
+import families
 import pytest
 import tiny
 
@@ -40,6 +41,17 @@ def test_parameters_are_those_of_the_model(family: str, changes: dict[str, Any])
     blocks = blocks_of(model.hf, model.parts)
     assert shape.layers == len(blocks)
     assert shape.block_parameters == sum(p.numel() for p in blocks[0].parameters())
+    assert shape == shape_of(settings.config), "the same from what a login node knows"
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_every_decoder_has_the_parameters_of_its_shape(name: str) -> None:
+    settings = Model(name="x", config=families.config_of(name))
+    config = build_config(settings, tiny.VOCABULARY, tiny.SEQUENCE, {})
+    model, shape = build_model(config, TRAINING), shape_of(config.to_dict())
+    blocks = blocks_of(model.hf, model.parts)
+    assert shape.block_parameters == sum(p.numel() for p in blocks[0].parameters())
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape == shape_of(settings.config), "the same from what a login node knows"
 
 

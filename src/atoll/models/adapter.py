@@ -108,6 +108,10 @@ class Merged:
     b: Tensor
     scale: float
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.b.shape[0], self.a.shape[1]
+
     def numel(self) -> int:
         return self.a.shape[1] * self.b.shape[0]
 

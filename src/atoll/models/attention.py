@@ -85,6 +85,7 @@ def packed_attention(
     position_ids: Tensor | None = None,  # from here on what says nothing that matters here
     use_cache: bool = False,
     past_key_values: Any = None,
+    output_router_logits: bool = False,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each segment; without segments, inside each sample.

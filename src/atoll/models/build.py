@@ -13,7 +13,7 @@ from atoll.models import attention
 from atoll.models.causal_lm import CausalLM
 from atoll.models.classifier import Classifier, classifies, new_head
 from atoll.models.pair_ranker import PairRanker
-from atoll.models.parts import parts_of
+from atoll.models.parts import check_family, parts_of
 from atoll.models.source import load_config, local_folder
 from atoll.models.weights import ReadTensor, random_reader, stored_reader
 from atoll.settings import Classes, Model, Task, Training, check_positions
@@ -70,7 +70,7 @@ def _checked_config(
     added_tokens: int,
 ) -> Any:
     config = load_config(model, special_ids)
-    parts_of(config.model_type)
+    check_family(config)
     if 0 < vocabulary_tokens - config.vocab_size <= added_tokens:
         config.vocab_size = vocabulary_tokens
     if vocabulary_tokens > config.vocab_size:
@@ -79,7 +79,8 @@ def _checked_config(
             f"{config.vocab_size}",
             f"set model.config.vocab_size={vocabulary_tokens}, or use the model's own tokenizer",
         )
-    check_positions(config.max_position_embeddings, sequence_tokens)
+    if (positions := getattr(config, "max_position_embeddings", None)) is not None:
+        check_positions(positions, sequence_tokens)
     return config
 
 
@@ -90,7 +91,8 @@ def build_model(
 
     task: what its loss is, where it learns from pairs of answers.
     """
-    hf, parts = _skeleton(config), parts_of(config.model_type)
+    hf = skeleton(config)
+    parts = parts_of(hf)
     model: CausalLM | Classifier
     if classifies(config):
         model = Classifier(hf, parts, separator_id)
@@ -109,28 +111,41 @@ def build_model(
 @contextmanager
 def weights_for(model: Model, config: Any, seed: int) -> Iterator[ReadTensor]:
     """The reader of the model's weights: of its source, or of random ones."""
-    skeleton = _skeleton(config)
-    random = random_reader(skeleton, parts_of(config.model_type), seed)
+    empty = skeleton(config)
+    random = random_reader(empty, parts_of(empty), seed)
     if model.source is None:
         yield random
         return
     folder = local_folder(model.source, model.revision)
-    with stored_reader(folder, skeleton, new_head(config), random) as read:
+    with stored_reader(folder, empty, new_head(config), random) as read:
         yield read
 
 
-def _skeleton(config: Any) -> Any:
+def skeleton(config: Any) -> Any:
+    """The Hugging Face model on the meta device, with attention of packed documents.
+
+    Raises `UserError` for a family that computes its attention in a way of its own.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     attention.register()
     auto: Any = AutoModelForSequenceClassification if classifies(config) else AutoModelForCausalLM
-    with torch.device("meta"):
-        hf = auto.from_config(
-            config,
-            attn_implementation=attention.NAME,
-            dtype=torch.float32,
-            trust_remote_code=False,
-        )
+    try:
+        with torch.device("meta"):
+            hf = auto.from_config(
+                config,
+                attn_implementation=attention.NAME,
+                dtype=torch.float32,
+                trust_remote_code=False,
+            )
+    except (KeyError, ValueError) as error:
+        if attention.NAME not in str(error):
+            raise
+        raise UserError(
+            f"transformers computes the attention of {config.model_type} in a way of its own, "
+            "which does not keep packed documents apart",
+            "choose a model of another family: `atoll models` lists them",
+        ) from error
     hf.tie_weights()
     return hf
 

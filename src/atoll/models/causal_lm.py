@@ -1,5 +1,6 @@
 """A Hugging Face causal language model whose forward pass ends in the loss, not in logits."""
 
+import sys
 from typing import Any, Protocol
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 
 from atoll.data.batch import Batch
 from atoll.models.attention import has_varlen_kernel
-from atoll.models.loss import chunked_cross_entropy
+from atoll.models.loss import IGNORED, chunked_cross_entropy
 from atoll.models.parts import Parts
 
 
@@ -55,12 +56,13 @@ class CausalLM(nn.Module):
         if self.training and batch.seed is not None:
             torch.manual_seed(batch.seed)
         if stage is None:
-            return self._loss(self._hidden(batch, compute_dtype, None), batch)
+            output = self._output(batch, compute_dtype, None)
+            return self._loss(output.last_hidden_state, batch) + self._balance_loss(output, batch)
         with self.stages.stage_view(self, stage):
-            hidden_BTD = self._hidden(batch, compute_dtype, hidden_BTD)
+            hidden_BTD = self._output(batch, compute_dtype, hidden_BTD).last_hidden_state
             return self._loss(hidden_BTD, batch) if self.stages.is_last(stage) else hidden_BTD
 
-    def _hidden(self, batch: Batch, dtype: torch.dtype, hidden_BTD: Tensor | None) -> Tensor:
+    def _output(self, batch: Batch, dtype: torch.dtype, hidden_BTD: Tensor | None) -> Any:
         tokens_BT, positions_BT, split = batch.tokens_BT, batch.positions_BT, self.token_split
         if split is not None:
             tokens_BT = split.own(tokens_BT)
@@ -71,25 +73,60 @@ class CausalLM(nn.Module):
         more = {} if split is None or not split.attention else {"heads_for_tokens": split.attention}
         backbone = self.hf.get_submodule(self.parts.backbone)
         more |= inputs | {"position_ids": positions_BT}
-        hidden: Tensor = backbone_output(backbone, self, batch, dtype, more).last_hidden_state
-        return hidden
+        if self._balances:
+            more["output_router_logits"] = True
+        return backbone_output(backbone, self, batch, dtype, more)
 
     def _loss(self, hidden_BTD: Tensor, batch: Batch) -> Tensor:
         if self.parts.before_head is not None:
             hidden_BTD = self.hf.get_submodule(self.parts.before_head)(hidden_BTD)
         head = self.hf.get_submodule(self.parts.head)
+        config: Any = self.hf.config
+        if (scale := logit_scale(config)) != 1.0:
+            hidden_BTD = hidden_BTD * scale
         return chunked_cross_entropy(
             hidden_BTD.flatten(0, 1),
             head.weight,
             head.bias,
             self.own_labels(batch).flatten(),
             self.loss_chunk_tokens,
+            getattr(config, "final_logit_softcapping", None),
         )
+
+    @property
+    def _balances(self) -> bool:
+        return self.training and balances_experts(self.hf.config)
+
+    def _balance_loss(self, output: Any, batch: Batch) -> Tensor | float:
+        """What a mixture's router is told for uneven work, for each target as transformers' mean.
+
+        Of all tokens of the microbatch on this rank, as in transformers' Trainer.
+        """
+        if not self._balances:
+            return 0.0
+        hf: Any = self.hf
+        loss_of = vars(sys.modules[type(hf).__module__])["load_balancing_loss_func"]
+        loss = loss_of(output.router_logits, hf.num_experts, hf.num_experts_per_tok, None)
+        targets = (self.own_labels(batch) != IGNORED).sum()
+        return torch.as_tensor(loss * hf.router_aux_loss_coef * targets)
 
     def own_labels(self, batch: Batch) -> Tensor:
         """The targets whose loss this rank computes."""
         split = self.token_split
         return split.own(batch.labels_BT) if split else batch.labels_BT
+
+
+def logit_scale(config: Any) -> float:
+    """What a family multiplies its logits with (Granite divides, Cohere multiplies)."""
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    factor = getattr(config, "logit_scale", None) or 1.0
+    return float(factor) / float(divisor)
+
+
+def balances_experts(config: Any) -> bool:
+    """Whether the loss has a part for the balance of experts: as in transformers, where asked."""
+    coefficient = getattr(config, "router_aux_loss_coef", None) or 0.0
+    return bool(getattr(config, "output_router_logits", False)) and coefficient > 0
 
 
 def backbone_output(

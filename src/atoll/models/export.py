@@ -6,11 +6,13 @@ not write it.
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from atoll import run_dir
 from atoll.models.adapter import full_tensor
@@ -55,10 +57,12 @@ def write_weights(
     numbered: Numbered,
     rank: int,
     ranks: int,
+    stored: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> None:
     """Gather each parameter in turn and write this rank's files, fsynced, modes from the umask.
 
-    Collective: every rank calls it with the same arguments but `rank`.
+    stored: parameters as the family's files have them. Collective: every rank calls it with the
+    same arguments but `rank`.
     """
     failure: OSError | None = None
     for number, names in enumerate(files):
@@ -70,7 +74,8 @@ def write_weights(
                 tensors[name] = tensor.to(device="cpu", dtype=dtype, copy=True).contiguous()
         if mine:
             try:
-                write_tensors(folder / file_name(numbered.first + number, numbered.total), tensors)
+                path = folder / file_name(numbered.first + number, numbered.total)
+                write_tensors(path, stored(tensors))
             except OSError as error:
                 failure = error  # the other ranks still need this one to gather
     if failure is not None:

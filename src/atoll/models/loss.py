@@ -14,12 +14,18 @@ IGNORED = -100
 
 
 def chunked_cross_entropy(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, labels_N: Tensor, chunk_tokens: int
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor,
+    chunk_tokens: int,
+    softcap: float | None = None,
 ) -> Tensor:
     """The summed cross-entropy in fp32; at no time are more than C x V logits held.
 
-    Labels of -100 do not count. The gradients are computed chunk by chunk in the forward pass,
-    so nothing is recomputed (as in Liger-Kernel's fused linear cross-entropy, Hsu et al. 2024).
+    Labels of -100 do not count. softcap: logits x become softcap * tanh(x / softcap) (Gemma 2). The
+    gradients are computed chunk by chunk in the forward pass, so nothing is recomputed (as in
+    Liger-Kernel's fused linear cross-entropy, Hsu et al. 2024).
     """
     if not torch.is_grad_enabled():
         # in a Function a parameter asks for its gradient all the same
@@ -31,7 +37,7 @@ def chunked_cross_entropy(
         hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
         bias_V = None if bias_V is None else bias_V.to(dtype)
     with torch.autocast(device, enabled=False):
-        loss: Tensor = _Chunked.apply(hidden_ND, weight_VD, bias_V, labels_N, chunk_tokens)
+        loss: Tensor = _Chunked.apply(hidden_ND, weight_VD, bias_V, labels_N, chunk_tokens, softcap)
     return loss
 
 
@@ -74,6 +80,7 @@ class _Chunked(torch.autograd.Function):
         bias_V: Tensor | None,
         labels_N: Tensor,
         chunk_tokens: int,
+        softcap: float | None,
     ) -> Tensor:
         learns = any(ctx.needs_input_grad)
         grad_hidden = torch.empty_like(hidden_ND) if learns else None
@@ -87,12 +94,18 @@ class _Chunked(torch.autograd.Function):
             counted_C1 = (labels_N[rows] != IGNORED)[:, None]
             targets_C1 = labels_N[rows].clamp_min(0)[:, None]
             logits_CV = F.linear(hidden_ND[rows], weight_VD, bias_V)
+            if softcap is not None:
+                share_CV = torch.tanh(logits_CV.float() / softcap)
+                logits_CV = share_CV * softcap
             logp_CV = torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
             loss -= (logp_CV.gather(1, targets_C1) * counted_C1).sum()
             if grad_hidden is None or grad_weight is None:
                 continue
             minus_C1 = logp_CV.new_full(targets_C1.shape, -1.0)
-            grad_CV = logp_CV.exp_().scatter_add_(1, targets_C1, minus_C1).to(weight_VD.dtype)
+            grad_CV = logp_CV.exp_().scatter_add_(1, targets_C1, minus_C1)
+            if softcap is not None:
+                grad_CV *= 1 - share_CV.square_()
+            grad_CV = grad_CV.to(weight_VD.dtype)
             # ignored rows are zeroed in the thin factors, which spares a pass over C x V
             torch.mm(grad_CV, weight_VD, out=grad_hidden[rows])
             grad_hidden[rows] *= counted_C1
@@ -111,7 +124,7 @@ class _Chunked(torch.autograd.Function):
             for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
         ]
         ctx.grads = ()
-        return (*grads, None, None)
+        return (*grads, None, None, None)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

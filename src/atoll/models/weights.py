@@ -6,6 +6,7 @@ slice (stored weights).
 
 import copy
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from atoll.errors import UserError
 from atoll.models.parts import Parts
 from atoll.models.safetensor_files import corrupted, weight_files
+from atoll.models.stored_names import Origin, maker, origins
+from atoll.models.tiny_copy import tiny_copy
 
 Slices = tuple[slice, ...]
 # (parameter's name, the part wanted) -> that part
@@ -52,15 +55,50 @@ def fill(model: nn.Module, read: ReadTensor) -> None:
         local, slices = _local_part(parameter)
         if local.numel() and local.is_floating_point():
             local.copy_(read(name, slices))
+    for name, buffer in stored_buffers(model).items():
+        buffer.copy_(read(name, tuple(slice(0, size) for size in buffer.shape)))
+
+
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that files have beside the parameters: biases of routers, slopes of activations."""
+    return {
+        f"{prefix}.{name}": buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+        if buffer.is_floating_point()
+    }
 
 
 @torch.no_grad()
 def fill_buffers(hf: Any) -> None:
-    """Compute what no file stores: rotary frequencies, position indices."""
+    """Compute what no file stores: rotary frequencies, position indices, embeddings' scales."""
     for module in hf.modules():
-        owns_buffers = any(True for _ in module.buffers(recurse=False))
-        if owns_buffers and not any(True for _ in module.parameters(recurse=False)):
-            hf._init_weights(module)
+        if any(True for _ in module.buffers(recurse=False)):
+            with _stored_kept(module):
+                hf._init_weights(module)
+
+
+@contextmanager
+def _stored_kept(module: nn.Module) -> Iterator[None]:
+    """While other buffers are made, shapes without memory stand in for what files have."""
+    parameters, buffers = dict(module._parameters), dict(module._buffers)
+    for name, parameter in parameters.items():
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(_without_memory(parameter), False)
+    computed = module._non_persistent_buffers_set
+    stored = {n: b for n, b in buffers.items() if b is not None and n not in computed}
+    for name, buffer in stored.items():
+        module._buffers[name] = _without_memory(buffer)
+    try:
+        yield
+    finally:
+        module._parameters.update(parameters)
+        module._buffers.update(stored)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def random_reader(skeleton: Any, parts: Parts, seed: int) -> ReadTensor:
@@ -89,9 +127,10 @@ def stored_reader(
 ) -> Iterator[ReadTensor]:
     """Slices read straight from safetensors files; names of older files are understood.
 
-    The weights of module `new` are `random` ones where the files have none. A head that is tied in
-    the folder and not in the model begins as the embedding. Tokens that the folder's vocabulary
-    lacks begin as the mean of those it has (Hewitt 2021, "Initializing new word embeddings").
+    The weights of module `new`, and buffers, are `random` ones where the files have none. A head
+    that is tied in the folder and not in the model begins as the embedding. Tokens that the
+    folder's vocabulary lacks begin as the mean of those it has (Hewitt 2021, "Initializing new word
+    embeddings").
     """
     from safetensors import SafetensorError, safe_open
 
@@ -103,10 +142,22 @@ def stored_reader(
         def opened(path: Path) -> Any:
             return stack.enter_context(safe_open(path, framework="pt"))
 
+        @cache
+        def made_of() -> dict[str, Origin]:
+            return origins(hf, files)
+
+        make = maker(hf, lambda name: opened(files[name]).get_tensor(name))
+
         def read(name: str, slices: Slices) -> Tensor:
             stored = next((n for n in _candidates(name, hf, tied) if n in files), None)
             if stored is None:
-                if new is not None and random is not None and name.startswith(new + "."):
+                for candidate in _candidates(name, hf, tied):
+                    if candidate in made_of():
+                        whole = make(made_of()[candidate], candidate)
+                        _check_shape(name, tuple(whole.shape), hf, folder)
+                        return whole[slices]
+                is_new = new is not None and name.startswith(new + ".")
+                if random is not None and (is_new or name in stored_buffers(hf)):
                     return random(name, slices)
                 raise UserError(
                     f"the weights in {folder} lack {name}",
@@ -152,15 +203,40 @@ def _unit_of(name: str, blocks: str) -> str:
 
 def _drawn(skeleton: Any, unit: str, seed: int) -> dict[str, Tensor]:
     module = copy.deepcopy(skeleton.get_submodule(unit)).to_empty(device="cpu")
-    for parameter in module.parameters():
-        parameter.data.fill_(float("nan"))
+    own = dict(module.named_parameters()) | stored_buffers(module)
+    for tensor in own.values():
+        tensor.data.fill_(float("nan"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(f"{seed}:{unit}".encode()))
         module.apply(skeleton._init_weights)
-    drawn = {f"{unit}.{name}": parameter.data for name, parameter in module.named_parameters()}
+    drawn = {f"{unit}.{name.lstrip('.')}": tensor.data for name, tensor in own.items()}
     missing = [name for name, tensor in drawn.items() if not tensor.isfinite().all()]
-    assert not missing, f"transformers initialises no value for {missing}"
+    for name, value in zip(missing, constructed(skeleton, missing), strict=True):
+        drawn[name].copy_(value)
     return drawn
+
+
+def constructed(hf: Any, names: list[str]) -> list[Tensor]:
+    """What a model's constructor gives to parameters and buffers that nothing else initialises.
+
+    They are of no layer's width (slopes of an activation), so a small copy has the same.
+    """
+    if not names:
+        return []
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        small: Any = AutoModelForCausalLM.from_config(
+            tiny_copy(hf.config),
+            attn_implementation="eager",
+            dtype=torch.float32,
+            trust_remote_code=False,
+        )
+    values = dict(small.named_parameters()) | dict(small.named_buffers())
+    in_small = {name: re.sub(r"\.\d+\.", ".0.", name) for name in names}
+    missing = [name for name, of_small in in_small.items() if of_small not in values]
+    assert not missing, f"transformers initialises no value for {missing}"
+    return [values[of_small].detach() for of_small in in_small.values()]
 
 
 def _tied_in_files(hf: Any, folder: Path) -> dict[str, str]:
@@ -182,8 +258,8 @@ def _vocabulary_of(folder: Path) -> int | None:
 
 def _is_grown(hf: Any, name: str, stored: tuple[int, ...], before: int) -> bool:
     """Whether a parameter has a row for each token, and the model more of them than the file."""
-    rows, *rest = hf.get_parameter(name).shape
-    grown = stored[0] == before < rows == hf.config.vocab_size
+    rows, *rest = _shape_of(hf, name) or (0,)
+    grown = stored[:1] == (before,) and before < rows == hf.config.vocab_size
     return bool(grown and stored[1:] == tuple(rest))
 
 
@@ -213,8 +289,13 @@ def _candidates(name: str, hf: Any, tied: dict[str, str]) -> Iterator[str]:
             )
 
 
+def _shape_of(hf: Any, name: str) -> tuple[int, ...]:
+    owner, _, leaf = name.rpartition(".")
+    return tuple(getattr(hf.get_submodule(owner), leaf).shape)
+
+
 def _check_shape(name: str, stored: tuple[int, ...], hf: Any, path: Path) -> None:
-    expected = tuple(hf.get_parameter(name).shape)
+    expected = _shape_of(hf, name)
     if stored != expected:
         raise UserError(
             f"{name} has shape {stored} in {path.name}, the configuration says {expected}",

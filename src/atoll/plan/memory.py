@@ -6,7 +6,7 @@ number in the arithmetic. Weights, gradients and moments are fp32 (4 bytes).
 
 from dataclasses import dataclass
 
-from atoll.plan.shapes import FAMILIES, Shape
+from atoll.plan.shapes import Shape, family_of
 from atoll.settings import Run
 
 FP32 = 4
@@ -120,15 +120,15 @@ def block_activations(run: Run, shape: Shape) -> float:
     """What one block keeps for one microbatch's backward pass, without activation checkpointing."""
     c, tensor = compute_bytes(run), run.axes.tensor
     all_tokens = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.context
-    own_tokens, h, i = all_tokens / tensor, shape.hidden, shape.intermediate
+    own_tokens, h, i = all_tokens / tensor, shape.hidden, shape.expert_width
     gathered = 2 * h * c * all_tokens if tensor > 1 else 0
     # queries, keys, values; what attention gives, and the same put together from its segments
     attention = (h + 2 * shape.query_width + 2 * shape.kv_width) * c + FP32 * shape.heads
-    if FAMILIES[shape.family].gated:
+    if family_of(shape.family).gated:
         # each norm keeps its input in fp32, and that normalised, before and after its weight
-        norms, mlp = 2 * (FP32 + 2 * c) * h, 4 * i * c
+        norms, mlp = 2 * (FP32 + 2 * c) * h, 4 * i * c * max(1, shape.active_experts)
     else:
-        norms, mlp = 4 * h * c, ACTIVATION_COPIES[shape.family] * i * c
+        norms, mlp = 4 * h * c, ACTIVATION_COPIES.get(shape.family, 2) * i * c
     return norms * own_tokens + (attention + mlp) * all_tokens / tensor + gathered
 
 

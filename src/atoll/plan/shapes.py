@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import UserError
+from atoll.plan.decoders import DECODERS, Decoder, Line
 from atoll.settings import Model, Sharding
 
 # A size of a shape -> what most configurations call it; a family says where its own differ.
@@ -61,6 +62,13 @@ class Shape:
     head_dim: int = 0  # where heads are not as wide together as the hidden states
     attention_bias: int = 0  # whether projections have biases, where a family has a choice
     mlp_bias: int = 0
+    experts: int = 0  # of a mixture's block
+    active_experts: int = 0  # of them, those that a token goes through
+    moe_intermediate: int = 0  # of one of them, where it is not that of other blocks
+
+    @property
+    def expert_width(self) -> int:
+        return self.moe_intermediate or self.intermediate
 
     @property
     def head_width(self) -> int:
@@ -76,12 +84,12 @@ class Shape:
 
     @property
     def block_parameters(self) -> int:
-        return sum(FAMILIES[self.family].block(self))
+        return sum(family_of(self.family).block(self))
 
     @property
     def block_vectors(self) -> int:
         """Parameters of a block that no tensor rank splits: norms and biases of its outputs."""
-        return FAMILIES[self.family].block(self)[2]
+        return family_of(self.family).block(self)[2]
 
     @property
     def head_parameters(self) -> int:
@@ -90,14 +98,16 @@ class Shape:
     @property
     def rest_parameters(self) -> int:
         if self.labels:
-            return FAMILIES[self.family].rest(self) + self.labels * self.hidden
-        return FAMILIES[self.family].rest(self) + (0 if self.tied else self.head_parameters)
+            return family_of(self.family).rest(self) + self.labels * self.hidden
+        return family_of(self.family).rest(self) + (0 if self.tied else self.head_parameters)
 
     @property
     def multiplied_parameters(self) -> int:
         """Those that every token is multiplied with."""
         transform = self.hidden**2 if self.family == "bert" else 0
-        block = FAMILIES[self.family].block(self)[0]
+        block = family_of(self.family).block(self)[0]
+        idle = self.experts - self.active_experts
+        block -= idle * 3 * self.hidden * self.expert_width
         if self.labels:
             return self.layers * block
         return self.layers * block + self.head_parameters + transform
@@ -105,13 +115,6 @@ class Shape:
     @property
     def parameters(self) -> int:
         return self.layers * self.block_parameters + self.rest_parameters
-
-
-def _llama_block(s: Shape) -> tuple[int, int, int]:
-    attention = 2 * s.hidden * s.query_width + 2 * s.hidden * s.kv_width
-    split = s.attention_bias * (s.query_width + 2 * s.kv_width) + s.mlp_bias * 2 * s.intermediate
-    whole = (2 + s.attention_bias + s.mlp_bias) * s.hidden  # norms, and biases of outputs
-    return attention + 3 * s.hidden * s.intermediate, split, whole
 
 
 def _biased_block(s: Shape) -> tuple[int, int, int]:
@@ -142,18 +145,36 @@ def _bert_rest(s: Shape) -> int:
 
 
 BASE_SIZES = {"layers": 12, "heads": 12, "hidden": 768, "intermediate": 3072}
+DECODER_NAMES = {
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "attention_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
+}
+
+
+def _decoder(line: Line) -> Family:
+    """The family of a line; sizes that nothing gives are asked for by their names."""
+    names = DECODER_NAMES | dict(line.names) | {"moe_intermediate": line.expert_width}
+    names |= {"active_experts": "num_experts_per_tok"}
+    return Family(
+        line.block,
+        lambda s: s.vocabulary * s.hidden + line.last_norm * s.hidden,
+        {"head_dim": line.head_dim, "tied": line.tied, "positions": 2048}
+        | {"active_experts": line.active_experts},
+        names,
+        gated=line.block.gated,
+        splits_matrices=line.splits_matrices,
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        _llama_block,
+        Decoder(),
         _llama_rest,
         {"layers": 32, "heads": 32, "hidden": 4096, "intermediate": 11008}
         | {"positions": 2048, "vocabulary": 32000, "tied": False},
-        {
-            "kv_heads": "num_key_value_heads",
-            "head_dim": "head_dim",
-            "attention_bias": "attention_bias",
-            "mlp_bias": "mlp_bias",
-        },
+        DECODER_NAMES,
         gated=True,
     ),
     "gpt2": Family(
@@ -169,31 +190,49 @@ FAMILIES: dict[str, Family] = {
         BASE_SIZES | {"positions": 2048, "vocabulary": 50272},
         {"intermediate": "ffn_dim", "embedded": "word_embed_proj_dim"},
     ),
+    "gpt_neox": Family(
+        _biased_block,
+        lambda s: (s.vocabulary + 2) * s.hidden,
+        {"positions": 2048, "tied": False},
+    ),
     "bert": Family(_biased_block, _bert_rest, BASE_SIZES | {"positions": 512, "vocabulary": 30522}),
 }
+
+
+FAMILIES |= {name: _decoder(line) for name, line in DECODERS.items()}
+# of a family without a line: near enough for a plan; it is tried when it is first loaded
+UNKNOWN = _decoder(Line())
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def family_of(name: str) -> Family:
+    return FAMILIES.get(name, UNKNOWN)
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
     """The shape that a configuration (config.json's content) describes.
 
-    Raises `UserError` for an architecture that has no line in the table.
+    Raises `UserError` for one that lacks a size of a text decoder.
     """
-    name = config.get("model_type")
-    if name not in FAMILIES:
-        raise UserError(
-            f"no parts are known for models of type {name!r}",
-            f"choose one of {', '.join(FAMILIES)}",
-        )
-    family = FAMILIES[name]
+    name = str(config.get("model_type"))
+    family = family_of(name)
     given = {size: config.get(own) for size, own in {**NAMES, **family.names}.items()}
     sizes = {**family.defaults, **{size: v for size, v in given.items() if v is not None}}
+    if missing := [NAMES[n] for n in ("layers", "hidden", "heads", "vocabulary") if n not in sizes]:
+        raise UserError(
+            f"no parts are known for models of type {name!r}, and the configuration lacks "
+            f"{', '.join(missing)}",
+            "choose a text decoder: `atoll models` lists them",
+        )
     hidden, heads = sizes["hidden"], sizes["heads"]
+    sizes["experts"] = next((config[own] for own in EXPERTS if config.get(own)), 0)
     derived = {"kv_heads": heads, "embedded": hidden, "intermediate": 4 * hidden, "tied": True}
     numbers = {size: int(value) for size, value in (derived | sizes).items()}
     tied = bool(numbers.pop("tied"))
     shape = Shape(name, **numbers, tied=tied)
     usual = shape.head_dim * shape.heads == shape.hidden
-    return replace(shape, head_dim=0) if usual else shape
+    shape = replace(shape, head_dim=0) if usual else shape
+    return shape if shape.experts else replace(shape, active_experts=0, moe_intermediate=0)
 
 
 def known_config(
@@ -220,10 +259,9 @@ def check_architecture(shape: Shape, sharding: Sharding) -> None:
     Raises `UserError`.
     """
     tensor, context, stages = sharding.tensor, sharding.context, sharding.pipeline
-    if tensor > 1 and not FAMILIES[shape.family].splits_matrices:
+    if tensor > 1 and not family_of(shape.family).splits_matrices:
         raise UserError(
-            f"sharding.tensor={tensor}: {shape.family} keeps query, key and value in one "
-            "transposed matrix, which has no plan for tensor ranks",
+            f"sharding.tensor={tensor}: {_undivided(shape)}, which has no plan for tensor ranks",
             "sharding.tensor=1: context and pipeline go, and every way of sharding",
         )
     for name, size, what in (
@@ -239,6 +277,14 @@ def check_architecture(shape: Shape, sharding: Sharding) -> None:
                 "lower sharding.tensor or sharding.context",
             )
     _check_stages(shape, stages * sharding.stages_per_rank)
+
+
+def _undivided(shape: Shape) -> str:
+    if shape.family == "gpt2":
+        return "gpt2 keeps query, key and value in one transposed matrix"
+    if shape.experts:
+        return f"{shape.family} has {shape.experts} experts in one tensor"
+    return f"{shape.family} has matrices or norms that belong to all heads together"
 
 
 def _check_stages(shape: Shape, stages: int) -> None:

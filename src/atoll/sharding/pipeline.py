@@ -11,7 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atoll.data.batch import Batch
-from atoll.models.parts import blocks_of
+from atoll.errors import UserError
+from atoll.models.build import skeleton
+from atoll.models.causal_lm import balances_experts
+from atoll.models.parts import PARTS, blocks_of, parts_of
+from atoll.models.tiny_copy import tiny_copy
+from atoll.models.weights import fill_buffers, materialize
 from atoll.sharding.mesh import Meshes
 from atoll.sharding.schedule import (
     BACKWARD,
@@ -85,6 +90,7 @@ def split_layers(model: Any, meshes: Meshes, stages_per_rank: int) -> None:
     axes = meshes.axes
     if axes.pipeline == 1:
         return
+    check_between(model.hf.config)
     rank, size = axes.stage(meshes.rank), model.hf.config.hidden_size
     stages = Stages(rank, axes.pipeline, stages_per_rank, meshes.pipeline, size)
     blocks = len(blocks_of(model.hf, model.parts))
@@ -97,6 +103,40 @@ def split_layers(model: Any, meshes: Meshes, stages_per_rank: int) -> None:
         others = [n for n, owner in owners.items() if owner in stages.own and owner != stage]
         stages.placeholders[stage] = {name: _placeholder(model, name) for name in others}
     model.stages = stages
+
+
+def check_between(config: Any) -> None:
+    """Raise `UserError` for a family that does more to hidden states than its modules do.
+
+    A stage without any of them must give back what it takes: tried with a small copy.
+    """
+    if balances_experts(config):
+        raise UserError(
+            "sharding.pipeline: the balance of experts is of all layers together, which no stage "
+            "has",
+            "set model.config.output_router_logits=false, or sharding.pipeline=1",
+        )
+    if config.model_type in PARTS:
+        return
+    hf = skeleton(tiny_copy(config))
+    parts = parts_of(hf)
+    materialize(hf, torch.device("cpu"))
+    fill_buffers(hf)
+    blocks = (f"{parts.blocks}.{i}" for i in range(len(blocks_of(hf, parts))))
+    for name in (*parts.entrance, *blocks, *parts.exit):
+        if _is_there(hf, name):
+            _put(hf, name, Placeholder(adds=False))
+    hidden_BTD = torch.ones(1, 8, hf.config.hidden_size)
+    positions_BT = torch.arange(8)[None]
+    backbone = hf.get_submodule(parts.backbone)
+    with torch.no_grad():
+        output = backbone(inputs_embeds=hidden_BTD, position_ids=positions_BT, use_cache=False)
+    if not torch.equal(output.last_hidden_state, hidden_BTD):
+        raise UserError(
+            f"sharding.pipeline: {config.model_type} changes hidden states outside its layers, "
+            "which every stage would do again",
+            "sharding.pipeline=1: context, tensor and every way of sharding go",
+        )
 
 
 def pipeline(model: Any, batches: Sequence[Batch], scale: float, plan: StepPlan) -> Tensor:

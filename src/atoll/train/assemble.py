@@ -19,6 +19,7 @@ from atoll.health.heartbeat import Heartbeat, unwatched
 from atoll.models.adapter import adapt, adapted_reader, check_device, fill_quantised
 from atoll.models.build import weights_for
 from atoll.models.parts import blocks_of
+from atoll.models.self_check import self_check
 from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.plan.shapes import Shape, check_architecture, shape_of
 from atoll.plan.traffic import Sent, bytes_sent
@@ -77,6 +78,8 @@ def assemble(
     validation = run_on_all_ranks(world, lambda: open_samples(run.data, prepared, "validation"))
     task = TASKS[run.task.name]
     config = run_on_all_ranks(world, lambda: task.config(run, manifest.vocabulary))
+    if verdict := run_on_all_ranks(world, lambda: self_check(config)):
+        say(world, verdict)
     dtype, reason = run_on_all_ranks(world, lambda: compute_dtype(run.precision, world.device))
     say(world, f"compute dtype {reason}")
     empty = task.model(config, run, manifest.vocabulary)

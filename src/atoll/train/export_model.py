@@ -1,5 +1,8 @@
 """The trained model as a Hugging Face folder, written by all ranks."""
 
+import functools
+from typing import Any
+
 import torch
 
 from atoll import run_dir
@@ -8,6 +11,8 @@ from atoll.models import export
 from atoll.models.adapter import gathered_adapter, merged, write_adapter
 from atoll.models.classifier import new_head
 from atoll.models.source import source_folder
+from atoll.models.stored_names import as_stored, names_as_stored
+from atoll.models.weights import stored_buffers
 from atoll.sharding.process_group import gathered, run_on_all_ranks, say
 from atoll.train.assemble import TrainState
 from atoll.train.state_dict import parameters_of
@@ -25,7 +30,11 @@ def _export(train_state: TrainState) -> None:
     plain, lora = parameters_of(train_state), train_state.run.model.lora
     head = new_head(train_state.config)
     adapter = {} if lora is None else gathered_adapter(plain, head)
-    parameters = plain if lora is None else merged(train_state.model.hf, lora, plain)
+    parameters: dict[str, Any] = (
+        plain if lora is None else merged(train_state.model.hf, lora, plain)
+    )
+    hf = train_state.model.hf
+    parameters |= stored_buffers(hf)
     sizes = {name: p.numel() * dtype.itemsize for name, p in parameters.items()}
     limit = int(train_state.run.export.max_file_gib * 2**30)
     axes = train_state.run.axes
@@ -33,15 +42,24 @@ def _export(train_state: TrainState) -> None:
     ranks, stage = axes.world // axes.pipeline, axes.stage(world.rank)
     sizes_of_stages = gathered(world, sizes if world.rank % ranks == 0 else None)[::ranks]
     plans = [export.plan_files(of_stage, limit, ranks) for of_stage in sizes_of_stages]
-    files = [names for plan in plans for names in plan]
-    numbered = export.Numbered(sum(map(len, plans[:stage])), len(files))
+    numbered = export.Numbered(sum(map(len, plans[:stage])), sum(map(len, plans)))
+    own = [names_as_stored(hf, {n: parameters[n].shape for n in names}) for names in plans[stage]]
+    every = gathered(world, own if world.rank % ranks == 0 else None)[::ranks]
+    files = [names for of_stage in every for names in of_stage]
     first = world.rank == 0
     partial = export.partial_folder(final)
     run_on_all_ranks(world, lambda: export.start(final) if first else None)
     run_on_all_ranks(
         world,
         lambda: export.write_weights(
-            partial, parameters, dtype, plans[stage], numbered, world.rank % ranks, ranks
+            partial,
+            parameters,
+            dtype,
+            plans[stage],
+            numbered,
+            world.rank % ranks,
+            ranks,
+            functools.partial(as_stored, hf),
         ),
     )
 
@@ -49,7 +67,7 @@ def _export(train_state: TrainState) -> None:
         if adapter:
             write_adapter(partial / "adapter", train_state.run.model, adapter, head)
         total = sum(sum(of_stage.values()) for of_stage in sizes_of_stages)
-        architecture = type(train_state.model.hf).__name__
+        architecture = type(hf).__name__
         export.write_rest(
             partial,
             train_state.config,

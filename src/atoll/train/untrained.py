@@ -22,6 +22,8 @@ from atoll.models import export
 from atoll.models.build import weights_for
 from atoll.models.safetensor_files import file_name, write_tensors
 from atoll.models.source import source_folder
+from atoll.models.stored_names import as_stored
+from atoll.models.weights import stored_buffers
 from atoll.settings import Run, load_run
 from atoll.train.tasks import TASKS
 
@@ -50,17 +52,19 @@ def _write(run: Run, tokenizer: Path, final: Path) -> None:
     config = task.config(run, words)
     hf = task.model(config, run, words).hf
     dtype, partial = getattr(torch, run.export.dtype), export.start(final)
-    sizes = {name: p.numel() * dtype.itemsize for name, p in hf.named_parameters()}
+    tensors = dict(hf.named_parameters()) | stored_buffers(hf)
+    sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in tensors.items()}
     files = export.plan_files(sizes, int(run.export.max_file_gib * 2**30), 1)
+    stored: export.Pieces = []
     began = time.monotonic()
     for number, names in enumerate(files):
         path = partial / file_name(number, len(files))
-        _write_file(run, config, path, {name: hf.get_parameter(name).shape for name in names})
+        stored.append(_write_file(run, config, path, hf, {n: tensors[n] for n in names}))
         seconds = time.monotonic() - began
-        print(f"{path.name}: {len(names)} tensors, {seconds:.0f} s", flush=True)
+        print(f"{path.name}: {len(stored[-1])} tensors, {seconds:.0f} s", flush=True)
     total = sum(sizes.values())
     source = source_folder(run.model)
-    export.write_rest(partial, config, type(hf).__name__, dtype, files, total, tokenizer, source)
+    export.write_rest(partial, config, type(hf).__name__, dtype, stored, total, tokenizer, source)
     export.publish(partial, final)
 
 
@@ -76,12 +80,16 @@ def _tokenizer(run: Run) -> Iterator[Path]:
 
 
 @torch.no_grad()
-def _write_file(run: Run, config: Any, path: Path, shapes: dict[str, torch.Size]) -> None:
+def _write_file(
+    run: Run, config: Any, path: Path, hf: Any, empty: dict[str, torch.Tensor]
+) -> list[str]:
     """One file's tensors; the source is opened for each, or what is mapped would stay in memory."""
     dtype = getattr(torch, run.export.dtype)
     tensors = {}
     with weights_for(run.model, config, run.seed) as read:
-        for name, shape in shapes.items():
-            values = read(name, tuple(slice(0, size) for size in shape)).float()
-            tensors[name] = values.to(dtype, copy=True).contiguous()
-    write_tensors(path, tensors)
+        for name, shaped in empty.items():
+            slices = tuple(slice(0, size) for size in shaped.shape)
+            tensors[name] = read(name, slices).float().to(dtype, copy=True).contiguous()
+    stored = as_stored(hf, tensors)
+    write_tensors(path, stored)
+    return list(stored)

@@ -1,0 +1,71 @@
+"""What the blocks of decoders have beside Llama's: one line a family, held against the models."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The parameters of one block, from a shape: matrices, biases split with them, vectors."""
+
+    norms: int = 2  # vectors as wide as the hidden states; a norm with a bias has two
+    query_norms: str = ""  # of queries and keys: as wide as one head, or as all of them
+    qkv_bias: bool = False  # always; `attention_bias` where it is a choice
+    output_bias: bool = True  # of attention, where the others have a choice of one
+    gated: bool = True  # the MLP has two matrices up, and one down
+    more: int = 0  # an activation function's own
+
+    def __call__(self, s: Any) -> tuple[int, int, int]:
+        qkv = s.query_width + 2 * s.kv_width
+        attention = s.hidden * (qkv + s.query_width)
+        ups = 2 if self.gated else 1
+        mlp = (ups + 1) * s.hidden * s.expert_width * max(1, s.experts) + s.experts * s.hidden
+        split = qkv * int(self.qkv_bias or s.attention_bias) + s.mlp_bias * ups * s.intermediate
+        widths = {"": 0, "head": 2 * s.head_width, "whole": s.query_width + s.kv_width}
+        # norms, and biases of outputs
+        whole = (self.norms + s.attention_bias * self.output_bias + s.mlp_bias) * s.hidden
+        return attention + mlp, split, whole + widths[self.query_norms] + self.more
+
+
+@dataclass(frozen=True)
+class Line:
+    """A decoder's block, and what its configuration leaves unsaid."""
+
+    block: Decoder = Decoder()
+    head_dim: int = 0
+    tied: bool = False
+    last_norm: int = 1  # vectors after the blocks
+    splits_matrices: bool = True  # among tensor ranks, by transformers' own plan
+    active_experts: int = 0
+    expert_width: str = "intermediate_size"
+    names: tuple[tuple[str, str], ...] = ()
+
+
+DECODERS = {
+    "mistral": Line(),
+    "qwen2": Line(Decoder(qkv_bias=True)),
+    "qwen3": Line(Decoder(query_norms="head"), head_dim=128),
+    "gemma": Line(head_dim=256, tied=True),
+    "gemma2": Line(Decoder(norms=4), head_dim=256, tied=True),
+    "gemma3_text": Line(Decoder(norms=4, query_norms="head"), head_dim=256, tied=True),
+    "phi3": Line(splits_matrices=False),
+    "olmo2": Line(Decoder(query_norms="whole"), splits_matrices=False),
+    "smollm3": Line(tied=True),
+    "granite": Line(),
+    "apertus": Line(Decoder(query_norms="head", gated=False, more=2), splits_matrices=False),
+    "stablelm": Line(
+        Decoder(norms=4, output_bias=False),
+        last_norm=2,
+        splits_matrices=False,
+        names=(("attention_bias", "use_qkv_bias"),),
+    ),
+    "cohere": Line(Decoder(norms=1), tied=True),
+    "mixtral": Line(splits_matrices=False, active_experts=2),
+    "qwen3_moe": Line(
+        Decoder(query_norms="head"),
+        splits_matrices=False,
+        active_experts=8,
+        expert_width="moe_intermediate_size",
+    ),
+    "olmoe": Line(Decoder(query_norms="whole"), splits_matrices=False, active_experts=8),
+}
