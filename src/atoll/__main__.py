@@ -4,9 +4,10 @@ import errno
 import importlib
 import os
 import sys
+from pathlib import Path
 
 from atoll.commands import GROUPS, JOBS_OWN, VERBS, close_stdin
-from atoll.errors import UserError
+from atoll.errors import UserError, keep_failure
 
 EXAMPLES = """\
 examples:
@@ -43,6 +44,7 @@ def main(argv: list[str]) -> int:
         return code
     except UserError as error:
         sys.stderr.write(error.shown())
+        _keep(error, argv)
     except BrokenPipeError:  # whoever reads our words has had enough, as `head` does
         _forget_output()
         return 1
@@ -76,6 +78,13 @@ def _call(argv: list[str]) -> int:
         raise _unknown(argv[0])
     module, _, function = VERBS[argv[0]][0].partition(":")
     return int(getattr(importlib.import_module(module), function or "main")(argv[1:]) or 0)
+
+
+def _keep(error: UserError, argv: list[str]) -> None:
+    """In the folder of the run that a job's command was about, for `atoll status`."""
+    folders = [path for path in map(Path, argv[1:]) if (path / "run.yaml").is_file()]
+    if argv[:1] and argv[0] in GROUPS[JOBS_OWN] and folders:
+        keep_failure(error, folders[0])
 
 
 def _unknown(name: str) -> UserError:

@@ -158,7 +158,7 @@ hold_run() {
     local keeper=$!
     take_lease "$keeper"
     printf '%s\n' "${lease##*/}" >&"$pipe"
-    rm -f "$stop_file" "$restart_file"
+    rm -f "$stop_file" "$restart_file" "$run_folder/failure.txt"
     [[ $scheduler != none ]] || return 0
     grep -qsE "^$scheduler ${job%%.*}(\.|$)" "$run_folder/jobs.txt" ||
         printf '%s %s\n' "$scheduler" "$job" >> "$run_folder/jobs.txt"
@@ -326,10 +326,15 @@ at_end() {
         (printf 'ended\n' >&"$pipe") 2> /dev/null || true # it may be gone
         [[ ! -e $restart_file || $scheduler == none ]] || queue_again
     fi
+    [[ $scheduler != none || $code != 130 ]] ||
+        printf 'atoll: stopped, step %s is saved; this goes on: bash %q\n' \
+            "$(newest_step)" "$run_folder/launch.sh" >&2
     exit "$code"
 }
 trap at_end EXIT
-if [[ $scheduler != none ]]; then
+if [[ $scheduler == none ]]; then
+    trap 'exit 130' INT
+else
     trap 'exit 143' TERM
     trap 'touch "$stop_file"' USR2
 fi

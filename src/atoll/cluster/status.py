@@ -64,7 +64,11 @@ def status(folder: Path, answers: Mapping[JobId, Job] | None = None) -> tuple[st
     if job.code == "TIMEOUT":
         reasons = [_time_was_over(folder)]
     if job.state == "failed":
-        reasons.append(_fault(folder, job_id) or last_words(folder, scheduler, job_id))
+        reasons.append(
+            _fault(folder, job_id)
+            or run_dir.failure(folder)
+            or last_words(folder, scheduler, job_id)
+        )
     if job.state == "running":
         reasons += [f"refused job {other}: it holds the run" for other in _refused(folder)]
         reasons.append(_slow(folder, job_id))
@@ -110,7 +114,7 @@ def _without_scheduler(folder: Path) -> tuple[str, str] | None:
         return "running", "; ".join(lines)
     where = "here" if run.facility.scheduler == "none" else "by hand"
     started = f"it was started {where}, no scheduler knows of it"
-    reasons = (_last_step(folder, False), _fault(folder), started)
+    reasons = (run_dir.failure(folder), _last_step(folder, False), _fault(folder), started)
     return "not finished", "; ".join(filter(None, reasons))
 
 

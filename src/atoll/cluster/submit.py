@@ -165,8 +165,17 @@ def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
         limits.check_allocation(run, environment)
     elif run.facility.scheduler != "none":
         limits.check_queue(run)
+    if _runs_here(run, here):
+        check_source(run)
     check_fit(run)
     check_same_run(run, run_dir.folder(run))
+
+
+def check_source(run: Run) -> None:
+    """Refuse a model's folder that is not on this machine, where the run takes place on it."""
+    source = run.model.source
+    if source is not None and source.startswith("/") and not Path(source).is_dir():
+        raise UserError(f"no such folder: model.source={source}", "check the path")
 
 
 def check_environment(run: Run) -> None:

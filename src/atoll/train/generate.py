@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from atoll import run_dir
 from atoll.commands import VerbParser
@@ -32,6 +33,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--seed", type=int)
     arguments = parser.read(argv)
+    logging.disable_progress_bar()  # of transformers, which shows one without a terminal too
     run = run_of(arguments.where)
     settings = _settings(run, arguments)
     prompts = _prompts(arguments, settings)
