@@ -46,6 +46,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "launch": ("atoll.launch", "start this task's rank, or this node's ranks, of a run"),
         "go-on": ("atoll.health.go_on", "what a job does after a fault: its shell asks"),
         "over-ssh": ("atoll.launch.over_ssh", "start the ranks of machines without a scheduler"),
+        "summary": ("atoll.report.summary", "what a run made, in one box, and its report.html"),
         "fetch": ("atoll.models.fetch", "the half of prepare that runs in the image"),
         "round": ("atoll.campaign.round", "one step of a campaign's round, for its engine"),
         "site": ("atoll.campaign.site", "one round at one facility, a step further"),

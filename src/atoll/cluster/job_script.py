@@ -63,7 +63,7 @@ def training(run: Run, run_folder: Path) -> list[list[str]]:
         [*atoll, "tokenize", str(run_folder)],
         _ranks(run, run_folder, None),
         *([[*atoll, "generate", str(run_folder)]] if _writes_text(run) else []),
-        _where_everything_is(run, run_folder),
+        _last_words(run, run_folder),
     ]
 
 
@@ -102,7 +102,10 @@ def _image_checks(run: Run, run_folder: Path) -> list[list[str]]:
     return [*verify, [*atoll_command(run), "image", "check", str(run_folder)]]
 
 
-def _where_everything_is(run: Run, run_folder: Path) -> list[str]:
+def _last_words(run: Run, run_folder: Path) -> list[str]:
+    """What was made; in a job's output where everything is, as nobody is there to look."""
+    if run.facility.scheduler == "none":
+        return [*atoll_command(run), "summary", str(run_folder)]
     places = {"run": run_folder, "metrics": run_dir.metrics_file(run_folder)}
     if run.training.steps != 0:
         places["checkpoints"] = run_dir.checkpoints(run_folder)

@@ -17,6 +17,7 @@ from atoll.cluster.hand_over import hand_over
 from atoll.cluster.job_script import around_job, launch_script
 from atoll.cluster.lease import lease_of
 from atoll.cluster.scheduler import queued, without_outer_job
+from atoll.cluster.summary import is_finished, summary
 from atoll.commands import VerbParser
 from atoll.config.compose import Composition, compose_all, config_tree, counted, overrides_parser
 from atoll.config.identity import check_same_run
@@ -232,12 +233,23 @@ def start(
         return 0
     if run.facility.scheduler == "none":
         _refuse_second(run)
+        if entrypoint is None and is_finished(run):
+            print(_made(run))
+            return 0
     folder = write_run_folder(composition, here, entrypoint)
     print(f"run {run.name} in {folder}", flush=True)
     command = ["bash", str(run_dir.launch_script(folder))]
     if last:
         os.execvp(command[0], command)  # signals reach the run, its exit code is ours
     return subprocess.run(command).returncode
+
+
+def _made(run: Run) -> str:
+    """What a finished run made, with its sample."""
+    folder = run_dir.folder(run)
+    sample = run_dir.sample_file(folder)
+    text = f"{sample.read_text()}\n" if sample.is_file() else ""
+    return f"run {run.name} is finished; here is what it made\n\n{text}{summary(folder)}"
 
 
 def _queue(composition: Composition, environment: Mapping[str, str], entrypoint: str | None) -> str:
