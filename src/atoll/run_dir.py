@@ -10,8 +10,10 @@ from typing import Any
 from atoll.errors import FAILURE
 from atoll.settings import Run
 
-# The exit code of ranks and of a job when its time was over and the state is saved.
+# The exit code of ranks when their time was over and the state is saved: above those of signals,
+# because the highest of all ranks counts.
 RESTART_CODE = 200
+REQUEUED_CODE = 75  # of a job that queued the run again: sysexits.h, EX_TEMPFAIL
 CHECKPOINT_NAME = re.compile(r"^step-(\d{8})$")
 
 

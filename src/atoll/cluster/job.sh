@@ -305,7 +305,7 @@ run_ranks() { # COMMAND: again after a fault, as long as that leads on
 queue_again() {
     if [[ -z $fault ]]; then
         printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\n' "$job"
-        code=@RESTART_CODE@
+        code=@REQUEUED_CODE@
     fi
     excluded=$(left_out)
     [[ -z $excluded || $scheduler == slurm ]] ||

@@ -17,11 +17,17 @@ def is_finished(run: Run) -> bool:
     """Whether this very run has trained, exported and sampled, so that nothing is left to do."""
     folder = run_dir.folder(run)
     made = [run_dir.settings_file(folder), run_dir.result_file(folder), run_dir.export(folder)]
-    if run.generation.prompt is not None and run.task.name == "causal_lm":
+    if writes_text(run):
         made.append(run_dir.sample_file(folder))
     if run.training.steps == 0 or not all(path.exists() for path in made):
         return False
     return dumped(load_run(run_dir.settings_file(folder))) == dumped(run)
+
+
+def writes_text(run: Run) -> bool:
+    """Whether a run ends with a sample."""
+    has_prompt = run.generation.prompt is not None
+    return has_prompt and run.task.name == "causal_lm" and run.training.steps != 0
 
 
 def summary(run_folder: Path) -> str:
@@ -72,10 +78,12 @@ def _training(train: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _places(run_folder: Path) -> Iterator[tuple[str, str]]:
-    places = {
-        "model": run_dir.export(run_folder),
-        "sample": run_dir.sample_file(run_folder),
-        "metrics": run_dir.metrics_file(run_folder),
-        "report": run_folder / "report.html",
-    }
-    return ((name, str(path)) for name, path in places.items() if path.exists())
+    run, page = load_run(run_dir.settings_file(run_folder)), run_folder / "report.html"
+    yield "metrics", str(run_dir.metrics_file(run_folder))
+    if run.training.steps != 0:
+        yield "checkpoints", str(run_dir.checkpoints(run_folder))
+        yield "export", str(run_dir.export(run_folder))
+    if writes_text(run):
+        yield "sample", str(run_dir.sample_file(run_folder))
+    if page.is_file():
+        yield "report", str(page)
