@@ -101,9 +101,15 @@ def sharding(name: str) -> dict[str, Any]:
 
 def ready(run: Run) -> Path:
     """Write the run folder and prepare its tokens; the folder."""
+    folder = write_settings(run)
+    prepare(run, lambda line: None)
+    return folder
+
+
+def write_settings(run: Run) -> Path:
+    """Write the run folder alone; the folder."""
     folder = run_dir.folder(run)
     run_dir.write_whole(run_dir.settings_file(folder), yaml.safe_dump(dumped(run)))
-    prepare(run, lambda line: None)
     return folder
 
 

@@ -1,5 +1,6 @@
 """The command line: each verb has its function, and a verb's old name leads to its new one."""
 
+import errno
 import importlib.util
 import os
 import subprocess
@@ -7,7 +8,8 @@ import sys
 
 import pytest
 
-from atoll.__main__ import RENAMED, VERBS, main
+from atoll.__main__ import RENAMED, main
+from atoll.commands import GROUPS, JOBS_OWN, VERBS
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -20,7 +22,7 @@ def test_an_old_verb_is_refused_with_its_new_name(old, new, capsys):
     assert new in VERBS and old not in VERBS
     assert main([old, "x"]) == 2
     found, hint = capsys.readouterr().err.splitlines()
-    assert found == f"atoll: unknown verb: {old}"
+    assert found == f"atoll: unknown command: {old}"
     assert hint.strip() == f"it is called {new} now"
 
 
@@ -34,7 +36,7 @@ def test_help_shows_usage_and_options(verb, capsys):
 
 def test_a_word_that_is_no_verb(capsys):
     assert main(["repport"]) == 2
-    assert "unknown verb: repport" in capsys.readouterr().err
+    assert "unknown command: repport" in capsys.readouterr().err
 
 
 def test_a_pythonpath_that_shadows_yaml_does_not_reach_the_console_script(tmp_path):
@@ -44,3 +46,80 @@ def test_a_pythonpath_that_shadows_yaml_does_not_reach_the_console_script(tmp_pa
     words = [sys.executable, "-c", script, "status", str(tmp_path)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.stderr.startswith(f"atoll: no run at {tmp_path}"), done.stderr
+
+
+def test_help_groups_what_only_jobs_call(capsys):
+    assert main([]) == 0
+    typed, _, called = capsys.readouterr().out.partition(JOBS_OWN)
+    assert all(f"\n  {name} " in called for name in GROUPS[JOBS_OWN])
+    assert all(f"\n  {name} " in typed for name in VERBS if name not in GROUPS[JOBS_OWN])
+    assert "atoll submit facility=NAME experiment=demo" in called
+
+
+def test_a_near_command_is_named(capsys):
+    assert main(["sumbit"]) == 2
+    assert "did you mean submit?" in capsys.readouterr().err
+
+
+@pytest.fixture
+def output(monkeypatch):
+    """Have the commands print into a file of this name."""
+
+    def to(file):
+        monkeypatch.setattr("sys.stdout", file)
+
+    return to
+
+
+def test_a_reader_that_has_gone_is_no_traceback(output):
+    read, write = os.pipe()
+    os.close(read)
+    output(os.fdopen(write, "w"))
+    assert main(["--help"]) == 1
+
+
+def test_a_full_disk_behind_the_output_is_two_lines(output, capfd):
+    output(os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"))
+    assert main(["--help"]) == 2
+    found, hint = capfd.readouterr().err.splitlines()
+    assert found == "atoll: cannot use what this command prints: No space left on device"
+    assert "space" in hint
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/kept/runs"), "cannot use /kept/runs"),
+        (OSError(errno.EROFS, "Read-only file system", "/x"), "cannot use /x: Read-only"),
+        (ModuleNotFoundError("No module named 'numpy'", name="numpy"), "no numpy, which atoll"),
+        (ModuleNotFoundError("No module", name="torch.distributed"), "no torch.distributed"),
+    ],
+)
+def test_what_a_person_can_mend_is_two_lines(error, words, monkeypatch, capsys):
+    def fails(argv):
+        raise error
+
+    monkeypatch.setattr("atoll.cluster.plan.main", fails)
+    assert main(["plan"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and words in lines[0]
+
+
+def test_a_defect_of_our_own_keeps_its_traceback(monkeypatch):
+    def fails(argv):
+        raise ModuleNotFoundError("No module named 'atoll.nowhere'", name="atoll.nowhere")
+
+    monkeypatch.setattr("atoll.cluster.plan.main", fails)
+    with pytest.raises(ModuleNotFoundError):
+        main(["plan"])
+
+
+@pytest.mark.parametrize(("verb", "printed"), [("plan", "atoll: stopped\n"), ("launch", "")])
+def test_ctrl_c_is_no_traceback(verb, printed, monkeypatch, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("atoll.cluster.plan.main", interrupted)
+    monkeypatch.setattr("atoll.launch.main", interrupted)
+    assert main([verb]) == 130
+    assert capsys.readouterr().err == printed

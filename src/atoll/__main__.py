@@ -1,81 +1,118 @@
-"""The command line: a verb is a module, imported only when it is typed."""
+"""The command line: a command is a module, imported only when it is typed."""
 
+import errno
 import importlib
 import os
 import sys
+from pathlib import Path
 
-from atoll.commands import close_stdin
-from atoll.errors import UserError
+from atoll.commands import GROUPS, JOBS_OWN, VERBS, close_stdin
+from atoll.errors import UserError, keep_failure
 
-# verb -> (module, what it does); its function is `main(argv) -> int`, or named after a colon.
-VERBS = {
-    "compose": ("atoll.config.compose", "print the resolved run and where each value came from"),
-    "plan": ("atoll.cluster.plan", "what each strategy needs, what fits, and which one to take"),
-    "submit": ("atoll.cluster.submit", "compose, check, write the run folder, call the scheduler"),
-    "status": ("atoll.cluster.status", "say of a run: queued, running, finished, failed and why"),
-    "list": ("atoll.cluster.listing", "name facilities, models, data, runs, jobs and others"),
-    "models": ("atoll.train.families", "architectures, and the strategies each can take"),
-    "logs": ("atoll.cluster.job_control:logs", "print what a run's last job printed"),
-    "cancel": ("atoll.cluster.job_control:cancel", "end the jobs of a run"),
-    "diff": ("atoll.config.diff", "the settings in which two runs differ"),
-    "judge": ("atoll.health.judge", "name who is at fault for the end of a run's last job"),
-    "exclusions": ("atoll.health.exclusions", "the nodes a run leaves out, and how to undo that"),
-    "report": ("atoll.report.command", "tables of runs: speed, scaling, communication"),
-    "doctor": ("atoll.cluster.doctor", "check a facility, and with --job its devices and links"),
-    "rehearse": (
-        "atoll.rehearse.command",
-        "try a job under a facility's constraints, on this machine",
-    ),
-    "image": ("atoll.images.build", "build, test, sign, verify or inspect a container image"),
-    "prepare": ("atoll.cluster.prepare", "fetch model and data into one folder that travels"),
-    "fetch": ("atoll.models.fetch", "the half of prepare that runs in the image"),
-    "evaluate": ("atoll.cluster.submit:evaluate", "perplexity or metrics of a model, on any data"),
-    "tokenize": ("atoll.data.tokenize", "turn text into token shards"),
-    "launch": ("atoll.launch", "start this task's rank, or this node's ranks, of a run"),
-    "go-on": ("atoll.health.go_on", "what a job does after a fault: its shell asks"),
-    "over-ssh": ("atoll.launch.over_ssh", "start the ranks of machines without a scheduler"),
-    "federate": ("atoll.campaign.coordinator", "rounds of training at facilities, averaged here"),
-    "round": ("atoll.campaign.round", "one step of a campaign's round, for its engine"),
-    "site": ("atoll.campaign.site", "one round at one facility, a step further"),
-    "aggregate": ("atoll.federation.aggregate", "the next global model from updates"),
-    "make-delta": ("atoll.federation.make_delta", "a run's update to its global model"),
-    "untrained": ("atoll.train.untrained", "the model a run would begin with, and nothing else"),
-    "apply-delta": ("atoll.federation.apply_delta", "a facility's copy of the global model"),
-    "generate": ("atoll.train.generate", "continue a prompt with a run, checkpoint or adapter"),
-}
+EXAMPLES = """\
+examples:
+  atoll list facilities                                what facility= may be
+  atoll submit facility=NAME experiment=demo           train a small model here
+  atoll submit --dry-run facility=NAME nodes=8         print the job, queue nothing
+  atoll status                                         every run of this folder
+"""
 
 LOADS = {"tokenize", "fetch", "untrained", "generate"}  # of others, with libraries that may ask
 
-# what a verb was called before -> its name
+# what a command was called before -> its name
 RENAMED = {"difference": "make-delta", "rebase": "apply-delta"}
+
+INTERRUPTED = 130  # as a shell says of Ctrl-C
+# errors of the file system that a person can do something about -> how
+FILE_HINTS = {
+    errno.EACCES: "give a place that you may read and write, or change its permissions",
+    errno.EPERM: "give a place that you may read and write, or change its permissions",
+    errno.EROFS: "give a place that is not mounted read-only",
+    errno.ENOSPC: "free some space, or give another place",
+    errno.EDQUOT: "free some of your quota, or give another place",
+    errno.ENOTDIR: "a file is where a folder should be: give another place",
+}
+# what a login node's own environment leaves out
+TRAINING_PACKAGES = {"torch", "numpy", "transformers", "datasets", "tokenizers", "safetensors"}
 
 
 def main(argv: list[str]) -> int:
-    """Run one verb; a `UserError` becomes two lines on stderr and exit code 2."""
+    """Run one command; a `UserError` becomes two lines on stderr and exit code 2."""
+    try:
+        code = _call(argv)
+        sys.stdout.flush()  # here, where what is wrong with it can still be said
+        return code
+    except UserError as error:
+        sys.stderr.write(error.shown())
+        _keep(error, argv)
+    except BrokenPipeError:  # whoever reads our words has had enough, as `head` does
+        _forget_output()
+        return 1
+    except OSError as error:
+        if error.errno not in FILE_HINTS:
+            raise
+        sys.stderr.write(_of_files(error, FILE_HINTS[error.errno]).shown())
+        if error.filename is None:
+            _forget_output()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in TRAINING_PACKAGES:
+            raise
+        sys.stderr.write(_of_packages(argv[0], str(error.name)).shown())
+    except KeyboardInterrupt:
+        if argv[0] not in GROUPS[JOBS_OWN]:  # their job says it
+            sys.stderr.write("atoll: stopped\n")
+        return INTERRUPTED
+    return 2
+
+
+def _call(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_usage())
         return 0
     if argv[0] == "--version":
         print(f"atoll {importlib.import_module('importlib.metadata').version('atoll')}")
         return 0
-    try:
-        if argv[0] in RENAMED:
-            raise UserError(f"unknown verb: {argv[0]}", f"it is called {RENAMED[argv[0]]} now")
-        if argv[0] not in VERBS:
-            raise UserError(f"unknown verb: {argv[0]}", f"choose from: {', '.join(VERBS)}")
-        module, _, function = VERBS[argv[0]][0].partition(":")
-        code = getattr(importlib.import_module(module), function or "main")(argv[1:])
-    except UserError as error:
-        sys.stderr.write(error.shown())
-        return 2
-    except BrokenPipeError:  # whoever reads our words has had enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    return int(code or 0)
+    if argv[0] in RENAMED:
+        raise UserError(f"unknown command: {argv[0]}", f"it is called {RENAMED[argv[0]]} now")
+    if argv[0] not in VERBS:
+        raise _unknown(argv[0])
+    module, _, function = VERBS[argv[0]][0].partition(":")
+    return int(getattr(importlib.import_module(module), function or "main")(argv[1:]) or 0)
+
+
+def _keep(error: UserError, argv: list[str]) -> None:
+    """In the folder of the run that a job's command was about, for `atoll status`."""
+    folders = [path for path in map(Path, argv[1:]) if (path / "run.yaml").is_file()]
+    if argv[:1] and argv[0] in GROUPS[JOBS_OWN] and folders:
+        keep_failure(error, folders[0])
+
+
+def _unknown(name: str) -> UserError:
+    near = importlib.import_module("difflib").get_close_matches(name, VERBS, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return UserError(f"unknown command: {name}", f"{hint}choose from: {', '.join(VERBS)}")
+
+
+def _of_files(error: OSError, hint: str) -> UserError:
+    what = "what this command prints" if error.filename is None else error.filename
+    return UserError(f"cannot use {what}: {error.strerror}", hint)
+
+
+def _of_packages(verb: str, name: str) -> UserError:
+    return UserError(
+        f"{sys.executable} has no {name}, which atoll {verb} needs: a login node's side alone",
+        "make setup installs it; or run in an image: image=cpu, after make image-cpu",
+    )
+
+
+def _forget_output() -> None:
+    """What is still buffered has nowhere to go, and shall not fail once more at the end."""
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
 def process() -> None:
-    """A verb in a process of its own: what it writes is for nobody else to change."""
+    """A command in a process of its own: what it writes is for nobody else to change."""
     os.umask(os.umask(0o022) | 0o002)
     if sys.argv[1:2] and sys.argv[1] in LOADS:
         close_stdin()
@@ -90,8 +127,11 @@ def entry() -> None:
 
 
 def _usage() -> str:
-    lines = [f"  {verb:11} {about}" for verb, (_, about) in VERBS.items()]
-    return "\n".join(["usage: atoll VERB …", "", *lines])
+    lines = ["usage: atoll COMMAND …      atoll COMMAND --help      atoll --version", ""]
+    for heading, group in GROUPS.items():
+        lines += [f"{heading}:", *(f"  {name:11} {about}" for name, (_, about) in group.items())]
+        lines.append("")
+    return "\n".join([*lines, EXAMPLES.rstrip()])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run a program, and read the words of a verb: the same way everywhere."""
+"""The commands of `atoll`; run a program, and read the words of a command: one way everywhere."""
 
 import argparse
 import difflib
@@ -11,6 +11,53 @@ from atoll.errors import UserError
 
 MISSING = 127  # as a shell says of a program that is not there
 TIMED_OUT = 124  # as timeout(1) says
+
+JOBS_OWN = "Called by jobs and campaigns"
+# heading -> command -> (module, what it does); its function is `main(argv) -> int`, or named
+# after a colon.
+GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "Runs": {
+        "submit": ("atoll.cluster.submit", "compose, check, write the run folder, queue or start"),
+        "compose": ("atoll.config.compose", "print the resolved run, and where each value is from"),
+        "plan": ("atoll.cluster.plan", "what each strategy needs, what fits, and which to take"),
+        "status": ("atoll.cluster.listing:status_of", "queued, running, finished, failed and why"),
+        "logs": ("atoll.cluster.job_control:logs", "print what a run's last job printed"),
+        "cancel": ("atoll.cluster.job_control:cancel", "end the jobs of a run"),
+        "report": ("atoll.report.command", "tables of runs: speed, scaling, communication"),
+        "diff": ("atoll.config.diff", "the settings in which two runs differ"),
+        "judge": ("atoll.health.judge", "name who is at fault for the end of a run's last job"),
+        "exclusions": ("atoll.health.exclusions", "the nodes a run leaves out, and how to undo it"),
+    },
+    "Models and data": {
+        "evaluate": ("atoll.cluster.submit:evaluate", "perplexity or metrics of any model"),
+        "generate": ("atoll.train.generate", "continue a prompt with a run, checkpoint or adapter"),
+        "models": ("atoll.train.families", "architectures, and the strategies each can take"),
+        "prepare": ("atoll.cluster.prepare", "fetch model and data into one folder that travels"),
+    },
+    "Facilities": {
+        "list": ("atoll.cluster.listing", "name facilities, models, data, runs, jobs and others"),
+        "doctor": ("atoll.cluster.doctor", "check a facility; with --job its devices and links"),
+        "rehearse": ("atoll.rehearse.command", "try a job under a facility's constraints, here"),
+        "image": ("atoll.images.build", "build, test, sign, verify or inspect a container image"),
+        "federate": ("atoll.campaign.coordinator", "train at several facilities, averaged here"),
+        "completion": ("atoll.config.completion", "what makes bash, zsh or fish complete words"),
+    },
+    JOBS_OWN: {
+        "tokenize": ("atoll.data.tokenize", "turn text into token shards"),
+        "launch": ("atoll.launch", "start this task's rank, or this node's ranks, of a run"),
+        "go-on": ("atoll.health.go_on", "what a job does after a fault: its shell asks"),
+        "over-ssh": ("atoll.launch.over_ssh", "start the ranks of machines without a scheduler"),
+        "summary": ("atoll.report.summary", "what a run made, in one box, and its report.html"),
+        "fetch": ("atoll.models.fetch", "the half of prepare that runs in the image"),
+        "round": ("atoll.campaign.round", "one step of a campaign's round, for its engine"),
+        "site": ("atoll.campaign.site", "one round at one facility, a step further"),
+        "aggregate": ("atoll.federation.aggregate", "the next global model from updates"),
+        "make-delta": ("atoll.federation.make_delta", "a run's update to its global model"),
+        "apply-delta": ("atoll.federation.apply_delta", "a facility's copy of the global model"),
+        "untrained": ("atoll.train.untrained", "the model a run would begin with"),
+    },
+}
+VERBS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 
 class Finished(NamedTuple):
@@ -63,13 +110,17 @@ def close_stdin() -> None:
 class VerbParser(argparse.ArgumentParser):
     """argparse whose complaints are two lines: what was found, and a "did you mean"."""
 
-    def __init__(self, verb: str, about: str | None) -> None:
+    def __init__(
+        self, verb: str, about: str | None, replaced: Mapping[str, str] | None = None
+    ) -> None:
+        """replaced: flags of another program that people type -> what does it here."""
         super().__init__(
             prog=f"atoll {verb}",
             description=about,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        self.replaced = replaced or {}
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}", f"`{self.prog} --help` lists what it takes")
@@ -82,6 +133,8 @@ class VerbParser(argparse.ArgumentParser):
         options = [name for action in self._actions for name in action.option_strings]
         for word in argv:
             option = word.partition("=")[0]
+            if option in self.replaced:
+                raise UserError(f"{option} is a flag of Hydra's own", self.replaced[option])
             if option.startswith("--") and option != "--" and option not in options:
                 near = difflib.get_close_matches(option, options, n=1)
                 choices = f"choose from: {', '.join(sorted(options))}"

@@ -1,5 +1,10 @@
 """The one error a person may cause: what was found, and how to fix it."""
 
+from contextlib import suppress
+from pathlib import Path
+
+FAILURE = "failure.txt"  # in a run's folder: the mistake that ended its last start
+
 
 class UserError(Exception):
     """A user's mistake, shown as two lines and never as a traceback.
@@ -18,6 +23,12 @@ class UserError(Exception):
     def shown(self) -> str:
         """The two lines for stderr, to be written in one piece: ranks share one pipe."""
         return f"atoll: {self.found}\n       {self.hint}\n"
+
+
+def keep_failure(error: UserError, run_folder: Path) -> None:
+    """Write down why a run could not start, for who asks later; a full disk is no second error."""
+    with suppress(OSError):
+        (run_folder / FAILURE).write_text(f"{error}\n")
 
 
 def first_line(error: Exception) -> str:

@@ -7,10 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+from atoll.errors import FAILURE
 from atoll.settings import Run
 
-# The exit code of ranks and of a job when its time was over and the state is saved.
+# The exit code of ranks when their time was over and the state is saved: above those of signals,
+# because the highest of all ranks counts.
 RESTART_CODE = 200
+REQUEUED_CODE = 75  # of a job that queued the run again: sysexits.h, EX_TEMPFAIL
 CHECKPOINT_NAME = re.compile(r"^step-(\d{8})$")
 
 
@@ -79,6 +82,12 @@ def doctor_file(run_folder: Path) -> Path:
 def certificate(run: Run) -> Path:
     """What a doctor's job measured of a facility, and when."""
     return run.folders.facilities / f"{run.facility.name}.json"
+
+
+def failure(run_folder: Path) -> str:
+    """The mistake that ended the last start of a run, and how to fix it; empty if none did."""
+    file = run_folder / FAILURE
+    return "; ".join(file.read_text().splitlines()) if file.is_file() else ""
 
 
 def metrics_file(run_folder: Path) -> Path:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atoll.__main__ import VERBS
+from atoll.commands import VERBS
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """\

@@ -35,8 +35,7 @@ source /runs/x/job.sh /runs/x none
 {PYTHON} -m atoll tokenize /runs/x
 {PYTHON} -m atoll launch --fork 2 /runs/x
 {PYTHON} -m atoll generate /runs/x
-printf '%-12s %s\\n' run /runs/x metrics /runs/x/metrics.jsonl checkpoints /runs/x/checkpoints \
-export /runs/x/export sample /runs/x/sample.txt
+{PYTHON} -m atoll summary /runs/x
 """
 
 SBATCH = f"""\

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from atoll import __main__
 from atoll.cluster import doctor
 from atoll.cluster.facility_checks import OK, UNKNOWN, WRONG, Finding, all_findings
+from atoll.commands import VERBS
 
 SLURM = ("facility=generic_slurm", "facility.account=mine", "folders.runs=/tmp")
 
@@ -196,4 +196,4 @@ def test_a_wrong_facility_queues_no_job(here, capsys):
 def test_the_probe_has_a_name_of_its_own(tree, composed):
     probe = doctor.as_probe(composed("facility=laptop", "name=precious"))
     assert probe.run.name == "doctor-laptop-1x2"
-    assert "doctor" in __main__.VERBS
+    assert "doctor" in VERBS

@@ -256,7 +256,7 @@ def test_a_time_limit_after_an_exclusion_queues_another_job(job):
     exclude(it.folder, {"n1": Exclusion("died", "xid 79", "5", "yesterday")})
     it.start(1, text=f"touch {run_dir.restart_file(it.folder)}; exit 143")
     code, output = it.end()
-    assert code == run_dir.RESTART_CODE
+    assert code == run_dir.REQUEUED_CODE
     assert "the time of job 7 is nearly over" in output
     assert "--exclude=n1" in it.logged("sbatch")[0]
 

@@ -62,6 +62,37 @@ def test_runs_are_listed_with_their_step_loss_and_job(submitted, programs, capsy
     assert json.loads(capsys.readouterr().out)[0]["state"] == "running"
 
 
+def test_status_alone_lists_the_runs(submitted, programs, capsys):
+    programs(squeue="9|9|RUNNING|None", sacct="")
+    submitted("one")
+    assert listing.status_of([]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["one", "running"]
+    assert listing.status_of(["--json", "one"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["job"] == "9"
+
+
+def test_runs_are_listed_from_inside_a_clone(submitted, programs, here, monkeypatch, capsys):
+    programs(squeue="9|9|RUNNING|None", sacct="")
+    submitted("one")
+    for file in ("sbatch/train.sbatch", "hydra_conf/run.yaml"):
+        (here / file).parent.mkdir()
+        (here / file).write_text("")
+    monkeypatch.chdir(here / "sbatch")
+    assert listing.status_of(["one"]) == 0
+    assert capsys.readouterr().out.startswith("one: running")
+
+
+@pytest.mark.parametrize("text", [b"a: [", b"\xff\xfe\x00", b"- 1", b""])
+def test_a_run_that_cannot_be_read_hides_none(text, submitted, programs, capsys):
+    programs(squeue="9|9|RUNNING|None", sacct="")
+    submitted("one")
+    run_dir.settings_file(submitted("two")).write_bytes(text)
+    assert listing.status_of([]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "running" in rows["one"] and "unreadable" in rows["two"]
+    assert listing.status_of(["two"]) == 2
+
+
 def test_an_empty_folder_has_no_runs(here, capsys):
     assert listing.main([]) == 0
     assert capsys.readouterr().out == "no runs here\n"

@@ -64,7 +64,7 @@ def job(composed, tmp_path):
 def test_the_warning_stops_the_ranks_and_requeues_the_job(job):
     process, log = job("facility=generic_slurm")
     process.send_signal(signal.SIGUSR2)
-    assert process.wait(20) == run_dir.RESTART_CODE
+    assert process.wait(20) == run_dir.REQUEUED_CODE
     assert "scontrol requeue 7" in log.read_text()
     assert "\nsbatch" not in log.read_text()
 
@@ -73,7 +73,7 @@ def test_the_warning_stops_the_ranks_and_requeues_the_job(job):
 def test_where_no_job_is_taken_back_another_one_is_chained(words, job):
     process, log = job("facility=generic_slurm", *words, requeue_code=1)
     process.send_signal(signal.SIGUSR2)
-    assert process.wait(20) == run_dir.RESTART_CODE
+    assert process.wait(20) == run_dir.REQUEUED_CODE
     text = log.read_text()
     assert ("scontrol requeue" in text) == (not words)
     [chained] = [line for line in text.splitlines() if line.startswith("sbatch ")]
@@ -95,7 +95,7 @@ def test_ranks_that_fail_are_not_started_again(job):
 def test_pbs_looks_at_the_clock_and_chains_a_job(job):
     time_words = ["facility.walltime_minutes=1", "restart.notice_seconds=59"]
     process, log = job("facility=testbed_pbs", *time_words)
-    assert process.wait(20) == run_dir.RESTART_CODE
+    assert process.wait(20) == run_dir.REQUEUED_CODE
     [chained] = [line for line in log.read_text().splitlines() if line.startswith("qsub ")]
     assert chained.startswith("qsub -W depend=afterany:7 ")
     assert "walltime=00:1:00" in chained

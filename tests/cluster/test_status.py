@@ -14,7 +14,8 @@ import yaml
 from atoll import run_dir
 from atoll.cluster import status as status_module
 from atoll.cluster.jobs import Job
-from atoll.cluster.status import _progress, follow, main, status
+from atoll.cluster.listing import status_of as main
+from atoll.cluster.status import _progress, follow, status
 from atoll.errors import UserError
 from atoll.health.exclusions import Exclusion, exclude
 from atoll.health.faults import Fault, add_fault

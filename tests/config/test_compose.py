@@ -239,3 +239,23 @@ def test_the_planner_s_choice_is_composed(composed):
     run = composed(*line, "sharding=auto").run
     assert run.sharding.name in ("full_shard", "shard_grad_op")
     assert run.sharding.tensor > 1 or run.sharding.sync_every_microbatch
+
+
+def test_a_single_text_file_has_its_end_held_out(composed, here):
+    (here / "book.txt").write_text("It was a dark and stormy night.\n" * 50)
+    words = ("facility=laptop", "data=text_files", "data.files=book.txt")
+    alone = composed(*words)
+    assert alone.run.data.validation.tail == 0.05
+    assert "its end is held out" in alone.sources["data.validation.tail"]
+    assert composed(*words, "data.document=line").run.data.validation.fraction == 0.05
+    (here / "more.txt").write_text("And it rained.\n")
+    several = composed(*words[:2], "data.files=[book.txt,more.txt]")
+    assert several.run.data.validation.fraction == 0.05
+
+
+def test_relative_folders_of_a_batch_file_start_in_its_clone(tree, tmp_path):
+    run = compose_module.compose(
+        ["facility=laptop", "data.files=[email/*]"], tree, tmp_path / "clone"
+    ).run
+    assert run.folders.runs == tmp_path / "clone" / "runs"
+    assert run.folders.prepared == tmp_path / "clone" / "prepared"

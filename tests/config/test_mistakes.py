@@ -38,6 +38,12 @@ CASES = [
     (["hydra/launcher=joblib"], "unknown setting: hydra/launcher", "the groups are"),
     (["~experiment=1"], "deletion value", "fix"),
     (["hydra.run.dir=/tmp"], "unknown setting: hydra.run.dir", "the groups are"),
+    (["hydra.run.dir=/tmp"], "unknown setting: hydra.run.dir", "folders.runs=FOLDER"),
+    (["hydra/launcher=x"], "unknown setting: hydra/launcher", "facility=NAME"),
+    (["hydra.verbose=true"], "unknown setting: hydra.verbose", "nothing of it is used"),
+    (["loggers=[tensorbord]"], "loggers.0 = 'tensorbord'", "did you mean loggers=tensorboard?"),
+    (["data=text_files", "data.files="], "data.files.0 = ''", "data.files"),
+    (["generation.prompt=Hello, world"], "several values", "\"generation.prompt='Hello, world'\""),
     (["data.packing=concatt"], "data.packing = 'concatt'", "did you mean data.packing=concat?"),
     (["precision.compute=fp8"], "precision.compute = 'fp8'", "precision.compute"),
     (["nodes=0"], "nodes = 0", "nodes"),
@@ -121,6 +127,41 @@ def test_no_traceback_reaches_a_person(capsys):
     printed = capsys.readouterr().err.splitlines()
     assert len(printed) == 2
     assert printed[0].startswith("atoll: ")
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--cfg", "atoll compose"),
+        ("--info", "source"),
+        ("-cn", "experiment="),
+        ("-sc", "completion"),
+    ],
+)
+def test_a_flag_of_hydra_s_own_is_refused_with_what_does_it(flag, instead, capsys):
+    for verb in ("compose", "submit"):
+        assert main([verb, "facility=laptop", flag, "job"]) == 2
+        found, hint = capsys.readouterr().err.splitlines()
+        assert found == f"atoll: {flag} is a flag of Hydra's own" and instead in hint
+
+
+LETTERS = [
+    (["folders.runs=/scratch/müller/runs"], "/scratch/müller/runs"),
+    (["folders.runs=/my text für alle/runs"], "/my text für alle/runs"),
+    (["folders.runs='/scratch/müller/runs'"], "/scratch/müller/runs"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "expected"), LETTERS)
+def test_letters_beyond_ascii_are_letters(overrides, expected, composed):
+    assert str(composed("facility=laptop", *overrides).run.folders.runs) == expected
+
+
+def test_letters_beyond_ascii_in_lists_and_prompts(composed):
+    words = ["data=text_files", "data.files=[/tmp/ä b.txt,/tmp/c.txt]", "generation.prompt=Grüße"]
+    run = composed("facility=laptop", *words).run
+    assert run.data.files == ["/tmp/ä b.txt", "/tmp/c.txt"]
+    assert run.generation.prompt == "Grüße"
 
 
 @pytest.mark.parametrize("line", ["nodes=interval(1,2)", "nodes=glob(*)"])

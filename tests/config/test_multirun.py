@@ -2,7 +2,7 @@
 
 import pytest
 
-from atoll.config.compose import combinations, compose_all
+from atoll.config.compose import combinations, compose_all, counted
 from atoll.errors import UserError
 
 
@@ -43,6 +43,26 @@ def test_each_combination_is_a_run_of_its_own(tree):
         (2, "full_shard"),
     ]
     assert len({run.name for run in runs}) == 4
+
+
+def test_each_run_says_which_it_is_and_what_differs(tree):
+    line = ["facility=generic_slurm", "nodes=1,2", "seed=0", "sharding=ddp,full_shard"]
+    runs = compose_all(line, multirun=True, tree=tree)
+    assert counted(runs, runs[1]) == "2/4 nodes=1 sharding=full_shard"
+    assert counted(runs[:1], runs[0]) == ""
+
+
+def test_names_carry_what_was_changed_in_words(tree):
+    line = ["facility=generic_slurm", "optimizer.learning_rate=1e-3,3e-3", "folders.runs=/x"]
+    names = [each.run.name for each in compose_all(line, multirun=True, tree=tree)]
+    assert names[0].startswith("llama_tiny-python_stdlib-full_shard-learning_rate0.001-")
+    assert names[1].startswith("llama_tiny-python_stdlib-full_shard-learning_rate0.003-")
+
+
+def test_a_name_is_no_longer_than_allowed(tree):
+    sizes = [f"model.config.size_of_a_part_{n}={n}" for n in range(30)]
+    [run] = compose_all(["facility=generic_slurm", *sizes], multirun=False, tree=tree)
+    assert len(run.run.name) <= 120
 
 
 def test_two_runs_never_share_a_folder(tree):

@@ -155,6 +155,30 @@ def test_text_in_another_encoding_is_named_with_its_place(tmp_path: Path) -> Non
         documents(text)
 
 
+@pytest.mark.parametrize(
+    ("content", "found", "hint"),
+    [
+        ("plain text\n".encode("utf-16"), "but UTF-16: byte 0xff", "iconv -f UTF-16 -t UTF-8"),
+        ("plain text\n".encode("utf-16-le"), "but UTF-16LE: byte 0x00", "iconv -f UTF-16LE"),
+        ("plain text\n".encode("utf-16-be"), "but UTF-16BE: byte 0x00", "iconv -f UTF-16BE"),
+        (bytes(range(128)), "is no text: byte 0x00 at offset 0", "files of text"),
+        (b"\x7fELF\x02\x00\x00\xff", "is no text", "files of text"),
+        ("café\n".encode("latin-1"), "is not UTF-8: byte 0xe9", "file -i text.txt"),
+    ],
+)
+@pytest.mark.parametrize("document", ["file", "line", "paragraph"])
+def test_what_is_no_utf8_is_told_from_other_text(
+    content: bytes, found: str, hint: str, document: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    text = corpus.train_corpus(settings(tmp_path, files=[str(path)], document=document))
+    with pytest.raises(UserError) as caught:
+        documents(text)
+    assert found in caught.value.found and hint in caught.value.hint
+    assert "LATIN1" not in caught.value.hint
+
+
 def test_validation_text_may_not_be_trained_on(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(name)

@@ -1,6 +1,7 @@
 """What connects ranks beside the tree, and how many files that may open."""
 
 import resource
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from rank_pool import RankPool
 
 from atoll.errors import UserError
+from atoll.launch import Placement
 from atoll.sharding import process_group
 from atoll.sharding.process_group import World, backend_of, run_on_all_ranks, run_on_first_rank
 
@@ -63,3 +65,13 @@ def test_the_first_error_in_order_of_rank_is_every_rank_s(ranks: RankPool) -> No
     expected = ["found by 2 (rank 2 of 4)", "found by 0"]
     expected += ["writing file failed: No space left on device (rank 0 of 4)", "of 0"]
     assert ranks.run(errors_of) == [expected] * 4
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        placement = Placement(0, 2, 0, 2, 0, 1, "127.0.0.1", port, "local")
+        run = small_run.settings(Path("/nowhere"), 2)
+        with pytest.raises(UserError, match=f"port {port} of 127.0.0.1 is in use") as caught:
+            process_group._started(run, placement, torch.device("cpu"), None)
+    assert "facility.port=NUMBER" in caught.value.hint

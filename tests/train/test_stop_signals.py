@@ -120,3 +120,11 @@ def test_signals_and_the_file_are_caught_then_left_as_they_were(tmp_path: Path) 
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop_code() == stop_signals.TERMINATED
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path: Path) -> None:
+    with stop_signals.stop_signals(tmp_path, rank=1) as stop_code:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop_code() == stop_signals.INTERRUPTED == 130
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)

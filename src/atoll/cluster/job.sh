@@ -158,7 +158,7 @@ hold_run() {
     local keeper=$!
     take_lease "$keeper"
     printf '%s\n' "${lease##*/}" >&"$pipe"
-    rm -f "$stop_file" "$restart_file"
+    rm -f "$stop_file" "$restart_file" "$run_folder/failure.txt"
     [[ $scheduler != none ]] || return 0
     grep -qsE "^$scheduler ${job%%.*}(\.|$)" "$run_folder/jobs.txt" ||
         printf '%s %s\n' "$scheduler" "$job" >> "$run_folder/jobs.txt"
@@ -345,7 +345,7 @@ run_ranks() { # [--outlives] COMMAND: again after a fault, as long as that leads
 queue_again() {
     if [[ -z $fault ]]; then
         printf 'atoll: the time of job %s is nearly over; the run goes on in the next one\n' "$job"
-        code=@RESTART_CODE@
+        code=@REQUEUED_CODE@
     fi
     excluded=$(left_out)
     [[ -z $excluded || $scheduler == slurm ]] ||
@@ -366,10 +366,15 @@ at_end() {
         (printf 'ended\n' >&"$pipe") 2> /dev/null || true # it may be gone
         [[ ! -e $restart_file || $scheduler == none ]] || queue_again
     fi
+    [[ $scheduler != none || $code != 130 ]] ||
+        printf 'atoll: stopped, step %s is saved; this goes on: bash %q\n' \
+            "$(newest_step)" "$run_folder/launch.sh" >&2
     exit "$code"
 }
 trap at_end EXIT
-if [[ $scheduler != none ]]; then
+if [[ $scheduler == none ]]; then
+    trap 'exit 130' INT
+else
     trap 'exit 143' TERM
     trap 'touch "$stop_file"' USR2
 fi

@@ -6,6 +6,7 @@ from pathlib import Path
 from atoll import run_dir
 from atoll.cluster import pbs, slurm
 from atoll.cluster.launchers import atoll_command, exported, launch_step
+from atoll.cluster.summary import writes_text
 from atoll.settings import Run
 
 HEADER = """#!/bin/bash
@@ -21,7 +22,7 @@ AROUND = Path(__file__).with_name("job.sh")
 
 def around_job() -> str:
     """The text of a run's `job.sh`: what a job does around the commands of `launch.sh`."""
-    return AROUND.read_text().replace("@RESTART_CODE@", str(run_dir.RESTART_CODE))
+    return AROUND.read_text().replace("@REQUEUED_CODE@", str(run_dir.REQUEUED_CODE))
 
 
 def launch_script(
@@ -62,8 +63,8 @@ def training(run: Run, run_folder: Path) -> list[list[str]]:
     return [
         [*atoll, "tokenize", str(run_folder)],
         _ranks(run, run_folder, None),
-        *([[*atoll, "generate", str(run_folder)]] if _writes_text(run) else []),
-        _where_everything_is(run, run_folder),
+        *([[*atoll, "generate", str(run_folder)]] if writes_text(run) else []),
+        _last_words(run, run_folder),
     ]
 
 
@@ -74,11 +75,6 @@ def _around(run: Run, run_folder: Path) -> str:
     seconds = [str(60 * (minutes or 0) - run.restart.notice_seconds)] if timed else []
     script = str(run_dir.job_script(run_folder))
     return _lines([["source", script, str(run_folder), facility.scheduler, *seconds]])
-
-
-def _writes_text(run: Run) -> bool:
-    has_prompt = run.generation.prompt is not None
-    return has_prompt and run.task.name != "classification" and run.training.steps != 0
 
 
 def _lines(commands: list[list[str]]) -> str:
@@ -104,12 +100,15 @@ def _image_checks(run: Run, run_folder: Path) -> list[list[str]]:
     return [*verify, [*atoll_command(run), "image", "check", str(run_folder)]]
 
 
-def _where_everything_is(run: Run, run_folder: Path) -> list[str]:
+def _last_words(run: Run, run_folder: Path) -> list[str]:
+    """What was made; in a job's output where everything is, as nobody is there to look."""
+    if run.facility.scheduler == "none":
+        return [*atoll_command(run), "summary", str(run_folder)]
     places = {"run": run_folder, "metrics": run_dir.metrics_file(run_folder)}
     if run.training.steps != 0:
         places["checkpoints"] = run_dir.checkpoints(run_folder)
         places["export"] = run_dir.export(run_folder)
-    if _writes_text(run):
+    if writes_text(run):
         places["sample"] = run_dir.sample_file(run_folder)
     words = [str(word) for place in places.items() for word in place]
     return ["printf", "%-12s %s\\n", *words]

@@ -1,18 +1,22 @@
-"""`atoll list [WHAT]`: what may be asked for, and what is there: a name and a line for each."""
+"""`atoll list [WHAT]`, `atoll status [RUN …]`: what may be chosen, what is there, how it is."""
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from atoll import run_dir
-from atoll.cluster.jobs import ask
-from atoll.cluster.status import queued_jobs, status
+from atoll.cluster.jobs import Job, JobId, ask
+from atoll.cluster.status import follow, queued_jobs, run_folder, runs_folder, status
 from atoll.commands import VerbParser
 from atoll.config.compose import config_tree
+from atoll.errors import UserError
 from atoll.tables import table
 
 ABOUT = "List what a run may be made of, or what this folder holds; without WHAT: its runs."
+STATUS = """\
+Say of each run (its folder, or its name in runs/) where it stands, and why; without RUN of all runs
+of this folder: state, last step, its loss and age, and the job."""
 # what a person types -> the group of the configuration tree
 GROUPS = {
     "facilities": "facility",
@@ -26,6 +30,7 @@ GROUPS = {
     "federations": "federation",
 }
 Row = dict[str, str]
+UNREADABLE = "unreadable"
 
 
 def main(argv: list[str]) -> int:
@@ -34,17 +39,43 @@ def main(argv: list[str]) -> int:
     what = [*GROUPS, *HERE]
     parser.add_argument("what", nargs="?", default="runs", choices=what, metavar="WHAT")
     parser.add_argument("--json", action="store_true", help="as a JSON list of objects")
-    parser.epilog = f"WHAT is one of {', '.join(what)}."
+    parser.epilog = f"WHAT is one of {', '.join(what)}.\n\nexamples:\n  atoll list models"
     arguments = parser.read(argv)
     kind = arguments.what
     rows = choices(GROUPS[kind]) if kind in GROUPS else HERE[kind]()
-    if arguments.json:
+    _show(rows, arguments.json, kind)
+    return 0
+
+
+def status_of(argv: list[str]) -> int:
+    """Print a line for each run; with --follow, of the first, until it has ended."""
+    parser = VerbParser("status", STATUS)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="the folder of a run, or its name")
+    lines = "of one run: loss, tokens/s and time left, line by line, until it has ended"
+    parser.add_argument("--follow", action="store_true", help=lines)
+    parser.add_argument("--json", action="store_true", help="as a JSON list of objects")
+    parser.epilog = "examples:\n  atoll status\n  atoll status NAME --follow"
+    arguments = parser.read(argv)
+    if arguments.follow:
+        if len(arguments.runs) != 1:
+            raise UserError(f"--follow with {len(arguments.runs)} runs", "name one run to follow")
+        return follow(run_folder(arguments.runs[0]))
+    named = [run_folder(name) for name in arguments.runs]
+    rows = runs(named or run_folders())
+    if arguments.json or not named:
+        _show(rows, arguments.json, "runs")
+    for row in [] if arguments.json or not named else rows:
+        print(f"{row['name']}: {row['state']}" + (f", {row['why']}" if row["why"] else ""))
+    return 2 if named and any(row["state"] == UNREADABLE for row in rows) else 0
+
+
+def _show(rows: list[Row], as_json: bool, kind: str) -> None:
+    if as_json:
         print(json.dumps(rows, indent=1, ensure_ascii=False))
     elif rows:
         print(table(list(rows[0]), [list(row.values()) for row in rows]))
     else:
         print(f"no {kind} here")
-    return 0
 
 
 def choices(group: str) -> list[Row]:
@@ -60,13 +91,12 @@ def first_comment(file: Path) -> str:
     return next((line for line in words if not line.startswith("@package")), "")
 
 
-def runs() -> list[Row]:
-    """The runs of this folder, the newest last; the schedulers are asked once for all."""
-    folders = run_folders()
+def runs(folders: Sequence[Path]) -> list[Row]:
+    """How these runs are; the schedulers are asked once for all."""
     answers = ask({job for folder in folders for job in queued_jobs(folder)})
     rows = []
     for folder in folders:
-        state, why = status(folder, answers)
+        state, why = _status(folder, answers)
         jobs = queued_jobs(folder)
         rows.append(
             {"name": folder.name, "state": state}
@@ -74,6 +104,14 @@ def runs() -> list[Row]:
             | {"job": jobs[-1][1] if jobs else "", "why": why}
         )
     return rows
+
+
+def _status(folder: Path, answers: Mapping[JobId, Job]) -> tuple[str, str]:
+    """A run whose files cannot be read is one of a list, and hides none of the others."""
+    try:
+        return status(folder, answers)
+    except UserError as error:
+        return UNREADABLE, f"{error.found}; {error.hint}"
 
 
 def jobs() -> list[Row]:
@@ -105,12 +143,16 @@ def images() -> list[Row]:
     ]
 
 
-HERE: Mapping[str, Callable[[], list[Row]]] = {"runs": runs, "jobs": jobs, "images": images}
+HERE: Mapping[str, Callable[[], list[Row]]] = {
+    "runs": lambda: runs(run_folders()),
+    "jobs": jobs,
+    "images": images,
+}
 
 
 def run_folders() -> list[Path]:
     """The folders of runs/, in the order in which they were submitted."""
-    files = [path for path in Path("runs").glob("*") if run_dir.settings_file(path).is_file()]
+    files = [path for path in runs_folder().glob("*") if run_dir.settings_file(path).is_file()]
     return sorted(files, key=lambda path: run_dir.settings_file(path).stat().st_mtime)
 
 

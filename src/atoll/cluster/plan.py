@@ -1,6 +1,8 @@
 """`atoll plan`: what each strategy needs on a facility's devices, and which one to take."""
 
+import json
 import shlex
+from typing import Any
 
 from atoll.config import certificate
 from atoll.config.compose import (
@@ -45,19 +47,44 @@ CHOSEN = ("sharding=", "training.activation_checkpointing=")
 
 def main(argv: list[str]) -> int:
     """Print the table and the choice; 1 if nothing fits."""
-    overrides = overrides_parser("plan", ABOUT).read(argv).overrides
-    overrides = [word for word in overrides if word != AUTO]
+    parser = overrides_parser("plan", ABOUT)
+    parser.add_argument("--json", action="store_true", help="as a JSON object")
+    arguments = parser.read(argv)
+    overrides = [word for word in arguments.overrides if word != AUTO]
     run = compose(overrides).run
     shape = known_shape(run)
     choices = list(options(run, shape, shardings(config_tree())))
+    kept = [word for word in overrides if not word.startswith(CHOSEN)]
+    if arguments.json:
+        print(json.dumps(as_json(run, choices, kept), indent=1))
+        return 0
     print(head(run, shape))
     print(memory_table(choices))
     best = choose(choices)
     print(verdict(run, best))
     print(checkpoints_line(run, shape))
-    kept = [word for word in overrides if not word.startswith(CHOSEN)]
     print(f"sbatch/train.sbatch {shlex.join([*kept, *best.overrides])}")
     return 0
+
+
+def as_json(run: Run, choices: list[Option], kept: list[str]) -> dict[str, Any]:
+    """Each strategy in bytes, whether it fits, and the line that submits the chosen one."""
+    best = choose(choices)
+    return {
+        "facility": run.facility.name,
+        "model": run.model.name,
+        "options": [
+            {
+                "overrides": option.overrides,
+                "fits": option.fits,
+                "memory_bytes": {part: getattr(option.memory, part) for part in COLUMNS.values()},
+                "sent_bytes": option.sent,
+            }
+            for option in choices
+        ],
+        "chosen": best.overrides,
+        "submit": ["sbatch/train.sbatch", *kept, *best.overrides],
+    }
 
 
 def head(run: Run, shape: Shape) -> str:

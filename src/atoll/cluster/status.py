@@ -1,4 +1,4 @@
-"""`atoll status RUN`: is it queued, running, finished or failed, and why; what its jobs drew."""
+"""Where a run stands: is it queued, running, finished or failed, and why; what its jobs drew."""
 
 import json
 import re
@@ -13,14 +13,13 @@ from atoll import run_dir
 from atoll.cluster.jobs import ASK, Job, JobId, ask, sacct
 from atoll.cluster.lease import Lease, lease_of
 from atoll.cluster.scheduler import answer_lines
-from atoll.commands import VerbParser
+from atoll.config.paths import clone_around
 from atoll.errors import UserError
 from atoll.health.exclusions import excluded
 from atoll.health.faults import ENDING, faults, in_a_line
 from atoll.health.restarts import restarts
 from atoll.settings import load_run
 
-ABOUT = "Say of each run (the folder, or its name in runs/) where it stands, and why."
 POLL_SECONDS = 2.0  # of the run's own files
 ASK_SECONDS, MOST_ASK_SECONDS = 60.0, 300.0  # of the scheduler, longer while nothing changes
 LIVE = ("queued", "running", "unknown")
@@ -37,26 +36,15 @@ LAST_WORDS = [
 ]
 
 
-def main(argv: list[str]) -> int:
-    """Print one line for each run; with --follow, of the first, until it has ended."""
-    parser = VerbParser("status", ABOUT)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, or its name")
-    lines = "of one run: loss, tokens/s and time left, line by line, until it has ended"
-    parser.add_argument("--follow", action="store_true", help=lines)
-    arguments = parser.read(argv)
-    if arguments.follow:
-        return follow(run_folder(arguments.runs[0]))
-    folders = [run_folder(name) for name in arguments.runs]
-    answers = ask({job for folder in folders for job in queued_jobs(folder)})
-    for folder in folders:
-        state, why = status(folder, answers)
-        print(f"{folder.name}: {state}, {why}" if why else f"{folder.name}: {state}")
-    return 0
+def runs_folder() -> Path:
+    """Where runs are by default: in the clone that this folder is in, else here."""
+    clone = clone_around(Path.cwd())
+    return Path("runs") if clone in (None, Path.cwd()) else clone / "runs"
 
 
 def run_folder(name: str) -> Path:
     """The folder of a run that is named by its path, or by its name in runs/."""
-    for folder in (Path(name), Path("runs") / name):
+    for folder in (Path(name), runs_folder() / name):
         if run_dir.settings_file(folder).is_file():
             return folder
     raise UserError(f"no run at {name}", "give the folder of a run, as runs/NAME")
@@ -79,7 +67,11 @@ def status(folder: Path, answers: Mapping[JobId, Job] | None = None) -> tuple[st
         reasons = [_time_was_over(folder)]
     if job.state == "failed":
         reasons.append(_full_disk(folder))
-        reasons.append(_fault(folder, job_id) or last_words(folder, scheduler, job_id))
+        reasons.append(
+            _fault(folder, job_id)
+            or run_dir.failure(folder)
+            or last_words(folder, scheduler, job_id)
+        )
     if job.state == "running":
         reasons += [f"refused job {other}: it holds the run" for other in _refused(folder)]
         reasons.append(_slow(folder, job_id))
@@ -125,7 +117,7 @@ def _without_scheduler(folder: Path) -> tuple[str, str] | None:
         return "running", "; ".join(lines)
     where = "here" if run.facility.scheduler == "none" else "by hand"
     started = f"it was started {where}, no scheduler knows of it"
-    reasons = (_last_step(folder, False), _fault(folder), started)
+    reasons = (run_dir.failure(folder), _last_step(folder, False), _fault(folder), started)
     return "not finished", "; ".join(filter(None, reasons))
 
 

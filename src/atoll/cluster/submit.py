@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from atoll import run_dir
@@ -16,8 +17,9 @@ from atoll.cluster.hand_over import hand_over
 from atoll.cluster.job_script import around_job, launch_script
 from atoll.cluster.lease import lease_of
 from atoll.cluster.scheduler import queued, without_outer_job
+from atoll.cluster.summary import is_finished, summary
 from atoll.commands import VerbParser
-from atoll.config.compose import Composition, compose_all, config_tree, overrides_parser
+from atoll.config.compose import Composition, compose_all, config_tree, counted, overrides_parser
 from atoll.config.identity import check_same_run
 from atoll.errors import UserError, printable
 from atoll.health.exclusions import excluded
@@ -30,6 +32,13 @@ EVALUATE = """\
 Perplexity (task=causal_lm) or the metrics of the data set (task=classification) of
 model.source=FOLDER on the held-out part of data=NAME, anywhere a run may go. The last line of the
 run's metrics.jsonl holds them."""
+EXAMPLES = """\
+Settings that are not given have the values that `atoll compose facility=NAME` prints.
+
+examples:
+  sbatch/train.sbatch facility=NAME experiment=demo
+  sbatch/train.sbatch facility=NAME model=llama2_7b nodes=8 --dry-run
+  sbatch/train.sbatch facility=NAME --multirun sharding=ddp,full_shard"""
 NO_STEPS = ["training.steps=0", "training.epochs=null"]
 # scheduler -> the command that queues a run
 SUBMISSIONS = {"slurm": slurm.sbatch_argv, "pbs": pbs.qsub_argv}
@@ -63,6 +72,8 @@ def _parser(verb: str, about: str) -> VerbParser:
     parser.add_argument("--here", action="store_true", help=here)
     parser.add_argument("--sbatch-env", action="store_true", help=exports)
     parser.add_argument("--hand-over", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--clone", type=Path, help=argparse.SUPPRESS)  # whose batch file it is
+    parser.epilog = EXAMPLES
     return parser
 
 
@@ -70,7 +81,7 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
     environment, here = dict(os.environ), arguments.here
     if here:
         overrides = with_allocated_nodes(overrides, environment)
-    compositions = compose_all(overrides, arguments.multirun)
+    compositions = compose_all(overrides, arguments.multirun, clone=arguments.clone)
     if arguments.sbatch_env:
         exports = [words for each in compositions for words in slurm.sbatch_exports(each.run)]
         print("\n".join(map(shlex.join, exports)))
@@ -79,8 +90,13 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
         check(composition.run, here, environment)
         if not arguments.dry_run:  # which may be typed before there is an image
             check_image(composition.run)
+            check_environment(composition.run)
     if arguments.dry_run:
-        print("\n".join(dry_run(composition.run, here) for composition in compositions), end="")
+        heads = [
+            f"# {line}\n" if (line := counted(compositions, each)) else "" for each in compositions
+        ]
+        texts = [dry_run(each.run, here) for each in compositions]
+        print("\n".join(head + text for head, text in zip(heads, texts, strict=True)), end="")
         print(
             "".join(f"\n# {note}" for each in compositions if (note := unknown_fit(each.run))),
             end="",
@@ -88,6 +104,10 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     for composition in compositions:
         last = composition is compositions[-1]
+        if line := counted(compositions, composition):
+            print(line, file=sys.stderr, flush=True)
+        if composition.run.training.steps == 0:
+            print(what_is_evaluated(composition.run), file=sys.stderr, flush=True)
         if arguments.hand_over and _runs_here(composition.run, here):
             hand_over(composition.run, arguments.hand_over, write_run_folder(composition, here))
         elif code := start(composition, here, last, environment):
@@ -104,6 +124,12 @@ def dry_run(run: Run, here: bool = False) -> str:
     queue = "" if _runs_here(run, here) else shlex.join(_submission(run)) + "\n\n"
     path = printable(str(run_dir.launch_script(folder)))  # a comment is one line
     return f"{queue}# {path}\n{_script(run, here)}"
+
+
+def what_is_evaluated(run: Run) -> str:
+    """The model and the text of an evaluation; an untrained model is hardly what was wanted."""
+    model = run.model.source or f"{run.model.name}, untrained (model.source=FOLDER gives a model)"
+    return f"evaluating {model}, on what {run.data.name} holds out"
 
 
 def _left_out(run: Run) -> str:
@@ -140,8 +166,26 @@ def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
         limits.check_allocation(run, environment)
     elif run.facility.scheduler != "none":
         limits.check_queue(run)
+    if _runs_here(run, here):
+        check_source(run)
     check_fit(run)
     check_same_run(run, run_dir.folder(run))
+
+
+def check_source(run: Run) -> None:
+    """Refuse a model's folder that is not on this machine, where the run takes place on it."""
+    source = run.model.source
+    if source is not None and source.startswith("/") and not Path(source).is_dir():
+        raise UserError(f"no such folder: model.source={source}", "check the path")
+
+
+def check_environment(run: Run) -> None:
+    """Refuse a job in an environment that is a login node's side alone."""
+    if run.image.file is None and find_spec("torch") is None:
+        raise UserError(
+            f"{sys.executable} has no torch: it composes and submits, and cannot train",
+            "choose an image, as image=cpu, or install the rest: make setup",
+        )
 
 
 def write_run_folder(
@@ -150,8 +194,13 @@ def write_run_folder(
     """Write `job.sh`, `launch.sh`, then `run.yaml`, and return the run's folder."""
     folder = run_dir.folder(composition.run)
     script = _script(composition.run, here, entrypoint)
+    prepared = composition.run.folders.prepared
     try:
-        composition.run.folders.prepared.mkdir(parents=True, exist_ok=True)  # a bind needs it
+        prepared.mkdir(parents=True, exist_ok=True)  # a bind needs it
+    except OSError as error:
+        found = f"cannot make {prepared}: {error.strerror}"
+        raise UserError(found, "give another place: folders.prepared=FOLDER") from None
+    try:
         run_dir.write_whole(run_dir.job_script(folder), around_job())
         run_dir.write_whole(run_dir.launch_script(folder), script)
         run_dir.write_whole(run_dir.settings_file(folder), composition.as_yaml())
@@ -184,12 +233,23 @@ def start(
         return 0
     if run.facility.scheduler == "none":
         _refuse_second(run)
+        if entrypoint is None and is_finished(run):
+            print(_made(run))
+            return 0
     folder = write_run_folder(composition, here, entrypoint)
     print(f"run {run.name} in {folder}", flush=True)
     command = ["bash", str(run_dir.launch_script(folder))]
     if last:
         os.execvp(command[0], command)  # signals reach the run, its exit code is ours
     return subprocess.run(command).returncode
+
+
+def _made(run: Run) -> str:
+    """What a finished run made, with its sample."""
+    folder = run_dir.folder(run)
+    sample = run_dir.sample_file(folder)
+    text = f"{sample.read_text()}\n" if sample.is_file() else ""
+    return f"run {run.name} is finished; here is what it made\n\n{text}{summary(folder)}"
 
 
 def _queue(composition: Composition, environment: Mapping[str, str], entrypoint: str | None) -> str:

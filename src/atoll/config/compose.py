@@ -4,11 +4,12 @@
 """
 
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,16 @@ from atoll.config.binds import check_binds
 from atoll.config.bundle import with_bundle
 from atoll.config.certificate import origin
 from atoll.config.chat_templates import check_chat_template
+from atoll.config.held_out import with_held_out_tail
 from atoll.config.identity import derived_name
 from atoll.config.image_fit import check_image_fits
-from atoll.config.paths import with_absolute_paths, with_caches, with_image_file
-from atoll.config.provenance import DERIVED, annotated, leaves, origins
+from atoll.config.paths import (
+    clone_around,
+    with_absolute_paths,
+    with_caches,
+    with_image_file,
+)
+from atoll.config.provenance import DERIVED, annotated, changed, leaves, origins
 from atoll.errors import UserError
 from atoll.plan.choose import choose, options
 from atoll.plan.shapes import (
@@ -46,7 +53,14 @@ from atoll.plan.shapes import (
     shape_of,
 )
 from atoll.settings import Run, check_positions, checked, dumped, is_setting
-from atoll.settings.suggestions import check_choice, unknown_setting, unreadable
+from atoll.settings.suggestions import (
+    HYDRA_FLAGS,
+    check_choice,
+    quoted_letters,
+    several_values,
+    unknown_setting,
+    unreadable,
+)
 
 COMMAND_LINE = "command line"
 AUTO = "sharding=auto"  # the planner chooses
@@ -58,6 +72,7 @@ class Composition:
 
     run: Run
     sources: dict[str, str]
+    varied: str = ""  # of several runs made at once: the words in which this one differs
 
     def as_yaml(self) -> str:
         return annotated(dumped(self.run), self.sources)
@@ -66,10 +81,25 @@ class Composition:
 def main(argv: list[str]) -> int:
     """Print the resolved runs, one YAML document each."""
     about = "Print the resolved run as YAML, with the source of each value beside it."
-    arguments = overrides_parser("compose", about, multirun=True).read(argv)
+    parser = overrides_parser("compose", about, multirun=True)
+    parser.add_argument("--json", action="store_true", help="as a JSON list of runs")
+    arguments = parser.read(argv)
     runs = compose_all(arguments.overrides, arguments.multirun)
-    print("---\n".join(f"# {origin_line(each.run)}\n{each.as_yaml()}" for each in runs), end="")
+    if arguments.json:
+        listed = [{"settings": dumped(each.run), "sources": each.sources} for each in runs]
+        print(json.dumps(listed, indent=1, ensure_ascii=False))
+        return 0
+    heads = [f"# {line}\n" if (line := counted(runs, each)) else "" for each in runs]
+    texts = [f"# {origin_line(each.run)}\n{each.as_yaml()}" for each in runs]
+    print("---\n".join(head + text for head, text in zip(heads, texts, strict=True)), end="")
     return 0
+
+
+def counted(runs: Sequence[Composition], composition: Composition) -> str:
+    """Which of several runs this is: `2/4 sharding=ddp nodes=2`; nothing for a single one."""
+    if len(runs) == 1:
+        return ""
+    return f"{runs.index(composition) + 1}/{len(runs)} {composition.varied}".rstrip()
 
 
 def origin_line(run: Run) -> str:
@@ -79,7 +109,7 @@ def origin_line(run: Run) -> str:
 
 def overrides_parser(verb: str, about: str, multirun: bool = False) -> VerbParser:
     """A verb that takes the words of a configuration, beside options of its own."""
-    parser = VerbParser(verb, about)
+    parser = VerbParser(verb, about, replaced=HYDRA_FLAGS)
     shown = "a setting, as nodes=8, or a choice of a group, as model=llama2_7b"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=shown)
     if multirun:
@@ -99,15 +129,24 @@ def config_tree() -> Path:
 
 
 def compose_all(
-    overrides: Sequence[str], multirun: bool, tree: Path | None = None
+    overrides: Sequence[str],
+    multirun: bool,
+    tree: Path | None = None,
+    clone: Path | None = None,
 ) -> list[Composition]:
     """One composition, or with `multirun` one for each combination of values.
+
+    clone: where relative folders of runs start, whatever the folder it is typed in.
 
     Raises `UserError` where two of them would share a name, and so a folder.
     """
     tree = tree or config_tree()
     lines = combinations(overrides, tree) if multirun else [list(overrides)]
-    compositions = [compose(line, tree) for line in lines]
+    varied = [any(line[at] != word for line in lines) for at, word in enumerate(lines[0])]
+    compositions = [
+        replace(compose(line, tree, clone), varied=" ".join(itertools.compress(line, varied)))
+        for line in lines
+    ]
     seen: dict[str, list[str]] = {}
     for line, composition in zip(lines, compositions, strict=True):
         name = composition.run.name
@@ -120,31 +159,39 @@ def compose_all(
     return compositions
 
 
-def compose(overrides: Sequence[str], tree: Path | None = None) -> Composition:
+def compose(
+    overrides: Sequence[str], tree: Path | None = None, clone: Path | None = None
+) -> Composition:
     """Compose, check and type one run.
+
+    clone: where its relative folders start; None: the clone that this folder is in, if any.
 
     Raises `UserError` for any name or value that the tree or the settings do not know.
     """
     tree = tree or config_tree()
     if AUTO in overrides:
-        return _planned([line for line in overrides if line != AUTO], tree)
+        return _planned([line for line in overrides if line != AUTO], tree, clone)
     with _hydra(tree) as loader:
         parsed = [_parsed(line, loader) for line in overrides]
         lines = [_checked_line(override, tree) for override in parsed]
         config = hydra_compose("run", lines)
         values = _plain(config)
         defaults = loader.compute_defaults_list("run", lines, RunMode.RUN).defaults
-    sources = _sources(tree, defaults, parsed)
+    layers = _layers(tree, defaults, parsed)
+    sources = origins(layers)
     for name, _ in leaves(values):
         if not is_setting(name):
             raise unknown_setting(name, groups(tree), f" in {sources.get(name, tree)}")
     named = values.get("name") is not None
     typed = checked(values | ({} if named else {"name": "unnamed"}))
     check_model(typed)
-    run = with_image_file(with_absolute_paths(typed, Path.cwd()))
+    start = Path.cwd()
+    run = with_image_file(with_absolute_paths(typed, start, clone or clone_around(start) or start))
+    run = with_held_out_tail(run, sources)
     check_chat_template(run)
     if not named:
-        run = run.model_copy(update={"name": derived_name(run, _stated(tree))})
+        name = derived_name(run, _stated(tree), changed(layers, COMMAND_LINE))
+        run = run.model_copy(update={"name": name})
         sources["name"] = DERIVED
     run = with_caches(with_bundle(run), os.environ)
     check_binds(run)
@@ -215,11 +262,11 @@ def known_shape(run: Run) -> Shape:
     return shape_of(config)
 
 
-def _planned(overrides: list[str], tree: Path) -> Composition:
+def _planned(overrides: list[str], tree: Path, clone: Path | None) -> Composition:
     """The run with the strategy that the planner chooses for it."""
     run = compose(overrides, tree).run
     best = choose(list(options(run, known_shape(run), shardings(tree))))
-    return compose([*overrides, *best.overrides], tree)
+    return compose([*overrides, *best.overrides], tree, clone)
 
 
 def combinations(overrides: Sequence[str], tree: Path) -> list[list[str]]:
@@ -259,7 +306,7 @@ def _hydra(tree: Path) -> Iterator[ConfigLoader]:
 
 def _parsed(line: str, loader: ConfigLoader) -> Override:
     try:
-        [override] = OverridesParser.create(loader).parse_overrides([line])
+        [override] = OverridesParser.create(loader).parse_overrides([quoted_letters(line)])
         return override
     except HydraException:
         raise unreadable(line) from None
@@ -285,11 +332,7 @@ def _checked_line(override: Override, tree: Path) -> str:
     offered, key = groups(tree), override.key_or_group
     line = str(override.input_line).lstrip("+")
     if override.is_sweep_override():
-        several = line.partition("=")[2]
-        raise UserError(
-            f"several values for {key}: {several}",
-            f"for one run each add --multirun; for a list write '{key}=[{several}]'",
-        )
+        raise several_values(key, line.partition("=")[2])
     if key in offered:
         if not override.is_delete():
             check_choice(key, override.value(), offered[key])
@@ -299,7 +342,10 @@ def _checked_line(override: Override, tree: Path) -> str:
     return line if override.is_delete() else f"++{line}"
 
 
-def _sources(tree: Path, defaults: Sequence[Any], parsed: Sequence[Override]) -> dict[str, str]:
+def _layers(
+    tree: Path, defaults: Sequence[Any], parsed: Sequence[Override]
+) -> list[tuple[str, dict[str, Any]]]:
+    """What each file, then each word typed, says: (source, values)."""
     layers = []
     for part in defaults:
         file = tree / f"{part.config_path}.yaml"
@@ -310,7 +356,7 @@ def _sources(tree: Path, defaults: Sequence[Any], parsed: Sequence[Override]) ->
     for override in parsed:
         if override.key_or_group not in groups(tree) and not override.is_delete():
             layers.append((COMMAND_LINE, _nested(override.key_or_group, override.value())))
-    return origins(layers)
+    return layers
 
 
 def _nested(dotted: str, value: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What makes a run the run it is: its derived name, and what may not change when it resumes."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,16 @@ FIXED = (
 FREE = ("data.workers",)
 
 
-def derived_name(run: Run, stated: Mapping[str, Any]) -> str:
+NAME_CHARACTERS = 120  # as settings allow
+PART_CHARACTERS, WORD_CHARACTERS = 32, 28
+
+
+def derived_name(run: Run, stated: Mapping[str, Any], typed: Mapping[str, Any]) -> str:
     """A name from the configuration alone, so that the same line submitted again resumes.
 
-    stated: what run.yaml says. Settings that are as stated there, or at a default of their own, do
-    not count, so that one added later renames nothing. Nor do folders, spare nodes, what watches
+    typed: settings that a person changed; they stand in the name as words. stated: what run.yaml
+    says. Settings that are as stated there, or at a default of their own, do not count, so that one
+    added later renames nothing. Nor do folders, spare nodes, what watches
     the run, checks left out, and all that a facility says of itself but its name: who pays or a
     network variable make no other run.
     """
@@ -52,7 +58,22 @@ def derived_name(run: Run, stated: Mapping[str, Any]) -> str:
     chosen = {name: value for name, value in leaves(values) if as_stated.get(name, ...) != value}
     chosen["facility"] = run.facility.name
     parts = (run.model.name, run.data.name, run.sharding.name)
-    return f"{'-'.join(part[:32] for part in parts)}-{run_dir.digest(chosen)}"
+    digest = run_dir.digest(chosen)
+    name = "-".join(part[:PART_CHARACTERS] for part in parts)
+    for word in sorted(_word(setting, typed[setting]) for setting in typed if setting in chosen):
+        if word and len(name) + len(word) + len(digest) + 2 <= NAME_CHARACTERS:
+            name = f"{name}-{word}"
+    return f"{name}-{digest}"
+
+
+def _word(setting: str, value: Any) -> str:
+    """A setting and its value as a part of a name: `learning_rate0.003`; nothing where too long."""
+    if not isinstance(value, bool | int | float | str):
+        return ""
+    text = Path(value).name if isinstance(value, str) else str(value).lower()
+    word = f"{setting.rpartition('.')[2]}{text}"
+    fits = len(word) <= WORD_CHARACTERS and re.fullmatch(r"[A-Za-z0-9._-]+", word)
+    return word if fits else ""
 
 
 def check_same_run(run: Run, run_folder: Path) -> None:

@@ -12,17 +12,28 @@ from atoll.settings import Run
 CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
 
 
-def with_absolute_paths(run: Run, start: Path) -> Run:
-    """The run with relative paths taken from `start`; names of the hub stay as they are."""
+def clone_around(start: Path) -> Path | None:
+    """The clone that a folder is in, or is."""
+    for folder in (start, *start.parents):
+        if (folder / "sbatch" / "train.sbatch").is_file() and (folder / "hydra_conf").is_dir():
+            return folder
+    return None
 
-    def path(given: Path | None) -> Path | None:
+
+def with_absolute_paths(run: Run, start: Path, home: Path) -> Run:
+    """The run with relative paths taken from `start`; names of the hub stay as they are.
+
+    home: where its folders start, so that the same line finds them from wherever it is typed.
+    """
+
+    def path(given: Path | None, start: Path = start) -> Path | None:
         return given and Path(absolute(given, start))
 
     data, image, model, tokenizer = run.data, run.image, run.model, run.tokenizer
     are_files = data.source != "python_stdlib"
     held_out = [absolute(file, start) for file in data.validation.files]
     updates: dict[str, dict[str, Any]] = {
-        "folders": {name: path(folder) for name, folder in run.folders if name != "caches"},
+        "folders": {name: path(folder, home) for name, folder in run.folders if name != "caches"},
         "image": {"file": path(image.file), "verify_key": path(image.verify_key)},
         "facility": {"hosts_file": path(run.facility.hosts_file)},
         "model": {"source": path_or_name(model.source, start)},

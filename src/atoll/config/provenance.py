@@ -25,6 +25,15 @@ def origins(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
     return {name: source for source, values in layers for name, _ in leaves(values)}
 
 
+def changed(layers: Iterable[tuple[str, Mapping[str, Any]]], source: str) -> dict[str, Any]:
+    """Dotted name -> value of what `source` sets to something else than the others do."""
+    own: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for layer, values in layers:
+        (own if layer == source else others).update(leaves(values))
+    return {name: value for name, value in own.items() if others.get(name, ...) != value}
+
+
 def annotated(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     """YAML with, beside each leaf, the source of its value."""
     return "".join(f"{line}\n" for line in _lines(values, sources, prefix="", indent=""))

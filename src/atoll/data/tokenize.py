@@ -384,7 +384,12 @@ def _locked(folder: Path, log: Log) -> Iterator[None]:
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):
                 raise
             log(f"{folder} is on a file system without locks: prepare data in one place at a time")
-        yield
+        try:
+            yield
+        except UserError:
+            if [path.name for path in folder.iterdir()] == [".lock"]:  # nothing came of it
+                shutil.rmtree(folder)
+            raise
 
 
 def _lock(descriptor: int, folder: Path, log: Log) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from atoll.data.sources.hub_reach import NO_ANSWER, use_cache_if_unreachable
 from atoll.errors import UserError, first_line
 from atoll.run_dir import sha256_of
 from atoll.settings import Run
@@ -67,11 +68,18 @@ def load(run: Run) -> Any:
     assert name is not None, "a tokenizer without an origin is trained"
     setting = "tokenizer.path" if run.tokenizer.path else "model.source"
     path = Path(name).expanduser()
+    if path.is_absolute() and not path.exists():
+        raise UserError(
+            f"no such folder: {setting}={name}", "check the path, or name a hub's model"
+        )
     try:
         tokenizer = _of_file(path) if path.is_file() else _of_folder_or_hub(run, name)
     except Exception as error:  # the library raises many kinds, from many layers below it
+        why = f"{type(error).__name__}: {first_line(error)[:300]}"
+        if not path.exists() and use_cache_if_unreachable():
+            why = NO_ANSWER
         raise UserError(
-            f"no tokenizer in {setting}={name}: {type(error).__name__}: {first_line(error)[:300]}",
+            f"no tokenizer in {setting}={name}: {why}",
             "set tokenizer.path to a folder that holds tokenizer.json; where there is no network, "
             "save it elsewhere with save_pretrained and give that folder",
         ) from error
@@ -194,6 +202,8 @@ def _of_folder_or_hub(run: Run, name: str) -> Any:
     from transformers import AutoTokenizer
 
     folder = Path(name).expanduser()
+    if not folder.is_dir():
+        use_cache_if_unreachable()
     where = str(folder) if folder.is_dir() else name
     revision = _revision(run) or "main"
     return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=False)

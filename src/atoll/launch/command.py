@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from atoll.commands import VerbParser, close_stdin
-from atoll.errors import UserError
+from atoll.errors import UserError, keep_failure
 from atoll.launch.over_ssh import follow_stdin
 from atoll.launch.placement import Placement
 from atoll.launch.preload import paused_garbage_collection, preload
@@ -176,7 +176,11 @@ def _call_forked(
         # torch read its thread count when it was imported, before this rank had one.
         torch = importlib.import_module("torch")
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    return int(entrypoint(arguments.run_folder, placement) or 0)
+    try:
+        return int(entrypoint(arguments.run_folder, placement) or 0)
+    except UserError as error:
+        keep_failure(error, arguments.run_folder)
+        raise
 
 
 def _become_torchrun(placement: Placement, arguments: argparse.Namespace) -> NoReturn:

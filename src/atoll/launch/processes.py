@@ -125,8 +125,10 @@ def _report(error: BaseException) -> int:
         # In one piece: the other ranks write to the same place.
         sys.stderr.write(error.shown())
         return 2
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT  # who typed Ctrl-C knows
     traceback.print_exception(error)
-    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 1
 
 
 def die_with(launcher: int) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from atoll.data.sources.hub_reach import use_cache_if_unreachable
 from atoll.errors import UserError, first_line
 from atoll.settings import Model
 
@@ -31,6 +32,7 @@ def snapshot(
     A gated model needs a token, which the hub's library takes from HF_TOKEN or HF_TOKEN_PATH.
     Raises `UserError` where it may not be had, naming the page to ask on.
     """
+    is_away = use_cache_if_unreachable()
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError
 
@@ -46,7 +48,7 @@ def snapshot(
     except Exception as error:
         raise UserError(
             f"model {source!r} is no folder here and cannot be had from the hub "
-            f"({type(error).__name__})",
+            f"({'which does not answer from here' if is_away else type(error).__name__})",
             "where there is a network make a bundle, `atoll prepare --into BUNDLE …`, and give "
             "folders.bundle=BUNDLE here; or give model.source as a folder",
         ) from error

@@ -34,7 +34,8 @@ class Progress(Observer):
             return
         step, loss, rate = record["step"], record["loss"], record["tokens_per_second"]
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=step, loss=loss, rate=rate)
+            figures = f"loss {loss:.4f}  {rate:,.0f} tokens/s"
+            self.bar.update(self.bar.task_ids[0], completed=step, figures=figures)
             return
         seconds_per_step = (time.monotonic() - self.started) / max(1, step - self.first_step)
         minutes, seconds = divmod(int(seconds_per_step * (self.total_steps - step)), 60)
@@ -59,9 +60,9 @@ class Progress(Observer):
         bar = progress.Progress(
             progress.TextColumn("step {task.completed}/{task.total}"),
             progress.BarColumn(),
-            progress.TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s"),
+            progress.TextColumn("{task.fields[figures]}"),
             progress.TimeRemainingColumn(),
         )
-        bar.add_task("", total=self.total_steps, completed=self.first_step, loss=0.0, rate=0.0)
+        bar.add_task("", total=self.total_steps, completed=self.first_step, figures="")
         bar.start()
         return bar

@@ -1,5 +1,6 @@
 """`atoll report RUN … | CAMPAIGN`: how fast, how it scales, what was sent and should have been."""
 
+import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
     parser = VerbParser("report", ABOUT)
     parser.add_argument("names", nargs="+", metavar="RUN|CAMPAIGN")
     style = parser.add_mutually_exclusive_group()
-    for name in ("csv", "markdown"):
+    for name in ("csv", "markdown", "json"):
         style.add_argument(f"--{name}", action="store_const", dest="style", const=name)
     arguments = parser.read(argv)
     store = _campaign(arguments.names)
@@ -48,6 +49,9 @@ def main(argv: list[str]) -> int:
         report = of_runs(sorted(runs, key=lambda run: run.devices))
     else:
         report = of_campaign(store)
+    if arguments.style == "json":
+        print(json.dumps(report.tables, indent=1, ensure_ascii=False))
+        return 0
     written = STYLES[arguments.style or "text"]
     print("\n\n".join(f"{title}\n{written(rows)}" for title, rows in report.tables.items()))
     if arguments.style is None:

@@ -19,6 +19,7 @@ RENAMED_SETTINGS = {
     "training.samples_before": "training.consumed_samples",
 }
 
+REWRITE = "repair it, or delete it and submit the run's line again, which writes it"
 # groups that the run.yaml of an older run has not
 ADDED_GROUPS = {"monitor": {"communication": True, "energy": True, "progress": True}}
 
@@ -48,6 +49,14 @@ def load_run(path: Path) -> Run:
             f"no run at {path.parent}: run.yaml is missing",
             "give the folder of a run; sbatch/train.sbatch makes one",
         ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = "" if where is None else f", line {where.line + 1}"
+        raise UserError(
+            f"{path}{line}: not YAML: {getattr(error, 'problem', None) or 'not text'}", REWRITE
+        ) from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds no settings", REWRITE)
     return checked(ADDED_GROUPS | values)
 
 
@@ -61,15 +70,26 @@ def setting_names(model: type[BaseModel] = Run, prefix: str = "") -> Iterator[st
 
 def is_setting(name: str) -> bool:
     """Whether a run knows this dotted name; free-form groups know every name below them."""
+    return _annotation(name) is not None
+
+
+def is_text(name: str) -> bool:
+    """Whether this setting takes any text."""
+    annotation = _annotation(name)
+    return annotation is str or str in get_args(annotation)
+
+
+def _annotation(name: str) -> Any:
+    """The type of a setting; None if there is none of this name."""
     annotation: Any = Run
     for part in name.split("."):
         if get_origin(annotation) is dict:
-            return True
+            return Any
         fields = [m.model_fields[part] for m in _models_in(annotation) if part in m.model_fields]
         if not fields:
-            return False
+            return None
         annotation = fields[0].annotation
-    return True
+    return annotation
 
 
 def nearest_setting(name: str) -> str | None:
@@ -111,7 +131,13 @@ def _explained(error: ValidationError) -> UserError:
         found, *hint = first["ctx"]["error"].args
         return UserError(found, *(hint or ["change one of the named settings so that they agree"]))
     found = f"{name} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
-    return UserError(found, _hint(name, first))
+    return UserError(found, _hint(_as_typed(name), first))
+
+
+def _as_typed(name: str) -> str:
+    """An element of a list has no name that could be typed: `loggers.0` is of loggers."""
+    group, _, last = name.rpartition(".")
+    return group if last.isdecimal() else name
 
 
 def _hint(name: str, first: Any) -> str:

@@ -14,7 +14,7 @@ VariableText = Annotated[str, Field(coerce_numbers_to_str=True)]
 # One file may be written without its brackets: data.files=a.txt; one logger too: loggers=wandb
 one_is_a_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 none_is_zero = BeforeValidator(lambda value: 0 if value is None else value)
-FileNames = Annotated[list[str], one_is_a_list]
+FileNames = Annotated[list[Annotated[str, Field(min_length=1)]], one_is_a_list]
 OverrideNames = Annotated[list[Literal["fit"]], one_is_a_list]
 LoggerNames = Annotated[list[Literal["tensorboard", "wandb", "mlflow"]], one_is_a_list]
 

@@ -107,7 +107,15 @@ def _started(run: Run, placement: Placement, device: torch.device, log: Path | N
     timeout = timedelta(minutes=run.training.timeout_minutes)
     rank, size, first_host = placement.rank, placement.world_size, placement.master_address
     url = f"tcp://{first_host}:{placement.master_port}"
-    store, _, _ = next(rendezvous(url, rank, size, timeout=timeout))
+    try:
+        store, _, _ = next(rendezvous(url, rank, size, timeout=timeout))
+    except dist.DistNetworkError as error:
+        if rank != 0 or "EADDRINUSE" not in str(error):
+            raise
+        raise SharedError(
+            f"port {placement.master_port} of {first_host} is in use by another program",
+            "set another one, facility.port=NUMBER, or leave --port out",
+        ) from None
     try:
         dist.init_process_group(
             backend_of(run, device),

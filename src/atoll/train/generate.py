@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from atoll import run_dir
 from atoll.commands import VerbParser
@@ -35,6 +36,7 @@ def main(argv: list[str]) -> int:
         "--chat", action="store_true", help="prompts are what a user says; as data.format=chat"
     )
     arguments = parser.read(argv)
+    logging.disable_progress_bar()  # of transformers, which shows one without a terminal too
     run = run_of(arguments.where)
     settings = _settings(run, arguments)
     prompts = _prompts(arguments, settings)

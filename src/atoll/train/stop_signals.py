@@ -2,7 +2,7 @@
 
 The job's shell is warned by its scheduler and leaves a file, which the first rank looks for. A
 rank also catches the signals that reach it: USR2 ahead of the time limit, TERM when it is preempted
-or cancelled.
+or cancelled, INT for Ctrl-C.
 """
 
 import os
@@ -19,7 +19,12 @@ from atoll.sharding import agreement
 from atoll.sharding.process_group import World
 
 TIME_IS_OVER, TERMINATED = run_dir.RESTART_CODE, 128 + signal.SIGTERM
-CODES = {signal.SIGUSR2: TIME_IS_OVER, signal.SIGTERM: TERMINATED}
+INTERRUPTED = 128 + signal.SIGINT
+CODES = {
+    signal.SIGUSR2: TIME_IS_OVER,
+    signal.SIGTERM: TERMINATED,
+    signal.SIGINT: INTERRUPTED,
+}
 
 StopCode = Callable[[], int]  # the exit code to stop with; 0: go on
 
@@ -35,9 +40,14 @@ def stop_signals(run_folder: Path, rank: int) -> Iterator[StopCode]:
         over = TIME_IS_OVER if rank == 0 and stop_file.exists() else 0
         return max([over, *codes])
 
+    def heard(number: int, _: object) -> None:
+        if number == signal.SIGINT and INTERRUPTED in codes:
+            raise KeyboardInterrupt  # typed again: at once
+        codes.append(CODES[signal.Signals(number)])
+
     try:
-        for number, code in CODES.items():
-            signal.signal(number, lambda *_, code=code: codes.append(code))
+        for number in CODES:
+            signal.signal(number, heard)
         yield stop_code
     finally:
         for number, handler in before.items():

@@ -36,7 +36,7 @@ from atoll.train.loop import LoopEnd, loop
 from atoll.train.optimizer import load_step_counts
 from atoll.train.reference import set_reference
 from atoll.train.state_dict import load_state_dict, state_dict
-from atoll.train.stop_signals import TIME_IS_OVER, StopCode, note_restart, stop_signals
+from atoll.train.stop_signals import INTERRUPTED, TIME_IS_OVER, StopCode, note_restart, stop_signals
 
 
 def main(run_folder: Path, placement: Placement) -> int:
@@ -172,7 +172,8 @@ def write_result(train_state: TrainState, final: Evaluation) -> None:
 def note_stop(train_state: TrainState, end: LoopEnd) -> None:
     """A run that was stopped in time, its state saved, is queued again where its time was over."""
     world = train_state.world
-    say(world, f"asked to stop: the state of step {end.step} is saved")
+    if end.stop_code != INTERRUPTED:  # of which the job's shell tells
+        say(world, f"asked to stop: the state of step {end.step} is saved")
     if end.stop_code == TIME_IS_OVER:
         note = partial(note_restart, train_state.run, train_state.run_folder, end.step)
         run_on_first_rank(world, note)

@@ -20,10 +20,11 @@ from atoll.errors import UserError
 from atoll.settings import Data
 
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
-# Tests, tables of character codes and packages that distributions leave out.
+# Tests, tables (of characters, entities, help topics) and packages that distributions leave out.
 LEFT_OUT = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib",
-    "encodings", "lib2to3", "turtledemo",
+    "encodings", "lib2to3", "turtledemo", "pydoc_data", "msilib",
+    "entities.py", "stringprep.py", "opcode.py", "_opcode_metadata.py",
 }  # fmt: skip
 WHOLE = (0.0, 1.0)
 SAMPLES_PER_FILE = 16

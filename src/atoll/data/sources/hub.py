@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
+from atoll.data.sources.hub_reach import NO_ANSWER, use_cache_if_unreachable
 from atoll.errors import UserError, first_line
 from atoll.settings import Data
 
@@ -50,6 +51,7 @@ def fingerprint(rows: Any, field: str) -> str:
 
 
 def _in_order(data: Data, split: str, setting: str) -> Any:
+    is_away = use_cache_if_unreachable()
     import datasets
 
     datasets.disable_progress_bars()
@@ -60,9 +62,10 @@ def _in_order(data: Data, split: str, setting: str) -> Any:
             return datasets.load_dataset(*words, split=split, **more)
         saved = datasets.load_from_disk(str(folder))
     except Exception as error:  # the library raises many kinds, from many layers below it
+        why = f"{type(error).__name__}: {first_line(error)[:300]}"
         raise UserError(
             f"data.hub={name} (config {data.hub_config}, {setting}={split}) cannot be loaded: "
-            f"{type(error).__name__}: {first_line(error)[:300]}",
+            f"{NO_ANSWER if is_away else why}",
             SCRIPT if "scripts are no longer supported" in first_line(error) else ELSEWHERE,
         ) from error
     if not isinstance(saved, datasets.DatasetDict):

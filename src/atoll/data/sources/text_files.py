@@ -24,6 +24,7 @@ from atoll.errors import UserError
 BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
 BLANK_LINES_BYTES = re.compile(BLANK_LINES.pattern.encode())
 SCAN_BYTES = 16 << 20
+NUL_SAMPLE_BYTES = 4096
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
@@ -136,13 +137,42 @@ def read_bytes(part: Part, span: Span) -> bytes:
 def _text(part: Part, span: Span) -> str:
     content = read_bytes(part, span)
     try:
-        return content.decode()
+        text = content.decode()
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{part.path} is not UTF-8: byte 0x{content[error.start]:02x} "
-            f"at offset {span.start + error.start}",
-            f"convert it: iconv -f LATIN1 -t UTF-8 {part.path.name}",
-        ) from None
+        raise _not_utf8(part, span, content, error.start) from None
+    if "\0" in text:
+        raise _not_utf8(part, span, content, content.index(b"\0"))
+    return text
+
+
+def _not_utf8(part: Part, span: Span, content: bytes, place: int) -> UserError:
+    """Of bytes that are no UTF-8: what they look like, and what makes UTF-8 of them."""
+    at = f"byte 0x{content[place]:02x} at offset {span.start + place}"
+    with part.path.open("rb") as file:
+        begin = file.read(NUL_SAMPLE_BYTES)
+    encoding = _utf16(begin)
+    if encoding:
+        return UserError(
+            f"{part.path} is not UTF-8 but {encoding}: {at}",
+            f"convert it: iconv -f {encoding} -t UTF-8 {part.path.name} > NEW.txt",
+        )
+    if b"\0" in begin:
+        return UserError(f"{part.path} is no text: {at}", "give files of text, not of a program")
+    return UserError(
+        f"{part.path} is not UTF-8: {at}",
+        f"find its encoding, as `file -i {part.path.name}` guesses it, then: "
+        f"iconv -f ENCODING -t UTF-8 {part.path.name} > NEW.txt",
+    )
+
+
+def _utf16(begin: bytes) -> str:
+    """The kind of UTF-16 that a file begins like, by its mark or by ASCII's empty halves."""
+    if begin.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "UTF-16"
+    low, high = begin[0::2], begin[1::2]
+    if high and high.count(0) > len(high) * 3 / 4 and low.count(0) < len(low) / 8:
+        return "UTF-16LE"
+    return "UTF-16BE" if low.count(0) > len(low) * 3 / 4 and high.count(0) < len(high) / 8 else ""
 
 
 def _jsonl_row(part: Part, number: int, line: bytes) -> tuple[Any, ...]:

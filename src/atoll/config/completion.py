@@ -1,0 +1,104 @@
+"""`atoll completion SHELL`: the script by which bash, zsh or fish complete what is typed."""
+
+import shlex
+from collections.abc import Callable
+
+from atoll.commands import GROUPS, JOBS_OWN, VERBS, VerbParser
+from atoll.config.compose import config_tree, groups
+from atoll.settings import setting_names
+
+ABOUT = """\
+Print a script that completes commands, the choices of each group, and the names of settings:
+  bash   source <(atoll completion bash)
+  zsh    source <(atoll completion zsh)
+  fish   atoll completion fish | source
+Write it into a file that your shell reads when it starts, to have it each time."""
+OF_RUNS = ("status", "logs", "cancel", "report", "diff", "judge", "exclusions")
+
+BASH = """\
+_atoll() {
+    local line=${COMP_LINE:0:COMP_POINT} words=@WORDS@ word before
+    word=${line##* } before=${line% *}
+    case "$before " in
+        *"atoll ") words=@COMMANDS@ ;;
+        @OF_RUNS@) words=$(cd runs 2> /dev/null && printf '%s ' *) ;;
+    esac
+    mapfile -t COMPREPLY < <(compgen -W "$words" -- "$word")
+    [[ ${COMPREPLY[*]} != *= ]] || compopt -o nospace
+    [[ $COMP_WORDBREAKS != *=* ]] || COMPREPLY=("${COMPREPLY[@]#"${word%"${word##*=}"}"}")
+}
+complete -o default -F _atoll atoll train.sbatch
+"""
+ZSH = """\
+_atoll() {
+    if [[ $service == atoll && $CURRENT == 2 ]]; then
+        compadd -- @COMMANDS@
+    elif [[ $service == atoll && ${words[2]} == (@OF_RUNS@) ]]; then
+        compadd -- runs/*(N:t)
+    else
+        compadd -- @CHOICES@
+        compadd -S '' -- @SETTINGS@
+        _files
+    fi
+}
+compdef _atoll atoll train.sbatch
+"""
+FISH = """\
+complete -c atoll -n __fish_use_subcommand -f -a @COMMANDS@
+complete -c atoll -n '__fish_seen_subcommand_from @OF_RUNS@' -f -a '(path basename runs/*)'
+complete -c atoll -n 'not __fish_use_subcommand' -a @WORDS@
+complete -c train.sbatch -a @WORDS@
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Print one script."""
+    parser = VerbParser("completion", ABOUT)
+    parser.add_argument("shell", choices=list(SHELLS), metavar="SHELL", help="bash, zsh or fish")
+    print(SHELLS[parser.read(argv).shell](), end="")
+    return 0
+
+
+def commands() -> list[str]:
+    """What a person types after `atoll`."""
+    return [name for name in VERBS if name not in GROUPS[JOBS_OWN]]
+
+
+def choices() -> list[str]:
+    """Every `group=choice` of the configuration tree."""
+    offered = groups(config_tree())
+    return [f"{group}={name}" for group, names in offered.items() for name in names]
+
+
+def settings() -> list[str]:
+    """Every setting up to its value; groups of settings are no words of their own."""
+    names = list(setting_names())
+    inner = {name.rpartition(".")[0] for name in names}
+    return [f"{name}=" for name in names if name not in inner]
+
+
+def bash() -> str:
+    words = shlex.quote(" ".join([*choices(), *settings()]))
+    of_runs = " | ".join(f'*"atoll {name} "*' for name in OF_RUNS)
+    typed = shlex.quote(" ".join(commands()))
+    return _filled(BASH, WORDS=words, COMMANDS=typed, OF_RUNS=of_runs)
+
+
+def zsh() -> str:
+    typed, chosen, named = (shlex.join(words) for words in (commands(), choices(), settings()))
+    return _filled(ZSH, COMMANDS=typed, CHOICES=chosen, SETTINGS=named, OF_RUNS="|".join(OF_RUNS))
+
+
+def fish() -> str:
+    words = shlex.quote(" ".join([*choices(), *settings()]))
+    typed = shlex.quote(" ".join(commands()))
+    return _filled(FISH, WORDS=words, COMMANDS=typed, OF_RUNS=" ".join(OF_RUNS))
+
+
+def _filled(script: str, **texts: str) -> str:
+    for name, text in texts.items():
+        script = script.replace(f"@{name}@", text)
+    return script
+
+
+SHELLS: dict[str, Callable[[], str]] = {"bash": bash, "zsh": zsh, "fish": fish}
