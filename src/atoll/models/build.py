@@ -122,6 +122,7 @@ def skeleton(config: Any) -> Any:
 
     attention.register()
     auto: Any = AutoModelForSequenceClassification if classifies(config) else AutoModelForCausalLM
+    hf: Any = None
     try:
         with torch.device("meta"):
             hf = auto.from_config(
@@ -130,14 +131,15 @@ def skeleton(config: Any) -> Any:
                 dtype=torch.float32,
                 trust_remote_code=False,
             )
-    except (KeyError, ValueError) as error:
+    except KeyError as error:  # of a table of its own
         if attention.NAME not in str(error):
             raise
+    if hf is None or not hf._supports_attention_backend:
         raise UserError(
             f"transformers computes the attention of {config.model_type} in a way of its own, "
             "which does not keep packed documents apart",
             "choose a model of another family: `atoll models` lists them",
-        ) from error
+        )
     hf.tie_weights()
     return hf
 
