@@ -13,6 +13,7 @@ from atoll.models import attention
 from atoll.models.causal_lm import CausalLM
 from atoll.models.classifier import Classifier, classifies, new_head
 from atoll.models.parts import check_family, parts_of
+from atoll.models.positions import scale_positions
 from atoll.models.source import load_config, local_folder
 from atoll.models.weights import ReadTensor, random_reader, stored_reader
 from atoll.settings import Classes, Model, Training, check_positions
@@ -70,6 +71,8 @@ def _checked_config(
 ) -> Any:
     config = load_config(model, special_ids)
     check_family(config)
+    if model.rope_scaling is not None:
+        scale_positions(config, model.rope_scaling)
     if 0 < vocabulary_tokens - config.vocab_size <= added_tokens:
         config.vocab_size = vocabulary_tokens
     if vocabulary_tokens > config.vocab_size:
