@@ -60,7 +60,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "apertus": ("apertus", {}),
-    "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "gpt_neox": ("gpt_neox", {}),
     "cohere": ("cohere", {"logit_scale": 0.25}),
     "mixtral": ("mixtral", {"num_local_experts": 4} | BALANCED),

@@ -1,5 +1,6 @@
 """Every decoder against transformers' own: the loss, all gradients, and packed documents."""
 
+import copy
 from typing import Any
 
 import defaults
@@ -11,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from atoll.data.batch import Batch
 from atoll.errors import UserError
-from atoll.models import causal_lm, self_check
+from atoll.models import attention, causal_lm, self_check
 from atoll.models.build import build_config, build_model, weights_for
 from atoll.models.causal_lm import CausalLM
 from atoll.models.self_check import TRIED
@@ -36,8 +37,9 @@ def both(name: str, **changes: Any) -> tuple[CausalLM, Any]:
         fill(model.hf, read)
     fill_buffers(model.hf)
     plain = AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
+        copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
     )
+    assert model.hf.config._attn_implementation == attention.NAME
     with torch.no_grad():
         for parameter, own in zip(plain.parameters(), model.hf.parameters(), strict=True):
             own.add_(torch.randn(own.shape) * 0.02)  # norms that are not 1, biases that are not 0
@@ -120,8 +122,8 @@ def test_a_family_that_packing_changes_is_refused(monkeypatch: pytest.MonkeyPatc
         self_check.self_check(config)
 
 
-@pytest.mark.parametrize("family", ["mamba", "falcon", "t5"])
+@pytest.mark.parametrize("family", ["mamba", "falcon", "stablelm", "t5", "gpt_oss"])
 def test_what_cannot_pack_is_refused_with_a_sentence(family: str) -> None:
-    with pytest.raises(UserError, match="atoll models"):
+    with pytest.raises(UserError, match=r"atoll models|asks its attention for s_aux"):
         settings = Model(name="x", config={"model_type": family})
         self_check.self_check(build_config(settings, 128, 32, {}))

@@ -210,7 +210,9 @@ def check_model(run: Run) -> None:
     config = known_config(run.model)
     if config is not None and "model_type" in config:
         shape = shape_of(config)
-        check_positions(shape.positions, run.data.sequence_tokens)
+        scaling = run.model.rope_scaling
+        factor = 1.0 if scaling is None else scaling.factor
+        check_positions(int(shape.positions * factor), run.data.sequence_tokens)
         check_architecture(shape, run.sharding)
 
 

@@ -14,6 +14,7 @@ from atoll.models.causal_lm import CausalLM
 from atoll.models.classifier import Classifier, classifies, new_head
 from atoll.models.pair_ranker import PairRanker
 from atoll.models.parts import check_family, parts_of
+from atoll.models.positions import scale_positions
 from atoll.models.source import load_config, local_folder
 from atoll.models.weights import ReadTensor, random_reader, stored_reader
 from atoll.settings import Classes, Model, Task, Training, check_positions
@@ -71,6 +72,8 @@ def _checked_config(
 ) -> Any:
     config = load_config(model, special_ids)
     check_family(config)
+    if model.rope_scaling is not None:
+        scale_positions(config, model.rope_scaling)
     if 0 < vocabulary_tokens - config.vocab_size <= added_tokens:
         config.vocab_size = vocabulary_tokens
     if vocabulary_tokens > config.vocab_size:
@@ -130,6 +133,7 @@ def skeleton(config: Any) -> Any:
 
     attention.register()
     auto: Any = AutoModelForSequenceClassification if classifies(config) else AutoModelForCausalLM
+    hf: Any = None
     try:
         with torch.device("meta"):
             hf = auto.from_config(
@@ -138,14 +142,15 @@ def skeleton(config: Any) -> Any:
                 dtype=torch.float32,
                 trust_remote_code=False,
             )
-    except (KeyError, ValueError) as error:
+    except KeyError as error:  # of a table of its own
         if attention.NAME not in str(error):
             raise
+    if hf is None or not hf._supports_attention_backend:
         raise UserError(
             f"transformers computes the attention of {config.model_type} in a way of its own, "
             "which does not keep packed documents apart",
             "choose a model of another family: `atoll models` lists them",
-        ) from error
+        )
     hf.tie_weights()
     return hf
 

@@ -11,7 +11,6 @@ class Decoder:
     norms: int = 2  # vectors as wide as the hidden states; a norm with a bias has two
     query_norms: str = ""  # of queries and keys: as wide as one head, or as all of them
     qkv_bias: bool = False  # always; `attention_bias` where it is a choice
-    output_bias: bool = True  # of attention, where the others have a choice of one
     gated: bool = True  # the MLP has two matrices up, and one down
     more: int = 0  # an activation function's own
 
@@ -23,7 +22,7 @@ class Decoder:
         split = qkv * int(self.qkv_bias or s.attention_bias) + s.mlp_bias * ups * s.intermediate
         widths = {"": 0, "head": 2 * s.head_width, "whole": s.query_width + s.kv_width}
         # norms, and biases of outputs
-        whole = (self.norms + s.attention_bias * self.output_bias + s.mlp_bias) * s.hidden
+        whole = (self.norms + s.attention_bias + s.mlp_bias) * s.hidden
         return attention + mlp, split, whole + widths[self.query_norms] + self.more
 
 
@@ -34,11 +33,9 @@ class Line:
     block: Decoder = Decoder()
     head_dim: int = 0
     tied: bool = False
-    last_norm: int = 1  # vectors after the blocks
     splits_matrices: bool = True  # among tensor ranks, by transformers' own plan
     active_experts: int = 0
     expert_width: str = "intermediate_size"
-    names: tuple[tuple[str, str], ...] = ()
 
 
 DECODERS = {
@@ -53,12 +50,6 @@ DECODERS = {
     "smollm3": Line(tied=True),
     "granite": Line(),
     "apertus": Line(Decoder(query_norms="head", gated=False, more=2), splits_matrices=False),
-    "stablelm": Line(
-        Decoder(norms=4, output_bias=False),
-        last_norm=2,
-        splits_matrices=False,
-        names=(("attention_bias", "use_qkv_bias"),),
-    ),
     "cohere": Line(Decoder(norms=1), tied=True),
     "mixtral": Line(splits_matrices=False, active_experts=2),
     "qwen3_moe": Line(

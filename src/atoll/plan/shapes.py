@@ -155,11 +155,11 @@ DECODER_NAMES = {
 
 def _decoder(line: Line) -> Family:
     """The family of a line; sizes that nothing gives are asked for by their names."""
-    names = DECODER_NAMES | dict(line.names) | {"moe_intermediate": line.expert_width}
+    names = DECODER_NAMES | {"moe_intermediate": line.expert_width}
     names |= {"active_experts": "num_experts_per_tok"}
     return Family(
         line.block,
-        lambda s: s.vocabulary * s.hidden + line.last_norm * s.hidden,
+        lambda s: s.vocabulary * s.hidden + s.hidden,
         {"head_dim": line.head_dim, "tied": line.tied, "positions": 2048}
         | {"active_experts": line.active_experts},
         names,

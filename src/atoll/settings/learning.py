@@ -26,6 +26,13 @@ class Lora(Settings):
     targets: list[str] | Literal["all-linear"] = "all-linear"
 
 
+class RopeScaling(Settings):
+    """Rotary positions stretched, so that a model takes longer samples than it was made for."""
+
+    kind: Literal["linear", "yarn"]
+    factor: Annotated[float, Field(gt=1.0)]
+
+
 class Model(Settings):
     """A Hugging Face model: a folder, a hub name, or a configuration to initialise at random."""
 
@@ -33,6 +40,7 @@ class Model(Settings):
     source: str | None = None
     revision: str | None = None
     config: dict[str, Any] = {}
+    rope_scaling: RopeScaling | None = None
     lora: Lora | None = None
     quantisation: Literal["none", "int8", "nf4"] = "none"  # of weights that stay
 
@@ -192,7 +200,8 @@ def check_positions(positions: int, sequence_tokens: int) -> None:
         raise UserError(
             f"data.sequence_tokens ({sequence_tokens}) is more than the model's "
             f"max_position_embeddings ({positions})",
-            f"set data.sequence_tokens={positions} or less",
+            f"set data.sequence_tokens={positions} or less, or scale rotary positions: "
+            "model.rope_scaling.kind=yarn model.rope_scaling.factor=NUMBER",
         )
 
 
