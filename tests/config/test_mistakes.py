@@ -6,7 +6,7 @@ import re
 import pytest
 
 from atoll.__main__ import main
-from atoll.config.compose import compose_all
+from atoll.config.compose import campaign_values, compose_all
 from atoll.errors import UserError
 
 CASES = [
@@ -168,3 +168,8 @@ def test_letters_beyond_ascii_in_lists_and_prompts(composed):
 def test_a_sweep_must_have_a_number_of_values(line, tree):
     with pytest.raises(UserError, match="no values to take in turn: nodes="):
         compose_all(["facility=laptop", line], multirun=True, tree=tree)
+
+
+def test_letters_beyond_ascii_in_a_campaign(tree):
+    words = ["federation=demo", "folder=/home/Forschung für alle/my code/c"]
+    assert campaign_values(words, tree)["folder"] == "/home/Forschung für alle/my code/c"

@@ -1,0 +1,96 @@
+"""What is refused or said before a run is started here, and what machines read of it."""
+
+import json
+
+import pytest
+
+from atoll.__main__ import main
+from atoll.cluster import submit
+from atoll.config.compose import compose
+from atoll.monitor.progress import Progress
+
+LAPTOP = ("facility=laptop", "name=x")
+
+
+class StartedError(Exception):
+    """In place of a start: where a run would have become another program."""
+
+
+@pytest.fixture(autouse=True)
+def no_start(monkeypatch):
+    def execvp(program, words):
+        raise StartedError
+
+    monkeypatch.setattr(submit.os, "execvp", execvp)
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("folders.runs=FILE/runs", "cannot write the run folder FILE/runs/x: Not a directory"),
+        ("folders.prepared=FILE/p", "cannot make FILE/p: Not a directory"),
+        ("model.source=/no/such/folder", "no such folder: model.source=/no/such/folder"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_named(word, found, here, capsys):
+    (here / "file").touch()
+    file = str(here / "file")
+    assert main(["submit", *LAPTOP, word.replace("FILE", file)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"atoll: {found.replace('FILE', file)}" and len(lines) == 2
+    if word.startswith("folders"):
+        assert lines[1].strip() == f"give another place: {word.partition('=')[0]}=FOLDER"
+
+
+def test_an_environment_of_a_login_node_starts_no_training(here, monkeypatch, capsys):
+    monkeypatch.setattr(submit, "find_spec", lambda name: None)
+    assert main(["submit", *LAPTOP]) == 2
+    found, hint = capsys.readouterr().err.splitlines()
+    assert "has no torch" in found and "make setup" in hint
+    assert not (here / "runs").exists()
+    assert main(["submit", "--dry-run", *LAPTOP]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ([], "evaluating llama_tiny, untrained (model.source=FOLDER gives a model), on what"),
+        (["model.source=HERE"], "evaluating HERE, on what python_stdlib holds out"),
+    ],
+)
+def test_evaluate_says_what_it_evaluates(words, shown, here, capsys):
+    words = [word.replace("HERE", str(here)) for word in words]
+    with pytest.raises(StartedError):
+        main(["evaluate", *LAPTOP, *words])
+    assert shown.replace("HERE", str(here)) in capsys.readouterr().err
+
+
+def test_a_sweep_counts_its_dry_runs(capsys):
+    words = ["facility=laptop", "seed=1,2", "sharding=ddp"]
+    assert main(["submit", "--dry-run", "--multirun", *words]) == 0
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# 1/2")]
+    assert heads == ["# 1/2 seed=1"]
+
+
+def test_compose_and_plan_as_json(capsys):
+    assert main(["compose", "--json", *LAPTOP]) == 0
+    [run] = json.loads(capsys.readouterr().out)
+    assert run["settings"] == compose(LAPTOP).run.model_dump(mode="json")
+    assert run["sources"]["name"] == "command line"
+    assert main(["plan", "--json", *LAPTOP]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["submit"][-len(plan["chosen"]) :] == plan["chosen"]
+    assert {tuple(option["overrides"]) for option in plan["options"]} >= {tuple(plan["chosen"])}
+    assert all(option["memory_bytes"]["peak"] > 0 for option in plan["options"])
+
+
+def test_a_progress_bar_shows_no_figures_before_there_are_any():
+    progress = Progress(total_steps=9, first_step=0)
+    progress.bar = progress._bar()
+    progress.started = 0.0
+    [task] = progress.bar.tasks
+    assert task.fields["figures"] == ""
+    line = {"event": "train", "step": 3, "loss": 2.5, "tokens_per_second": 1234.0}
+    progress.show(line)
+    assert task.fields["figures"] == "loss 2.5000  1,234 tokens/s"
+    progress.on_end()
