@@ -189,7 +189,8 @@ def peer_steps(folder: Path) -> list[tuple[int, float]]:
 
 def peers(step_seconds: float) -> list[Side]:
     script = f"{sys.executable} {Path(__file__).with_name('peer_steps.py')}"
-    srun = f"srun --ntasks-per-node={RANKS_PER_NODE} --overcommit --kill-on-bad-exit=1"
+    tasks = f"--ntasks={NODES * RANKS_PER_NODE} --ntasks-per-node={RANKS_PER_NODE}"
+    srun = f"srun {tasks} --cpus-per-task=1 --kill-on-bad-exit=1"
     again = f"{srun} {script} srun FOLDER || scontrol requeue $SLURM_JOB_ID"
     meeting = "--rdzv-backend=c10d --rdzv-endpoint=$(hostname):29711 --rdzv-id=1"
     agent = f"-m torch.distributed.run --nnodes={NODES} --nproc-per-node={RANKS_PER_NODE}"
