@@ -171,5 +171,5 @@ def test_a_sweep_must_have_a_number_of_values(line, tree):
 
 
 def test_letters_beyond_ascii_in_a_campaign(tree):
-    words = ["federation=demo", "folder=/home/Forschung für alle/my code/c"]
-    assert campaign_values(words, tree)["folder"] == "/home/Forschung für alle/my code/c"
+    words = ["federation=demo", "folder=/data/Forschung für alle/my code/c"]
+    assert campaign_values(words, tree)["folder"] == "/data/Forschung für alle/my code/c"
