@@ -21,7 +21,7 @@ LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-versio
 # About 25 minutes on 2 cores; what needs a testbed, and what tables other than speed, is beside it.
 BENCH := host_start tokenize_rate packing short_attention loop_overhead trainer_against_hf checkpoint_against_dcp \
 	export_against_save_pretrained store_clients launch_to_first_collective aggregate_against_mean \
-	watch_overhead guard_cost many_ranks goodput_simulation
+	watch_overhead guard_cost many_ranks goodput_simulation trainer_against_trl
 GPU_PYTHON ?= 3.12
 GPU_PIP := $(PIP) install --quiet --upgrade --no-deps --no-compile --only-binary=:all: \
 	--python-version $(GPU_PYTHON) --implementation cp --platform manylinux_2_28_x86_64 \
@@ -131,13 +131,13 @@ gpu-travel: $(READY) ## Download them into .build/gpu, for GPU_PYTHON (3.12)
 	$(GPU_PIP) --target .build/gpu/peers torchtitan==0.2.2 torchdata==0.11.0 tyro==1.0.17 \
 		docstring-parser==0.18.0 typeguard==4.6.0 litgpt==0.5.13 jsonargparse==4.41.0
 
-bench-trainer_against_hf bench-faults_of_peers: .build/peers/.ready
+bench-trainer_against_hf bench-trainer_against_trl bench-faults_of_peers: .build/peers/.ready
 
 # Without what they ask for: the versions here are those that all sides share.
 .build/peers/.ready: $(READY)
 	$(PIP) install --quiet --upgrade --no-deps --target $(@D) litgpt==0.5.13 jsonargparse==4.41.0 \
 		lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 \
-		submitit==1.5.4 cloudpickle==3.1.2
+		submitit==1.5.4 cloudpickle==3.1.2 trl==1.16.0
 	@touch $@
 
 bench-%: $(READY) ## Run one of them: benchmarks/%.py (bench-report: draw what was measured)
