@@ -1,6 +1,9 @@
 """What the blocks of decoders have beside Llama's: one line a family, held against the models."""
 
+import importlib.util
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -60,3 +63,17 @@ DECODERS = {
     ),
     "olmoe": Line(Decoder(query_norms="whole"), splits_matrices=False, active_experts=8),
 }
+
+
+def is_decoder(model_type: str) -> bool | None:
+    """Whether transformers has a text decoder of that name; None where it is not installed.
+
+    Its table is read as text: to import it takes seconds.
+    """
+    installed = importlib.util.find_spec("transformers")
+    if installed is None or not installed.submodule_search_locations:
+        return None
+    table = Path(installed.submodule_search_locations[0]) / "models" / "auto" / "modeling_auto.py"
+    text = table.read_text() if table.is_file() else ""
+    named = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES\b.*?^\)", text, re.DOTALL | re.MULTILINE)
+    return f'("{model_type}", ' in named[0] if named else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import UserError
-from atoll.plan.decoders import DECODERS, Decoder, Line
+from atoll.plan.decoders import DECODERS, Decoder, Line, is_decoder
 from atoll.settings import Model, Sharding
 
 # A size of a shape -> what most configurations call it; a family says where its own differ.
@@ -212,12 +212,18 @@ def family_of(name: str) -> Family:
 def shape_of(config: Mapping[str, Any]) -> Shape:
     """The shape that a configuration (config.json's content) describes.
 
-    Raises `UserError` for one that lacks a size of a text decoder.
+    Raises `UserError` for no text decoder, or one that lacks a size.
     """
     name = str(config.get("model_type"))
     family = family_of(name)
     given = {size: config.get(own) for size, own in {**NAMES, **family.names}.items()}
     sizes = {**family.defaults, **{size: v for size, v in given.items() if v is not None}}
+    if name not in FAMILIES and is_decoder(name) is False:
+        raise UserError(
+            f"no parts are known for models of type {name!r}: transformers has no decoder of that "
+            "name",
+            f"choose one of {', '.join(FAMILIES)}, or any other that it has a decoder of",
+        )
     if missing := [NAMES[n] for n in ("layers", "hidden", "heads", "vocabulary") if n not in sizes]:
         raise UserError(
             f"no parts are known for models of type {name!r}, and the configuration lacks "

@@ -51,11 +51,11 @@ def fingerprint(rows: Any, field: str) -> str:
 
 
 def _in_order(data: Data, split: str, setting: str) -> Any:
-    is_away = use_cache_if_unreachable()
+    name, folder = str(data.hub), Path(str(data.hub)).expanduser()
+    is_away = not folder.exists() and use_cache_if_unreachable()
     import datasets
 
     datasets.disable_progress_bars()
-    name, folder = str(data.hub), Path(str(data.hub)).expanduser()
     words, more = _request(data, name, folder, split)
     try:
         if not any((folder / file).is_file() for file in ("state.json", "dataset_dict.json")):
