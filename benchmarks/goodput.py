@@ -1,7 +1,7 @@
 """Faults drawn at random against trainings on a real Slurm: who is named, and what is lost.
 
     make testbed
-    python benchmarks/goodput.py [--faults 300] [--compared 15] [--seed 1] [--check]
+    python benchmarks/goodput.py [--faults 300] [--minutes 90] [--compared 15] [--check]
 
 Runs of two virtual nodes with a spare one meet faults of ten kinds, each so many steps after the
 run got on again; a node that was left out is given back, as if it had been repaired. Where a run
@@ -355,18 +355,21 @@ def reference(runs: Path) -> tuple[dict[int, float], float]:
     return losses(folder), statistics.median(gap for gap in gaps if gap > 0)
 
 
-def ours(drawn: list[Drawn], runs: Path, unharmed: dict[int, float]) -> dict[str, Any]:
-    """Run after run until every fault has happened: what became of each, and of the runs."""
+def ours(
+    drawn: list[Drawn], runs: Path, unharmed: dict[int, float], minutes: float
+) -> dict[str, Any]:
+    """Run after run until every fault has happened, or the time is over: what became of each."""
+    over = time.monotonic() + 60 * minutes
     side, all_met, columns, number = our_side(), [], Counter[str](), 0
     differing, accounted = [], []
     pending = [[d for d in drawn if d.kind != "the loss is no number"]]
     pending.append([d for d in drawn if d.kind == "the loss is no number"])  # their data differ
     for part in pending:
-        while part:
+        while part and time.monotonic() < over:
             number += 1
             folder = runs / f"run-{number}"
             side.submit(folder)
-            met = until_finished(side, folder, part, runs)
+            met = until_finished(side, folder, part, runs, over)
             all_met += met
             if not any(each.kind == "the loss is no number" for each in met):
                 differing += [folder.name] if losses(folder) != unharmed else []
@@ -379,10 +382,12 @@ def ours(drawn: list[Drawn], runs: Path, unharmed: dict[int, float]) -> dict[str
     return about | {"faults": [vars(each) for each in all_met]}
 
 
-def until_finished(side: Side, folder: Path, part: list[Drawn], runs: Path) -> list[Met]:
+def until_finished(
+    side: Side, folder: Path, part: list[Drawn], runs: Path, over: float
+) -> list[Met]:
     """Take faults from the front of `part` as long as the run trains."""
     met, resumed = [], 0
-    while part:
+    while part and time.monotonic() < over:
         if part[0].kind == "a node is slow" and resumed > STEPS // 2:
             part.append(part.pop(0))  # it takes steps to be seen
             if part[0].kind == "a node is slow":
@@ -454,6 +459,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--faults", type=int, default=300)
     parser.add_argument("--compared", type=int, default=15, help="faults that peers meet too")
+    parser.add_argument("--minutes", type=float, default=90, help="after which no more of ours")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--check", action="store_true", help="fail where a fault is told wrongly")
@@ -465,7 +471,11 @@ def main() -> int:
     with disk() as runs:
         unharmed, step_seconds = reference(runs)
         drawn = draw(arguments.faults, arguments.seed, rank_count, arguments.kinds)
-        found = ours(drawn, runs, unharmed) if drawn else {"faults": [], "runs_that_differ": []}
+        found = (
+            ours(drawn, runs, unharmed, arguments.minutes)
+            if drawn
+            else {"faults": [], "runs_that_differ": []}
+        )
         by_kind(found)
         common = draw(arguments.compared, arguments.seed, rank_count, COMMON)
         sides = [our_side(), *peers(step_seconds)] if common else []
