@@ -362,8 +362,8 @@ def ours(
     over = time.monotonic() + 60 * minutes
     side, all_met, columns, number = our_side(), [], Counter[str](), 0
     differing, accounted = [], []
-    pending = [[d for d in drawn if d.kind != "the loss is no number"]]
-    pending.append([d for d in drawn if d.kind == "the loss is no number"])  # their data differ
+    pending = [[d for d in drawn if d.kind == "the loss is no number"]]  # their batches differ
+    pending.append([d for d in drawn if d.kind != "the loss is no number"])
     for part in pending:
         while part and time.monotonic() < over:
             number += 1
