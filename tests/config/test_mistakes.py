@@ -62,7 +62,7 @@ CASES = [
     (["name=${oc.env:NOT_SET_ANYWHERE}"], "NOT_SET_ANYWHERE", "name"),
     (["name=${nowhere}"], "nowhere", "name"),
     (["data.template=none"], "{text}", "settings"),
-    (["training.epochs=1"], "training.steps and training.epochs", "settings"),
+    (["training.epochs=1"], "and both are set", "training.steps=null training.epochs=1"),
     (["training.global_batch_samples=3"], "(3)", "settings"),
     (["training.device_batch_samples=3"], "(64) is not", "set one of them, the other to null"),
     (["training.global_batch_samples=null"], "a step has no samples", "device_batch_samples=4"),

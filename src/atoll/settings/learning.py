@@ -257,7 +257,14 @@ class Training(Settings):
     @model_validator(mode="after")
     def _one_length(self) -> "Training":
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError("choose one of training.steps and training.epochs, the other null")
+            steps, epochs = self.steps or 1000, self.epochs or 1
+            given = "both are" if self.steps is not None else "neither is"
+            raise ValueError(
+                f"one of training.steps and training.epochs says when training ends, and {given} "
+                "set",
+                f"training.steps={steps} training.epochs=null, or training.steps=null "
+                f"training.epochs={epochs:g}",
+            )
         return self
 
 
