@@ -29,10 +29,12 @@ def test_a_queue_s_limit_is_refused_before_slurm_is_asked(site):
 def test_a_sweep_prints_three_jobs(site):
     line = ["sbatch/train.sbatch", "--multirun", "facility=testbed", "nodes=1,2,4"]
     answer = site.type(*line, "facility.submit.hold=true")
-    jobs = [text.split()[1].rstrip(":") for text in answer.splitlines()]
+    lines = answer.splitlines()
+    assert [line.split()[1] for line in lines[::2]] == ["nodes=1", "nodes=2", "nodes=4"]
+    jobs = [text.split()[1].rstrip(":") for text in lines[1::2]]
     assert len(set(jobs)) == 3
     assert all(job.isdigit() for job in jobs)
-    folders = [text.split()[-1] for text in answer.splitlines()]
+    folders = [text.split()[-1] for text in lines[1::2]]
     assert "queued, job" in site.atoll("status", folders[0])
     site.type("scancel", *jobs)
     assert "failed" in site.atoll("status", folders[0])
