@@ -194,8 +194,10 @@ def peers(step_seconds: float) -> list[Side]:
     again = f"{srun} {script} srun FOLDER || scontrol requeue $SLURM_JOB_ID"
     meeting = "--rdzv-backend=c10d --rdzv-endpoint=$(hostname):29711 --rdzv-id=1"
     agent = f"-m torch.distributed.run --nnodes={NODES} --nproc-per-node={RANKS_PER_NODE}"
+    # else its agents count their restarts apart and meet in stale stores (pytorch issue 135712)
+    own_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     torchrun = (
-        f"srun {sys.executable} {agent} --max-restarts=1000 {meeting} "
+        f"{own_store} srun {sys.executable} {agent} --max-restarts=1000 {meeting} "
         f"{script.split()[1]} torchrun FOLDER"
     )
     return [
@@ -232,13 +234,16 @@ def come_to(side: Side, folder: Path, step: int) -> bool:
     while not (side.step(folder) > step and len(side.ranks(folder)) == NODES * RANKS_PER_NODE):
         if side.is_finished(folder):
             return False
+        if time.monotonic() > until:
+            if side.name == "ours":
+                raise RuntimeError(f"no step after {step} in {PATIENCE_SECONDS} s")
+            subprocess.run(["scancel", side.job(folder)], check=False)  # as its user would
+            until = time.monotonic() + PATIENCE_SECONDS
         if time.monotonic() - asked > 2:
             asked = time.monotonic()
             if not is_live(side, folder) and not side.is_finished(folder):
                 side.typed.append(folder)
                 side.submit(folder)
-        if time.monotonic() > until:
-            raise RuntimeError(f"{side.name}: no step after {step} in {PATIENCE_SECONDS} s")
         time.sleep(0.02)
     return True
 
