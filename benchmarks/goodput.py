@@ -257,15 +257,26 @@ class Met:
     seconds: float  # until the training was past the same step again
     right: bool  # as it should be: who is named, who is left out, who had to type
     what: str
+    node: str
 
 
-def meet(side: Side, folder: Path, drawn: Drawn, runs: Path) -> Met:
+def victim_of(drawn: Drawn, ranks: Sequence[RankProcess], slow_node: str) -> RankProcess:
+    """The rank that was drawn; where a node is slow already, it is that one which fails next.
+
+    Both would be left out, and four nodes are too few for that.
+    """
+    blame = (WRITTEN[drawn.kind] or ("", ""))[1]
+    among = [r for r in ranks if r.node == slow_node] if blame == "node" and slow_node else ranks
+    return sorted(among, key=lambda rank: rank.rank)[drawn.rank % len(among)]
+
+
+def meet(side: Side, folder: Path, drawn: Drawn, runs: Path, slow_node: str = "") -> Met:
     """Make one fault happen, and wait until the training is where it was."""
-    ranks = {rank.rank: rank for rank in side.ranks(folder)}
-    victim = ranks[drawn.rank]
+    ranks = side.ranks(folder)
+    victim = victim_of(drawn, ranks, slow_node)
     step, known, typed = side.step(folder), len(faults(folder)), len(side.typed)
     began, starts, what = time.monotonic(), side.starts(folder), ""
-    end = drawn_faults.happens(drawn, Scene(list(ranks.values()), victim, side.job(folder), runs))
+    end = drawn_faults.happens(drawn, Scene(ranks, victim, side.job(folder), runs))
     if drawn.kind in GOES_ON:
         patience = SLOW_PATIENCE_SECONDS
         wait(lambda: len(faults(folder)) > known or side.is_finished(folder), patience)
@@ -280,14 +291,15 @@ def meet(side: Side, folder: Path, drawn: Drawn, runs: Path) -> Met:
     come_to(side, folder, step)
     seconds = time.monotonic() - began
     if side.name != "ours":
-        return Met(drawn.kind, step, seconds, True, "")
-    what = what or judged(drawn, victim, faults(folder)[known:], set(excluded(folder)))
+        return Met(drawn.kind, step, seconds, True, "", victim.node)
+    left_out = set(excluded(folder))
+    new = faults(folder)[known:]
+    what = what or judged(drawn, victim, new, left_out - ({slow_node} - {victim.node}))
     if len(side.typed) > typed and drawn.kind not in BY_A_PERSON:
         what = what or "the line had to be typed again"
-    left_out = sorted(excluded(folder))
     if left_out:
-        take_back(folder, left_out)
-    return Met(drawn.kind, step, seconds, not what, what)
+        take_back(folder, sorted(left_out))
+    return Met(drawn.kind, step, seconds, not what, what, victim.node)
 
 
 def not_told(folder: Path) -> str:
@@ -387,19 +399,28 @@ def ours(
     return about | {"faults": [vars(each) for each in all_met]}
 
 
+def is_time_for(drawn: Drawn, resumed: int, slow_node: str) -> bool:
+    """Whether so many steps are left that it can be seen, and no node is slow already."""
+    if drawn.kind == "a node is slow":
+        return resumed <= STEPS // 2 and not slow_node
+    return drawn.kind != "the loss is no number" or resumed + drawn.steps <= STEPS - 60
+
+
 def until_finished(
     side: Side, folder: Path, part: list[Drawn], runs: Path, over: float
 ) -> list[Met]:
     """Take faults from the front of `part` as long as the run trains."""
-    met, resumed = [], 0
-    while part and time.monotonic() < over:
-        if part[0].kind == "a node is slow" and resumed > STEPS // 2:
-            part.append(part.pop(0))  # it takes steps to be seen
-            if part[0].kind == "a node is slow":
-                break
-        if not come_to(side, folder, resumed + part[0].steps):
+    met, resumed, slow_node = [], 0, ""
+    while time.monotonic() < over:
+        following = next((each for each in part if is_time_for(each, resumed, slow_node)), None)
+        if following is None or not come_to(side, folder, resumed + following.steps):
             break
-        met.append(meet(side, folder, part.pop(0), runs))
+        part.remove(following)
+        met.append(meet(side, folder, following, runs, slow_node))
+        if following.kind == "a node is slow":
+            slow_node = met[-1].node
+        elif following.kind not in GOES_ON:
+            slow_node = ""
         resumed = side.step(folder)
         told = met[-1]
         print(
