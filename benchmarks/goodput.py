@@ -294,7 +294,7 @@ def meet(side: Side, folder: Path, drawn: Drawn, runs: Path, slow_node: str = ""
         return Met(drawn.kind, step, seconds, True, "", victim.node)
     left_out = set(excluded(folder))
     new = faults(folder)[known:]
-    what = what or judged(drawn, victim, new, left_out - ({slow_node} - {victim.node}))
+    what = what or judged(drawn, victim, new, left_out - {slow_node})
     if len(side.typed) > typed and drawn.kind not in BY_A_PERSON:
         what = what or "the line had to be typed again"
     if left_out:
