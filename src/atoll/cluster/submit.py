@@ -259,9 +259,12 @@ def _queue(composition: Composition, environment: Mapping[str, str], entrypoint:
     run_dir.restarts_file(folder).unlink(missing_ok=True)  # a person starts the count anew
     try:
         job = queued(_submission(run), without_outer_job(environment))
-    except UserError:
+    except UserError as error:
         if not known:  # nothing that its corrected form would trip over
             _discard(folder)
+        if nodes := excluded(folder):  # which may be what leaves too few
+            undo = f"without {', '.join(nodes)} (atoll exclusions {folder} --take-back NODE)"
+            raise UserError(error.found, f"{error.hint}; {undo}") from error
         raise
     with open(run_dir.jobs_file(folder), "a") as file:  # for `atoll status`
         file.write(f"{run.facility.scheduler} {job}\n")
