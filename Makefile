@@ -12,6 +12,7 @@ IMAGE_CACHE ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+HOST_READY := $(VENV)/.host-ready
 LOCKS := containers/locks
 # Isolated (-I), so that the PYTHONPATH of a module system cannot interfere.
 PIP := $(BIN)/python -Im pip --disable-pip-version-check
@@ -33,7 +34,7 @@ unexport PYTHONHOME PYTHONPATH
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two benchmarks at once would measure each other
-.PHONY: help setup demo demo-federation rehearse test test-full test-image test-image-full mutants \
+.PHONY: help setup setup-host wheel demo demo-federation rehearse test test-full test-image test-image-full mutants \
 	testbed testbed-down streamflow lint format bench bench-testbed bench-gpu gpu-travel lock clean distclean
 
 help: ## Show this list
@@ -45,10 +46,13 @@ setup: $(READY) ## Make .venv: torch, and all else at the locked versions
 ifeq ($(origin TORCH),command line)
 .PHONY: $(READY)
 endif
+define check_python
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	echo "Python 3.10 or newer is needed; $(PYTHON) is: $$($(PYTHON) --version 2>&1)"; \
+	echo "Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
+endef
 $(READY): pyproject.toml setup/virtual_environment.py $(wildcard $(LOCKS)/*.txt)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-		echo "Python 3.10 or newer is needed; $(PYTHON) is: $$($(PYTHON) --version 2>&1)"; \
-		echo "Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
+	$(check_python)
 	@rm -f $@
 	$(PYTHON) setup/virtual_environment.py $(VENV)
 	$(PIP_LOCKED) -r $(LOCKS)/build.txt
@@ -57,6 +61,20 @@ $(READY): pyproject.toml setup/virtual_environment.py $(wildcard $(LOCKS)/*.txt)
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	$(PIP) check
 	@touch $@
+
+setup-host: $(HOST_READY) ## Make .venv for a login node alone: composes and submits, has no torch
+
+$(HOST_READY): pyproject.toml setup/virtual_environment.py $(wildcard $(LOCKS)/host.txt)
+	$(check_python)
+	$(PYTHON) setup/virtual_environment.py $(VENV)
+	$(PIP_LOCKED) -r $(LOCKS)/build.txt
+	$(PIP_LOCKED) -r $(LOCKS)/host.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+wheel: $(READY) ## Build dist/*.whl: an Atoll to pip install where there is no clone
+	rm -rf build
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 demo: $(READY) ## Train, evaluate, export and sample a small model on this machine
 	sbatch/train.sbatch facility=laptop experiment=demo $(ARGS)
