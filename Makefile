@@ -34,7 +34,7 @@ unexport PYTHONHOME PYTHONPATH
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two benchmarks at once would measure each other
-.PHONY: help setup setup-host wheel demo demo-federation rehearse test test-full test-image test-image-full mutants \
+.PHONY: help setup setup-host wheel docs demo demo-federation rehearse test test-full test-image test-image-full mutants \
 	testbed testbed-down streamflow lint format bench bench-testbed bench-gpu gpu-travel lock clean distclean
 
 help: ## Show this list
@@ -124,6 +124,14 @@ testbed: streamflow ## As root: two real Slurms of virtual nodes and a real Appt
 testbed-down: ## Stop it; what it installed stays
 	$(PYTHON) tests/testbed/testbed.py down
 
+docs: $(READY) .build/docs/.ready ## Build the site of docs/, with the reference, into site/
+	$(BIN)/python setup/reference.py docs/reference
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=.build/docs $(BIN)/python -m mkdocs build --strict --quiet --site-dir site $(ARGS)
+
+.build/docs/.ready: $(READY) $(LOCKS)/docs.txt
+	$(PIP_LOCKED) --upgrade --target $(@D) -r $(LOCKS)/docs.txt
+	@touch $@
+
 lint: $(READY) ## Check formatting, code, types and shell
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -134,7 +142,7 @@ format: $(READY) ## Format the code and fix what ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(BENCH:%=bench-%) bench-report ## Us and each peer in turns: about 25 minutes, then the table in README.md
+bench: $(BENCH:%=bench-%) bench-report ## Us and each peer in turns: about 25 minutes, then docs/benchmarks.md
 
 bench-testbed: $(BENCH_TESTBED:%=bench-%) ## The same of images and queues, after make testbed image-cpu
 
@@ -166,13 +174,15 @@ lock: $(READY) ## Pin again what pyproject.toml asks for (ARGS=--upgrade: at the
 		--generate-hashes --no-header --output-file $(LOCKS)/build.txt $(ARGS)
 	$(BIN)/uv pip compile --group streamflow --quiet --universal --python-version 3.10 \
 		--generate-hashes --no-header --output-file $(LOCKS)/streamflow.txt $(ARGS)
+	$(BIN)/uv pip compile --group docs --quiet --universal --python-version 3.10 \
+		--generate-hashes --no-header --output-file $(LOCKS)/docs.txt $(ARGS)
 	$(LOCK) --extra dev --output-file $(LOCKS)/dev.txt $(ARGS)
 	$(LOCK) --extra train --constraint $(LOCKS)/dev.txt --output-file $(LOCKS)/train.txt
 	$(LOCK) --extra test --constraint $(LOCKS)/dev.txt --output-file $(LOCKS)/image.txt
 	$(LOCK) --constraint $(LOCKS)/dev.txt --output-file $(LOCKS)/host.txt
 
 clean: ## Remove caches and build leftovers
-	rm -rf .build build .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .build build dist site docs/reference .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests benchmarks setup -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove .venv too; runs/ and prepared/ stay

@@ -23,7 +23,7 @@ class BuildWithWorkingFolder(build_py):
         target = Path(self.build_lib) / "atoll" / "working_folder"
         shutil.rmtree(target, ignore_errors=True)  # of an earlier build
         for part in CARRIED:
-            leave = shutil.ignore_patterns("__pycache__", "local")
+            leave = shutil.ignore_patterns("__pycache__", "local", "reference")
             shutil.copytree(ROOT / part, target / part, ignore=leave)
         local = Path("hydra_conf", "local", "README.md")  # the rest of it is one user's own
         (target / local).parent.mkdir()

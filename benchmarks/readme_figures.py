@@ -116,7 +116,7 @@ def figure(rows: Iterable[Row]) -> str:
         parts += [
             f'<text x="20" y="{y + 12}" fill="#1b2a33">{escape(number.what)}</text>',
             f'<rect x="20" y="{y + 18}" width="{times * unit:.0f}" height="14" fill="#0b7285"/>',
-            f'<text x="{times * unit + 28:.0f}" y="{y + 30}" fill="#1b2a33">{times:.3g} × '
+            f'<text x="{times * unit + 28:.0f}" y="{y + 30}" fill="#1b2a33">{times:.3g} x '
             f"{escape(number.peer)}</text>",
         ]
     line = f'<line x1="{20 + unit:.0f}" x2="{20 + unit:.0f}" y1="44" y2="{height - 12}"'

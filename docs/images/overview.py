@@ -1,6 +1,6 @@
 """Draw docs/images/overview.svg: one command, the facilities of this version, one model.
 
-    python docs/images/overview.py
+python docs/images/overview.py
 """
 
 import sys
