@@ -34,7 +34,8 @@ unexport PYTHONHOME PYTHONPATH
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two benchmarks at once would measure each other
-.PHONY: help setup setup-host wheel docs demo demo-federation rehearse test test-full test-image test-image-full mutants \
+.PHONY: help setup setup-host wheel docs demo demo-federation rehearse test test-full test-image \
+	test-image-full mutants \
 	testbed testbed-down streamflow lint format bench bench-testbed bench-gpu gpu-travel lock clean distclean
 
 help: ## Show this list
@@ -111,7 +112,8 @@ test-image: $(READY) ## Run inside an image (IMAGE=cpu) the tests of what it can
 # Not what needs a clone, its .venv, or programs of a login node; the testbed's jobs try those.
 test-image-full: $(READY) ## Run inside an image every test that does not need a clone
 	$(BIN)/python -m atoll image test $(IMAGE) --full --ignore=tests/testbed \
-		--ignore=tests/benchmarks --ignore=tests/images --ignore=tests/setup $(ARGS)
+		--ignore=tests/benchmarks --ignore=tests/images --ignore=tests/install --ignore=tests/setup \
+		--ignore=tests/test_documented_commands.py $(ARGS)
 
 mutants: $(READY) ## Count the faults that the tests find (ARGS="--most 40 data/pack")
 	$(PIP) install --quiet --upgrade --no-deps --target .build/mutation cosmic-ray==8.7.0 \

@@ -51,7 +51,8 @@ def main(folder: Path) -> None:
 
 def settings() -> str:
     """A table for each group of settings, with what `hydra_conf/run.yaml` says."""
-    stated = yaml.safe_load((source_folder() / "hydra_conf" / "run.yaml").read_text())
+    text = (source_folder() / "hydra_conf" / "run.yaml").read_text()
+    stated, remarks = yaml.safe_load(text), yaml_comments(text)
     parts = ["# Settings\n\nOf a run: `KEY=VALUE` on any command that composes. `required`: you or"]
     parts += ["a group's YAML give it; `atoll compose` prints what came out, and from where.\n"]
     for prefix, model in groups_of(Run):
@@ -63,7 +64,7 @@ def settings() -> str:
             if list(models_in(field.annotation)):
                 continue
             full = f"{prefix}.{name}" if prefix else name
-            meaning = meanings.get(name) or field.description or ""
+            meaning = meanings.get(name) or field.description or remarks.get(full, "")
             cells = [f"`{full}`", type_name(field.annotation), unit(name)]
             cells += [default(full, field, stated), meaning]
             parts.append(f"| {' | '.join(map(cell, cells))} |")
@@ -99,6 +100,18 @@ def comments(model: type[BaseModel]) -> dict[str, str]:
             said[field[1]] = " ".join([*above, *([comment[1]] if comment else [])])
         above = [*above, comment[1]] if comment and not field else []
     return said
+
+
+def yaml_comments(text: str) -> dict[str, str]:
+    """Dotted name -> what stands behind its line, of a YAML with two spaces a level."""
+    remarks: dict[str, str] = {}
+    path: list[str] = []
+    for indent, name, rest in re.findall(r"^( *)(\w+):(.*)$", text, re.M):
+        path = [*path[: len(indent) // 2], name]
+        _, sign, remark = rest.partition("# ")
+        if sign:
+            remarks[".".join(path)] = remark.strip()
+    return remarks
 
 
 def type_name(annotation: Any) -> str:

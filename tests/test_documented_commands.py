@@ -21,7 +21,8 @@ from atoll.settings import is_setting
 
 ROOT = Path(__file__).parents[1]
 OTHER_TREES = {"federation.md", "testing.md"}  # settings of a campaign; code
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# an image has the README alone, and collects this file too
+PAGES = [ROOT / "README.md", *ROOT.glob("CONTRIBUTING.md"), *sorted(ROOT.glob("docs/*.md"))]
 OURS = {"atoll": [], ".venv/bin/atoll": [], "sbatch/atoll": [], "./sbatch/atoll": []}
 OURS |= {"sbatch/train.sbatch": ["submit"]}
 OTHERS = {"cd", "git", "ssh", "rsync", "module", "source", "cat", "mkdir", "for", "do", "done"}
