@@ -1,4 +1,4 @@
-"""Draw what the benchmarks measured, and put the table into the README: `make bench-report`.
+"""Put what the benchmarks measured into docs/benchmarks.md and README: `make bench-report`.
 
     python benchmarks/report.py [--page runs/benchmarks.html]
 
@@ -13,13 +13,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import readme_figures
 import results
 
 from atoll.report import html, tables
 from atoll.run_dir import write_whole
 
 BEGIN, END = "<!-- make bench-report -->\n", "<!-- end of bench -->"
-README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 Row = dict[str, Any]
 
 
@@ -27,24 +28,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--page", type=Path, default=Path("runs/benchmarks.html"))
     arguments = parser.parse_args()
-    machines = by_machine(newest(kept()))
+    machines = by_machine(newest(results.kept()))
     if not machines:
         print("nothing was measured yet\nmake bench", file=sys.stderr)
         return 2
     text = "\n\n".join(f"{title(rows)}\n\n{tables.markdown(table(rows))}" for rows in machines)
     print(text)
-    before, _, rest = README.read_text().partition(BEGIN)
-    write_whole(README, f"{before}{BEGIN}{text}\n{END}{rest.partition(END)[2]}")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    write_whole(PAGE, f"{before}{BEGIN}{text}\n{END}{rest.partition(END)[2]}")
+    readme_figures.main()
     arguments.page.parent.mkdir(parents=True, exist_ok=True)
     write_whole(arguments.page, page(machines))
     print(f"\nfigures: {arguments.page}")
     return 0
-
-
-def kept() -> Iterable[Row]:
-    for path in sorted(results.FOLDER.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            yield json.loads(line)
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
