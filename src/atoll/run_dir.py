@@ -155,6 +155,11 @@ def sample_file(run_folder: Path) -> Path:
     return run_folder / "sample.txt"
 
 
+def untrained_sample_file(run_folder: Path) -> Path:
+    """What the model wrote before its training, where generation.before asks for it."""
+    return run_folder / "sample-before.txt"
+
+
 def prepared(run: Run) -> Path:
     """The folder of tokens and tokenizer, shared by all runs that read the same data."""
     if run.folders.bundle is not None:
