@@ -12,7 +12,7 @@ from atoll.report.tables import Rows
 
 WIDTH, HEIGHT = 440, 280
 TOP, RIGHT, BOTTOM = 14, 14, 42
-ROW_HEIGHT, LETTER = 26, 6.6  # LETTER: the width of one, about
+ROW_HEIGHT, LETTER = 26, 7.2  # LETTER: the width of one, about
 COLOURS = 10  # of the page, .c0 to .c9
 MOST_POINTS, MOST_ROWS = 200, 2000  # of a series, of a figure
 DASHES = ("", "6 3", "2 3")
@@ -159,7 +159,7 @@ class Bars:
         x = scale_of(ends, self.log_x, from_zero=not self.log_x)
         height = TOP + BOTTOM + ROW_HEIGHT * max(1, len(rows))
         longest = max((len(row) for row in rows), default=0)
-        frame = _Frame(x, Scale(0, 1, False), min(190.0, 12 + LETTER * longest), height)
+        frame = _Frame(x, Scale(0, 1, False), min(200.0, 12 + LETTER * longest), height)
         parts = frame.x_axis(x.ticks(), self.x)
         for at, row in enumerate(rows):
             middle = TOP + ROW_HEIGHT * (at + 0.5)

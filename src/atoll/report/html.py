@@ -16,42 +16,25 @@ from atoll.report.tables import Rows, columns_and_cells
 
 LIGHT = {"page": "#ffffff", "ink": "#1b1f24", "faint": "#57606a", "line": "#d7dce1"}
 DARK = {"page": "#14181c", "ink": "#e6e9ec", "faint": "#a3adb7", "line": "#3a4149"}
-ON_LIGHT = [
-    "#0063a0",
-    "#b34700",
-    "#00734f",
-    "#a1467a",
-    "#855c00",
-    "#1f6f9e",
-    "#5f666e",
-    "#332288",
-    "#882255",
-    "#5c6400",
-]
-ON_DARK = [
-    "#5ab4f0",
-    "#ff8a4c",
-    "#3dd6a3",
-    "#e9a0cc",
-    "#f0b93a",
-    "#9adcf5",
-    "#b4bcc4",
-    "#a9a0ff",
-    "#f08ab0",
-    "#d6de70",
-]
+ON_LIGHT = ("#0063a0", "#b34700", "#00734f", "#a1467a", "#855c00")  # of the first series, …
+ON_LIGHT_TOO = ("#1f6f9e", "#5f666e", "#332288", "#882255", "#5c6400")
+ON_DARK = ("#5ab4f0", "#ff8a4c", "#3dd6a3", "#e9a0cc", "#f0b93a")
+ON_DARK_TOO = ("#9adcf5", "#b4bcc4", "#a9a0ff", "#f08ab0", "#d6de70")
+LONG = 40  # letters of a cell that is given room
 PAGE = Path(__file__).with_name("page.html")
 NUMBER = re.compile(r"[-+\d.,]*(e[-+]?\d+)?%?")
 
 
-def colours(theme: Mapping[str, str], series: Sequence[str]) -> dict[str, str]:
-    """The variables of a theme."""
-    return {**theme, **{f"c{number}": colour for number, colour in enumerate(series)}}
+def themes() -> tuple[dict[str, str], dict[str, str]]:
+    """The colours of the light and of the dark page, by name; c0 … c9 are those of series."""
+    light = enumerate((*ON_LIGHT, *ON_LIGHT_TOO))
+    dark = enumerate((*ON_DARK, *ON_DARK_TOO))
+    return LIGHT | {f"c{n}": c for n, c in light}, DARK | {f"c{n}": c for n, c in dark}
 
 
 def page(title: str, about: str, sections: Iterable[str], is_watched: bool = False) -> str:
     """The whole file; sections are made by the functions below."""
-    light, dark = colours(LIGHT, ON_LIGHT), colours(DARK, ON_DARK)
+    light, dark = themes()
     rules = (f".c{n}{{color:var(--c{n});fill:var(--c{n})}}" for n in range(COLOURS))
     return Template(PAGE.read_text()).substitute(
         title=escape(title),
@@ -86,7 +69,11 @@ def cells(rows: Rows, keys: Sequence[str] = ()) -> str:
 
     def line(row: Sequence[str], tag: str, key: str = "") -> str:
         kinds = (" class=number" if is_number else "" for is_number in numbers)
-        marked = (f"<{tag}{kind}>{escape(cell)}" for kind, cell in zip(kinds, row, strict=True))
+        longer = (
+            " class=long" if len(cell) > LONG and not kind else kind
+            for cell, kind in zip(row, kinds, strict=True)
+        )
+        marked = (f"<{tag}{kind}>{escape(cell)}" for kind, cell in zip(longer, row, strict=True))
         named = f' data-key="{escape(key)}"' if key else ""
         return f"<tr{named}>{''.join(marked)}"
 

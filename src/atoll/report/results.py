@@ -88,15 +88,17 @@ def summary_cells(run: RunMetrics) -> dict[str, str]:
     """What the first screen says of a single run: what was run, and what came of it."""
     settings = run.settings
     parameters = run.start.get("parameters")
+    sizes = (_count(settings.nodes, "node"), _count(run.devices, "device"))
     what = {
-        "model": settings.model.name + (f", {_short(parameters)} parameters" if parameters else ""),
+        "model": settings.model.name,
+        **({"parameters": _short(parameters)} if parameters else {}),
         "data": settings.data.name,
-        "on": f"{settings.facility.name}, {settings.nodes} nodes, {run.devices} devices",
+        "on": ", ".join((settings.facility.name, *sizes)),
         "sharding": settings.sharding.name,
         "steps": f"{run.train[-1]['step']} of {run.start.get('steps', '?')}",
     }
     before = run.evaluations[0].get("loss") if len(run.evaluations) > 1 else None
-    result = _result(run)
+    result = {name: cell for name, cell in _result(run).items() if name != "devices"}
     if before is not None and "held-out loss" in result:
         result["held-out loss"] = f"{before:.4f} → {result['held-out loss']}"
     return what | {name: cell for name, cell in result.items() if cell}
@@ -216,6 +218,10 @@ def _shortest(names: Sequence[str]) -> dict[str, str]:
 def _value(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _short(count: float) -> str:
