@@ -20,6 +20,7 @@ from atoll.models.adapter import adapt, adapted_reader
 from atoll.models.build import weights_for
 from atoll.models.text_generator import TextGenerator, continue_text, from_folder
 from atoll.models.weights import fill, fill_buffers, materialize
+from atoll.monitor.loggers import add_samples
 from atoll.settings import Generation, Run, load_run
 from atoll.sharding.process_group import World
 from atoll.train import checkpoint
@@ -66,7 +67,21 @@ def main(argv: list[str]) -> int:
         untrained = _untrained(run)._replace(chat=generator.chat)
         texts = continue_prompts(untrained, prompts, settings, seed, False)
         _keep(run_dir.untrained_sample_file(arguments.where), untrained, prompts, texts)
+    if is_whole_run and run is not None:
+        _log_samples(run, arguments.where)
     return 0
+
+
+def _log_samples(run: Run, folder: Path) -> None:
+    """Where a run has loggers that show texts."""
+    step = max(run_dir.complete_checkpoints(folder), default=0)
+    samples = {
+        "before training": (run_dir.untrained_sample_file(folder), 0),
+        "after training": (run_dir.sample_file(folder), step),
+    }
+    for name, (file, at_step) in samples.items():
+        if file.is_file():
+            add_samples(run, folder, at_step, {name: file.read_text()})
 
 
 def _keep(file: Path, generator: TextGenerator, prompts: list[str], texts: list[str]) -> None:
