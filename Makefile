@@ -50,12 +50,17 @@ $(READY): pyproject.toml setup/virtual_environment.py $(wildcard $(LOCKS)/*.txt)
 		echo "Python 3.10 or newer is needed; $(PYTHON) is: $$($(PYTHON) --version 2>&1)"; \
 		echo "Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
 	@rm -f $@
-	$(PYTHON) setup/virtual_environment.py $(VENV)
-	$(PIP_LOCKED) -r $(LOCKS)/build.txt
-	$(PIP) install $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') '$(TORCH)'
-	$(PIP_LOCKED) -r $(LOCKS)/dev.txt
-	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
-	$(PIP) check
+	@echo '1/5 a virtual environment in $(VENV)'
+	@$(PYTHON) setup/virtual_environment.py $(VENV)
+	@echo '2/5 what builds packages'
+	@$(PIP_LOCKED) -r $(LOCKS)/build.txt
+	@echo '3/5 $(TORCH): the largest download'
+	@$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') '$(TORCH)'
+	@echo '4/5 all else, at the locked versions'
+	@$(PIP_LOCKED) -r $(LOCKS)/dev.txt
+	@echo '5/5 atoll itself'
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@conflicts=$$($(PIP) check) || { echo "$$conflicts"; exit 1; } >&2
 	@touch $@
 
 demo: $(READY) ## Train, evaluate, export and sample a small model on this machine

@@ -64,7 +64,7 @@ def test_nothing_overflows_or_overprints(browser, here, width, theme):
     scheme = {"dark": 0, "light": 1}[theme]
     flags = [
         *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-        *(f"--user-data-dir={here}/browser", f"--window-size=1440,2400"),
+        *(f"--user-data-dir={here}/browser", "--window-size=1440,2400"),
         *(f"--blink-settings=preferredColorScheme={scheme}", "--virtual-time-budget=5000"),
     ]
     shot = SHOTS / f"report-{width}-{theme}.png"
