@@ -55,12 +55,17 @@ endef
 $(READY): pyproject.toml setup/virtual_environment.py $(wildcard $(LOCKS)/*.txt)
 	$(check_python)
 	@rm -f $@
-	$(PYTHON) setup/virtual_environment.py $(VENV)
-	$(PIP_LOCKED) -r $(LOCKS)/build.txt
-	$(PIP) install $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') '$(TORCH)'
-	$(PIP_LOCKED) -r $(LOCKS)/dev.txt
-	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
-	$(PIP) check
+	@echo '1/5 a virtual environment in $(VENV)'
+	@$(PYTHON) setup/virtual_environment.py $(VENV)
+	@echo '2/5 what builds packages'
+	@$(PIP_LOCKED) -r $(LOCKS)/build.txt
+	@echo '3/5 $(TORCH): the largest download'
+	@$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') '$(TORCH)'
+	@echo '4/5 all else, at the locked versions'
+	@$(PIP_LOCKED) -r $(LOCKS)/dev.txt
+	@echo '5/5 atoll itself'
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@conflicts=$$($(PIP) check) || { echo "$$conflicts"; exit 1; } >&2
 	@touch $@
 
 setup-host: $(HOST_READY) ## Make .venv for a login node alone: composes and submits, has no torch

@@ -17,10 +17,12 @@ import readme_figures
 import results
 
 from atoll.report import html, tables
+from atoll.report.drawing import Bars, Span
 from atoll.run_dir import write_whole
 
 BEGIN, END = "<!-- make bench-report -->\n", "<!-- end of bench -->"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+COLOURS = {"higher is better": 2, "lower is better": 0, "wanted": 1}
 Row = dict[str, Any]
 
 
@@ -88,27 +90,16 @@ def page(machines: Sequence[Sequence[Row]]) -> str:
     return html.page("Benchmarks", "Ours over the peer's median; 1 is equal", [figures, *shown])
 
 
-def figure(rows: Sequence[Row]) -> Any:
+def figure(rows: Sequence[Row]) -> Bars:
     """Each turn's ratio to the peer's median, and where it should be."""
-    drawn = html.new_figure("Ours / peer", "ratio", "")
-    for sign, colour in (("higher", 2), ("lower", 0)):
-        chosen = [row for row in rows if row["better"] == sign]
-        points = [
-            (turn / row["peers"], label(row)) for row in chosen for turn in row["turns"]["ours"]
+    spans = []
+    for row in rows:
+        ratios = [
+            (f"{row['better']} is better", turn / row["peers"]) for turn in row["turns"]["ours"]
         ]
-        draw(drawn, f"{sign} is better", points, color=html.COLOURS[colour])
-    aims = [(row["target"], label(row)) for row in rows if row["target"]]
-    draw(drawn, "wanted", aims, symbol="line-ns-open", size=14, color=html.COLOURS[1])
-    drawn.update_xaxes(type="log")
-    legend = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
-    drawn.update_layout(height=160 + 22 * len(rows), margin={"l": 10, "t": 70}, legend=legend)
-    drawn.update_yaxes(automargin=True, autorange="reversed")
-    return drawn
-
-
-def draw(figure: Any, name: str, points: Sequence[tuple[float, str]], **marker: Any) -> None:
-    x, y = [value for value, _ in points], [row for _, row in points]
-    figure.add_scatter(x=x, y=y, name=name, mode="markers", marker=marker)
+        ratios += [("wanted", row["target"])] if row["target"] else []
+        spans += [Span(label(row), series, ratio, ratio) for series, ratio in ratios]
+    return Bars("Ours / peer", "ratio", spans, COLOURS, log_x=True)
 
 
 def label(row: Row) -> str:

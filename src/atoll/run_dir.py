@@ -120,7 +120,13 @@ def wandb(run_folder: Path) -> Path:
 
 
 def mlflow(run_folder: Path) -> Path:
-    return run_folder / "mlflow"
+    """The store of all runs of a folder, so that MLflow can compare them."""
+    return run_folder.parent / ".mlflow"
+
+
+def mlflow_run_file(run_folder: Path) -> Path:
+    """The id that a run has in it."""
+    return run_folder / "mlflow.txt"
 
 
 def reference_file(folder: Path) -> Path:
@@ -153,6 +159,11 @@ def export(run_folder: Path) -> Path:
 
 def sample_file(run_folder: Path) -> Path:
     return run_folder / "sample.txt"
+
+
+def untrained_sample_file(run_folder: Path) -> Path:
+    """What the model wrote before its training, where generation.before asks for it."""
+    return run_folder / "sample-before.txt"
 
 
 def prepared(run: Run) -> Path:

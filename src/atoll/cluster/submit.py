@@ -248,7 +248,8 @@ def _made(run: Run) -> str:
     """What a finished run made, with its sample."""
     folder = run_dir.folder(run)
     sample = run_dir.sample_file(folder)
-    text = f"{sample.read_text()}\n" if sample.is_file() else ""
+    in_box = run_dir.untrained_sample_file(folder).is_file()
+    text = f"{sample.read_text()}\n" if sample.is_file() and not in_box else ""
     return f"run {run.name} is finished; here is what it made\n\n{text}{summary(folder)}"
 
 

@@ -309,6 +309,7 @@ class Generation(Settings):
     """The sentence sampled from the export."""
 
     prompt: str | None  # null: the run ends without a sample
+    before: bool = False  # also of the model as it was before the training, to see the difference
     max_new_tokens: Count = 48
     temperature: Positive = 0.8
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
