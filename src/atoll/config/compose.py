@@ -46,6 +46,7 @@ from atoll.config.paths import (
 from atoll.config.provenance import DERIVED, annotated, changed, leaves, origins
 from atoll.errors import UserError
 from atoll.plan.choose import choose, options
+from atoll.plan.gguf_architectures import check_gguf
 from atoll.plan.shapes import (
     Shape,
     check_architecture,
@@ -214,6 +215,7 @@ def check_model(run: Run) -> None:
         factor = 1.0 if scaling is None else scaling.factor
         check_positions(int(shape.positions * factor), run.data.sequence_tokens)
         check_architecture(shape, run.sharding)
+        check_gguf(run, config)
 
 
 def campaign_values(overrides: Sequence[str], tree: Path | None = None) -> dict[str, Any]:

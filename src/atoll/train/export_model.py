@@ -16,6 +16,7 @@ from atoll.models.weights import stored_buffers
 from atoll.sharding.process_group import gathered, run_on_all_ranks, say
 from atoll.train.assemble import TrainState
 from atoll.train.state_dict import parameters_of
+from atoll.train.write_gguf import write_gguf
 
 
 def export_model(train_state: TrainState) -> None:
@@ -79,6 +80,8 @@ def _export(train_state: TrainState) -> None:
             source_folder(train_state.run.model),
             _end_ids(train_state),
         )
+        if (gguf := train_state.run.export.gguf_format) is not None:
+            write_gguf(partial, gguf, train_state.run.name)
         export.publish(partial, final)
 
     run_on_all_ranks(world, lambda: rest() if first else None)
