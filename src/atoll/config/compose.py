@@ -47,6 +47,7 @@ from atoll.config.provenance import DERIVED, annotated, changed, leaves, origins
 from atoll.config.working_folder import source_folder
 from atoll.errors import UserError
 from atoll.plan.choose import choose, options
+from atoll.plan.gguf_architectures import check_gguf
 from atoll.plan.shapes import (
     Shape,
     check_architecture,
@@ -210,6 +211,7 @@ def check_model(run: Run) -> None:
         factor = 1.0 if scaling is None else scaling.factor
         check_positions(int(shape.positions * factor), run.data.sequence_tokens)
         check_architecture(shape, run.sharding)
+        check_gguf(run, config)
 
 
 def campaign_values(overrides: Sequence[str], tree: Path | None = None) -> dict[str, Any]:

@@ -303,6 +303,15 @@ class Export(Settings):
     dtype: Literal["bfloat16", "float16", "float32"]
     max_file_gib: Positive
     untrained: bool = False  # also of a run of no steps: a model to begin a campaign with
+    # a file for llama.cpp beside it; true: in the format of `dtype`
+    gguf: Literal[True, False, "f32", "f16", "bf16", "q8_0"] = False
+
+    @property
+    def gguf_format(self) -> str | None:
+        of_dtype = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[self.dtype]
+        if isinstance(self.gguf, str):
+            return self.gguf
+        return of_dtype if self.gguf else None
 
 
 class Generation(Settings):
