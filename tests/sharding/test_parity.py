@@ -52,6 +52,7 @@ class Strategy(NamedTuple):
 
 
 # GPT-2 keeps query, key and value in one matrix, Mixtral its experts in one tensor
+MIXTURES = ("mixtral",)
 SPLIT = ("llama", "opt", "bert", "qwen3", "gemma2")
 STRATEGIES = [
     Strategy("ddp", {}),
@@ -77,6 +78,9 @@ STRATEGIES = [
     Strategy("full_shard", {"tensor": 2, "pipeline": 2}, True, SPLIT),
     Strategy("full_shard", {"context": 2, "pipeline": 2}, True),
     Strategy("pipeline_interleaved", {}, untied=True),
+    Strategy("full_shard", {"expert": 4}, families=MIXTURES),
+    Strategy("full_shard", {"expert": 2}, families=MIXTURES),
+    Strategy("hybrid_shard", {"expert": 2}, families=MIXTURES),
 ]
 
 

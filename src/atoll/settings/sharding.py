@@ -7,6 +7,9 @@ from pydantic import Field, model_validator
 from atoll.settings.fields import Count, Settings, Word
 
 
+AXES = ("tensor", "context", "pipeline", "expert")
+
+
 class Sharding(Settings):
     """How the model is spread: layouts applied in order, and the engine that takes a step."""
 
@@ -21,6 +24,7 @@ class Sharding(Settings):
     offload: bool = False  # parameters, gradients and optimizer live in the host's memory
     tensor: Count = 1
     context: Count = 1
+    expert: Count = 1
     pipeline: Count = 1
     stages_per_rank: Count = 1
     deepspeed: dict[str, Any] = {}
@@ -37,12 +41,18 @@ class Sharding(Settings):
 
     @model_validator(mode="after")
     def _axes_go_together(self) -> "Sharding":
-        cut = {name: getattr(self, name) for name in ("tensor", "context", "pipeline")}
+        cut = {name: getattr(self, name) for name in AXES}
         used = ", ".join(f"sharding.{name}={size}" for name, size in cut.items() if size > 1)
         if used and "fsdp" not in self.layouts:
             raise ValueError(
                 f"{used}: sharding={self.name} spreads samples alone",
                 "these axes go with full_shard, shard_grad_op and the hybrid ones",
+            )
+        if self.expert > 1 and self.tensor > 1:
+            raise ValueError(
+                f"sharding.expert={self.expert} with sharding.tensor={self.tensor}: mixtures have "
+                "no plan for tensor ranks",
+                "sharding.tensor=1: context and pipeline go",
             )
         if self.stages_per_rank > 1 and self.pipeline == 1:
             raise ValueError(

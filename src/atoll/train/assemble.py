@@ -26,6 +26,7 @@ from atoll.plan.traffic import Sent, bytes_sent
 from atoll.settings import Run
 from atoll.sharding.context_parallel import split_tokens
 from atoll.sharding.deepspeed import initialize
+from atoll.sharding.expert import split_experts
 from atoll.sharding.layouts import AFTER_WEIGHTS, BEFORE_WEIGHTS, ShardingContext, apply_layouts
 from atoll.sharding.mesh import Meshes, make_meshes
 from atoll.sharding.pipeline import split_layers
@@ -159,6 +160,7 @@ def divide(run: Run, model: Any, meshes: Meshes | None) -> None:
         check_architecture(shape_of(model.hf.config.to_dict()), run.sharding)
         split_layers(model, meshes, run.sharding.stages_per_rank)
         split_matrices(model, meshes)
+        split_experts(model, meshes)
         split_tokens(model, meshes)
 
 
