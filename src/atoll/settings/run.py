@@ -107,11 +107,11 @@ class Run(Settings):
                 "choose ddp or full_shard",
             )
         used = {"tensor": self.sharding.tensor, "context": self.sharding.context}
-        used |= {"pipeline": self.sharding.pipeline}
+        used |= {"pipeline": self.sharding.pipeline, "expert": self.sharding.expert}
         wide = [f"sharding.{name}={size}" for name, size in used.items() if size > 1]
         if task != "causal_lm" and wide:
             raise ValueError(
-                f"task={task} with {', '.join(wide)}: its ranks share no sample",
+                f"task={task} with {', '.join(wide)}: its ranks share no sample and no layer",
                 "choose ddp, full_shard, all_reduce or gather_scatter",
             )
         return self
@@ -120,12 +120,23 @@ class Run(Settings):
     def _adapters_are_whole(self) -> "Run":
         if self.model.lora is None:
             return self
-        divided = self.axes.data < self.axes.world or self.sharding.engine != "plain"
+        parted = self.axes.data < self.axes.world or self.sharding.expert > 1
+        divided = parted or self.sharding.engine != "plain"
         if divided or (self.model.quantisation != "none" and "fsdp" in self.sharding.layouts):
             what = f"model.quantisation={self.model.quantisation}" if not divided else "model.lora"
             raise ValueError(
                 f"{what} with sharding={self.sharding.name}: its weights are not divided so",
                 "choose ddp or single" + (", or full_shard" if divided else ""),
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_are_not_compiled(self) -> "Run":
+        if self.sharding.expert > 1 and self.training.compile:
+            raise ValueError(
+                f"training.compile=true with sharding.expert={self.sharding.expert}: how many "
+                "tokens a rank sends and receives changes with each batch",
+                "training.compile=false",
             )
         return self
 

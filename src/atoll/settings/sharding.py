@@ -7,9 +7,6 @@ from pydantic import Field, model_validator
 from atoll.settings.fields import Count, Settings, Word
 
 
-AXES = ("tensor", "context", "pipeline", "expert")
-
-
 class Sharding(Settings):
     """How the model is spread: layouts applied in order, and the engine that takes a step."""
 
@@ -41,7 +38,7 @@ class Sharding(Settings):
 
     @model_validator(mode="after")
     def _axes_go_together(self) -> "Sharding":
-        cut = {name: getattr(self, name) for name in AXES}
+        cut = {name: getattr(self, name) for name in ("tensor", "context", "pipeline", "expert")}
         used = ", ".join(f"sharding.{name}={size}" for name, size in cut.items() if size > 1)
         if used and "fsdp" not in self.layouts:
             raise ValueError(

@@ -33,33 +33,25 @@ def experts_of(block: nn.Module) -> dict[str, Any]:
 
 def split_experts(model: Any, meshes: Meshes) -> None:
     """Give each expert rank its part of each block's experts, and have tokens sent to them."""
-    if meshes.expert is None:
+    if meshes.expert is None or meshes.same_experts is None:
         return
-    check_experts(model.hf, blocks_of(model.hf, model.parts), meshes.axes.expert)
     for block in blocks_of(model.hf, model.parts):
         for experts in experts_of(block).values():
             for name, parameter in list(experts.named_parameters(recurse=False)):
+                beside_experts(parameter, meshes.same_experts.size(-1))
                 part = distribute_tensor(parameter, meshes.expert, [Shard(0)])
                 setattr(experts, name, nn.Parameter(part))
             experts.forward = ExchangedExperts(experts, meshes.expert.get_group())
 
 
-def check_experts(hf: Any, blocks: list[nn.Module], ranks: int) -> None:
-    """Raise `UserError` for a model whose experts cannot be divided among so many ranks."""
-    every = [experts for block in blocks for experts in experts_of(block).values()]
-    family = hf.config.model_type
-    if not every and any(True for block in blocks for _ in block.parameters()):
+def check_experts(hf: Any, blocks: list[nn.Module]) -> None:
+    """Raise `UserError` for a model none of whose blocks has experts that could be divided."""
+    if not any(experts_of(block) for block in blocks):
         raise UserError(
-            f"sharding.expert={ranks}: {family} has no experts that are kept in one tensor",
+            f"sharding.expert: {hf.config.model_type} does not keep its experts in one "
+            "tensor, which has no plan for expert ranks",
             "sharding.expert=1: every way of sharding goes",
         )
-    for experts in every:
-        if experts.num_experts % ranks:
-            raise UserError(
-                f"the model's experts ({experts.num_experts}) cannot be divided by "
-                f"sharding.expert ({ranks})",
-                "lower sharding.expert",
-            )
 
 
 def beside_experts(parameter: Tensor, ranks: int) -> Shard:

@@ -26,7 +26,7 @@ from atoll.plan.traffic import Sent, bytes_sent
 from atoll.settings import Run
 from atoll.sharding.context_parallel import split_tokens
 from atoll.sharding.deepspeed import initialize
-from atoll.sharding.expert import split_experts
+from atoll.sharding.expert import check_experts, split_experts
 from atoll.sharding.layouts import AFTER_WEIGHTS, BEFORE_WEIGHTS, ShardingContext, apply_layouts
 from atoll.sharding.mesh import Meshes, make_meshes
 from atoll.sharding.pipeline import split_layers
@@ -158,6 +158,8 @@ def divide(run: Run, model: Any, meshes: Meshes | None) -> None:
     """Give this rank its layers, its part of their matrices and its part of the tokens."""
     if meshes is not None:
         check_architecture(shape_of(model.hf.config.to_dict()), run.sharding)
+        if run.sharding.expert > 1:
+            check_experts(model.hf, blocks_of(model.hf, model.parts))
         split_layers(model, meshes, run.sharding.stages_per_rank)
         split_matrices(model, meshes)
         split_experts(model, meshes)
