@@ -48,8 +48,7 @@ def check_experts(hf: Any, blocks: list[nn.Module]) -> None:
     """Raise `UserError` for a model none of whose blocks has experts that could be divided."""
     if not any(experts_of(block) for block in blocks):
         raise UserError(
-            f"sharding.expert: {hf.config.model_type} does not keep its experts in one "
-            "tensor, which has no plan for expert ranks",
+            f"sharding.expert: {hf.config.model_type} has no experts that are kept in one tensor",
             "sharding.expert=1: every way of sharding goes",
         )
 
