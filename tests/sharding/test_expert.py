@@ -53,6 +53,12 @@ def exchanged(world: World, route: str, implementation: str) -> Any:
     return y.detach(), x.grad, weights.grad, [p.grad for p in module.parameters()]
 
 
+def test_experts_are_grouped_products_where_nothing_else_is_asked_for() -> None:
+    settings = Model(name="x", config=families.config_of("mixtral"))
+    hf = skeleton(build_config(settings, families.VOCABULARY, 16, {}))
+    assert hf.config._experts_implementation == "grouped_mm"
+
+
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("route", ROUTES)
 def test_exchanged_tokens_equal_the_loop(ranks: RankPool, route: str, implementation: str) -> None:

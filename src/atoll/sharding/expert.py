@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from atoll.errors import UserError
@@ -84,21 +83,15 @@ class ExchangedExperts:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         goes, comes = sent.sum(1).tolist(), received.sum(1).tolist()
-        rows_RD = self._exchanged(x_ND[order // choices], comes, goes)
+        rows_RD = Exchange.apply(x_ND[order // choices], goes, comes, self.group)
         own_R = torch.arange(self.own.num_experts, device=x_ND.device).repeat(self.ranks)
         computed_RD = self._computed(rows_RD, own_R.repeat_interleave(received.flatten()))
-        back = self._exchanged(computed_RD, goes, comes)
+        back: Tensor = Exchange.apply(computed_RD, comes, goes, self.group)
         places = torch.empty_like(order).scatter_(
             0, order, torch.arange(len(order), device=order.device)
         )
         chosen_NKD = back[places].view(tokens, choices, -1)
         return (chosen_NKD * weights_NK[..., None]).sum(1).to(x_ND.dtype)
-
-    def _exchanged(self, rows: Tensor, comes: list[int], goes: list[int]) -> Tensor:
-        """Rows to the ranks in turn, so many for each; the gradients go the same way back."""
-        empty = rows.new_empty(sum(comes), rows.shape[1])
-        arrived: Any = all_to_all_single(empty, rows.contiguous(), comes, goes, group=self.group)
-        return torch.as_tensor(arrived)
 
     def _computed(self, rows_RD: Tensor, experts_R: Tensor) -> Tensor:
         """What this rank's experts make of rows.
@@ -109,7 +102,7 @@ class ExchangedExperts:
         parts = {name: _local(p) for name, p in self.experts.named_parameters(recurse=False)}
         rows_RD = ScaledGradient.apply(rows_RD, float(self.ranks))
         if len(rows_RD):
-            self.own.__dict__.update(parts)
+            self.own.__dict__.update(parts, training=self.experts.training)
             weights = rows_RD.new_ones(len(rows_RD), 1)
             made = type(self.own).forward(self.own, rows_RD, experts_R[:, None], weights)
             for name in parts:
@@ -118,6 +111,19 @@ class ExchangedExperts:
             made = rows_RD + sum(part[0, 0, 0] for part in parts.values())
         scaled: Tensor = ScaledGradient.apply(made, 1.0 / self.ranks)
         return scaled
+
+
+class Exchange(torch.autograd.Function):
+    """Rows to the ranks of a group in turn, and theirs here; the gradients go the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, goes: list[int], comes: list[int], group: Any) -> Tensor:
+        ctx.goes, ctx.comes, ctx.group = goes, comes, group
+        return _all_to_all(rows, goes, comes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(gradients[0], ctx.comes, ctx.goes, ctx.group), None, None, None
 
 
 class ScaledGradient(torch.autograd.Function):
@@ -131,6 +137,12 @@ class ScaledGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0] * ctx.factor, None
+
+
+def _all_to_all(rows: Tensor, goes: list[int], comes: list[int], group: Any) -> Tensor:
+    arrived = rows.new_empty(sum(comes), rows.shape[1])
+    dist.all_to_all_single(arrived, rows.contiguous(), comes, goes, group=group)
+    return arrived
 
 
 def _local(parameter: Tensor) -> Tensor:
