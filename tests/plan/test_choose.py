@@ -114,6 +114,8 @@ def test_ranks_divide_the_experts_of_a_mixture() -> None:
     experts = mixture.layers * mixture.expert_parameters
     assert mixture.expert_parameters == 8 * 3 * 4096 * 14336
     assert parts.gathered < whole.gathered / 4
+    rows_of_plan = [option.overrides for option in options(of(1), mixture, TREE)]
+    assert ("sharding=full_shard", "sharding.expert=8") in rows_of_plan
     passes = of(8).microbatches
     gathered = 2 * 2 * passes * 7 / 8 * experts  # twice, in bf16, all but a rank's own
     assert sent["parameters"] - rows["parameters"] == pytest.approx(gathered)
