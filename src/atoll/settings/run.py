@@ -106,12 +106,10 @@ class Run(Settings):
                 "log-probabilities",
                 "choose ddp or full_shard",
             )
-        used = {"tensor": self.sharding.tensor, "context": self.sharding.context}
-        used |= {"pipeline": self.sharding.pipeline, "expert": self.sharding.expert}
-        wide = [f"sharding.{name}={size}" for name, size in used.items() if size > 1]
+        wide = self.sharding.axes_used
         if task != "causal_lm" and wide:
             raise ValueError(
-                f"task={task} with {', '.join(wide)}: its ranks share no sample and no layer",
+                f"task={task} with {wide}: its ranks share no sample and no layer",
                 "choose ddp, full_shard, all_reduce or gather_scatter",
             )
         return self
@@ -120,13 +118,14 @@ class Run(Settings):
     def _adapters_are_whole(self) -> "Run":
         if self.model.lora is None:
             return self
-        parted = self.axes.data < self.axes.world or self.sharding.expert > 1
-        divided = parted or self.sharding.engine != "plain"
+        axes = self.sharding.axes_used
+        divided = axes or self.sharding.engine != "plain"
         if divided or (self.model.quantisation != "none" and "fsdp" in self.sharding.layouts):
             what = f"model.quantisation={self.model.quantisation}" if not divided else "model.lora"
             raise ValueError(
-                f"{what} with sharding={self.sharding.name}: its weights are not divided so",
-                "choose ddp or single" + (", or full_shard" if divided else ""),
+                f"{what} with {axes or f'sharding={self.sharding.name}'}: its weights are not "
+                "divided so",
+                "choose ddp or single" + (", or full_shard alone" if divided else ""),
             )
         return self
 

@@ -36,10 +36,15 @@ class Sharding(Settings):
         """What takes a step: a pipeline is one of several ranks, whatever else is chosen."""
         return "pipeline" if self.pipeline > 1 else self.engine
 
+    @property
+    def axes_used(self) -> str:
+        """Those that divide layers, matrices, tokens or experts, as they are typed."""
+        sizes = {name: getattr(self, name) for name in ("tensor", "context", "pipeline", "expert")}
+        return ", ".join(f"sharding.{name}={size}" for name, size in sizes.items() if size > 1)
+
     @model_validator(mode="after")
     def _axes_go_together(self) -> "Sharding":
-        cut = {name: getattr(self, name) for name in ("tensor", "context", "pipeline", "expert")}
-        used = ", ".join(f"sharding.{name}={size}" for name, size in cut.items() if size > 1)
+        used = self.axes_used
         if used and "fsdp" not in self.layouts:
             raise ValueError(
                 f"{used}: sharding={self.name} spreads samples alone",
