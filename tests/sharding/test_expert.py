@@ -53,6 +53,20 @@ def exchanged(world: World, route: str, implementation: str) -> Any:
     return y.detach(), x.grad, weights.grad, [p.grad for p in module.parameters()]
 
 
+def test_experts_that_every_token_goes_to_are_not_taken() -> None:
+    class All(nn.Module):
+        num_experts = 2
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.zeros(2, 4, 4))
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return hidden_states @ self.up
+
+    assert experts_of(nn.ModuleList([All()])) == {}
+
+
 def test_experts_are_grouped_products_where_nothing_else_is_asked_for() -> None:
     settings = Model(name="x", config=families.config_of("mixtral"))
     hf = skeleton(build_config(settings, families.VOCABULARY, 16, {}))

@@ -7,6 +7,7 @@ Legend: N tokens of a rank, K experts of each, D hidden width, R rows that a ran
 """
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -18,15 +19,22 @@ from atoll.errors import UserError
 from atoll.models.parts import blocks_of
 from atoll.sharding.mesh import Meshes
 
+# what transformers calls a token's experts, and their weights, in every family
+ROUTED = {"top_k_index", "top_k_weights"}
+
 
 def experts_of(block: nn.Module) -> dict[str, Any]:
-    """Name in the block -> a module whose every parameter has an expert for each of its rows."""
+    """Name in the block -> a module whose every parameter has a matrix for each expert.
+
+    One that is told which experts a token goes to: others send each token to all of them.
+    """
     return {
         name: module
         for name, module in block.named_modules()
         if (number := getattr(module, "num_experts", None)) is not None
         and (own := list(module.parameters()))
         and all(parameter.ndim == 3 and len(parameter) == number for parameter in own)
+        and inspect.signature(type(module).forward).parameters.keys() >= ROUTED
     }
 
 
