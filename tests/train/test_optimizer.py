@@ -59,6 +59,21 @@ def test_linear_decay_begins_at_the_peak_and_ends_above_its_last_value() -> None
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.55, 0.11, 0.1, 0.1])
 
 
+def test_wsd_holds_the_peak_and_cools_down_at_the_end() -> None:
+    chosen = settings(learning_rate=1.0, warmup_steps=10, decay="wsd", final_fraction=0.1)
+    rates = [learning_rate(chosen, step, 100, 4) for step in (5, 10, 50, 80, 85, 100, 120)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 1.0, 0.1 + 0.9 * 0.5, 0.1, 0.1])
+    chosen = chosen.model_copy(update={"cooldown_steps": 99})
+    assert learning_rate(chosen, 10, 100, 4) == 1.0 > learning_rate(chosen, 11, 100, 4)
+
+
+def test_inverse_sqrt_does_not_ask_when_training_ends() -> None:
+    chosen = settings(learning_rate=1.0, warmup_steps=4, decay="inverse_sqrt", final_fraction=0.1)
+    rates = [learning_rate(chosen, step, total, 4) for step, total in ((4, 9), (16, 20), (16, 99))]
+    assert rates == [1.0, 0.5, 0.5]
+    assert learning_rate(chosen, 10_000, 99, 4) == 0.1
+
+
 @pytest.mark.parametrize(("scale", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
 def test_scales_with_ranks(scale: str, factor: float) -> None:
     chosen = settings(name="adamw", learning_rate=0.5, decay="constant", scale_with_ranks=scale)

@@ -247,6 +247,38 @@ def test_a_run_goes_on_when_steps_are_added(ranks: RankPool, folder: Path, whole
     assert json.loads(run_dir.result_file(run_folder).read_text())["steps"] == 8
 
 
+def test_a_run_that_holds_its_peak_is_cooled_down_by_another_one(
+    ranks: RankPool, folder: Path
+) -> None:
+    """The branch has the losses of one run that did both."""
+    held = {"optimizer__warmup_steps": 1, "optimizer__decay": "wsd"}
+    both = small_run.settings(
+        folder, 2, name="both", training__steps=6, optimizer__cooldown_steps=3, **held
+    )
+    trunk = small_run.settings(
+        folder, 2, name="trunk", training__steps=4, optimizer__cooldown_steps=1, **held
+    )
+    origin = run_dir.checkpoint(trained(ranks, trunk), 3)
+    branch = small_run.settings(
+        folder,
+        2,
+        name="branch",
+        training__steps=6,
+        optimizer__cooldown_steps=3,
+        checkpoint__initial_load_path=origin,
+        **held,
+    )
+    small_run.ready(branch)
+    ranks.run(stop_after, branch, 5, world=2)
+    losses = small_run.losses(trained(ranks, branch))  # its own checkpoint comes first by now
+    assert losses == {step: small_run.losses(trained(ranks, both))[step] for step in (4, 5, 6)}
+    lost = branch.checkpoint.model_copy(update={"initial_load_path": origin / "step-00000009"})
+    lost_run = branch.model_copy(update={"name": "lost", "checkpoint": lost})
+    small_run.ready(lost_run)
+    answers = ranks.run(mistake, lost_run, world=2)
+    assert all("is no complete checkpoint" in answer for answer in answers)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "changes",

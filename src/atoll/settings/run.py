@@ -130,6 +130,17 @@ class Run(Settings):
         return self
 
     @model_validator(mode="after")
+    def _goes_beyond_its_origin(self) -> "Run":
+        step, steps = self.checkpoint.initial_step, self.training.steps
+        if step and steps is not None and steps <= step:
+            raise ValueError(
+                f"training.steps={steps}, and checkpoint.initial_load_path is of step {step}",
+                f"training.steps={step + (self.optimizer.cooldown_steps or 100)}: steps are "
+                "counted from where that run began",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _new_tokens_learn(self) -> "Run":
         if self.model.lora is not None and self.tokenizer.add_tokens:
             raise ValueError(

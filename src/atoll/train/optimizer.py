@@ -26,6 +26,8 @@ DECAYS: dict[str, Callable[[int, int], float]] = {
     "cosine": lambda step, steps: 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / steps))),
     # as Hugging Face's: the first step takes the peak, the last what stands one step before zero
     "linear": lambda step, steps: max(0.0, (steps - step + 1) / steps),
+    # behind the steps that hold the peak: 1 - sqrt (Hägele et al. 2024)
+    "wsd": lambda step, steps: 1.0 - math.sqrt(min(1.0, step / steps)),
 }
 
 
@@ -75,8 +77,14 @@ def learning_rate(settings: Optimizer, step: int, total_steps: int, ranks: int) 
     peak = settings.learning_rate * RANK_SCALES[settings.scale_with_ranks](ranks)
     if step <= settings.warmup_steps:
         return peak * step / settings.warmup_steps
-    decay_steps = max(1, total_steps - settings.warmup_steps)
-    share = DECAYS[settings.decay](step - settings.warmup_steps, decay_steps)
+    if settings.decay == "inverse_sqrt":  # Vaswani et al. 2017; no step but the warm-up's counts
+        share = math.sqrt(max(1, settings.warmup_steps) / step)
+        return peak * max(settings.final_fraction, share)
+    held = total_steps - settings.cooldown(total_steps) if settings.decay == "wsd" else 0
+    begin = max(settings.warmup_steps, held)
+    if step <= begin:
+        return peak
+    share = DECAYS[settings.decay](step - begin, max(1, total_steps - begin))
     return peak * (settings.final_fraction + (1.0 - settings.final_fraction) * share)
 
 

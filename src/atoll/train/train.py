@@ -184,15 +184,18 @@ def resume(train_state: TrainState) -> checkpoint.Progress:
     world = train_state.world
     folder, keep = train_state.run_folder, train_state.run.checkpoint.keep
     path = checkpoint.newest_intact(folder, world)
+    is_verified = path is not None
     if path is None:
         run_on_all_ranks(
             world, lambda: checkpoint.check_space(folder, state_dict(train_state), keep)
         )
+        path = train_state.run.checkpoint.initial_load_path
+    if path is None:
         return checkpoint.Progress(0, 0, 0, world.size, {})
     progress = run_on_all_ranks(world, lambda: checkpoint.load_progress(path))
     run_on_all_ranks(world, lambda: check_resumable(train_state, progress))
     state = state_dict(train_state)
-    checkpoint.load(path, state, world, is_verified=True)
+    checkpoint.load(path, state, world, is_verified)
     load_state_dict(train_state, state)
     load_step_counts(train_state.optimizer, progress.step_counts)
     say(world, f"resumed from {path} (step {progress.step})")
