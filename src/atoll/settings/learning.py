@@ -267,6 +267,8 @@ class Training(Settings):
     compile: bool
     activation_checkpointing: Literal["none", "selective", "full"]
     loss_chunk_tokens: Count = 512
+    # of causal_lm: times the squared log of the normaliser, in the gradients (PaLM takes 1e-4)
+    z_loss: Annotated[float, Field(ge=0.0)] = 0.0
     consumed_samples: CountOrZero = 0  # of the endless order: taken by earlier rounds
     timeout_minutes: Positive
 

@@ -141,6 +141,15 @@ class Run(Settings):
         return self
 
     @model_validator(mode="after")
+    def _z_loss_has_its_task(self) -> "Run":
+        if self.training.z_loss and self.task.name != "causal_lm":
+            raise ValueError(
+                f"training.z_loss={self.training.z_loss:g} with task={self.task.name}",
+                "task=causal_lm, or training.z_loss=0",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _new_tokens_learn(self) -> "Run":
         if self.model.lora is not None and self.tokenizer.add_tokens:
             raise ValueError(
