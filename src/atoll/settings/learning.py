@@ -217,6 +217,15 @@ class Task(Settings):
     margin: Annotated[float, Field(ge=0.0)] = 0.0  # of simpo: by how much the better is to lead
 
 
+class ParameterGroup(Settings):
+    """Parameters that learn otherwise than the rest; the first group that names one has it."""
+
+    names: str  # as in the Hugging Face model; * stands for any part
+    learning_rate_factor: Positive = 1.0
+    weight_decay: Annotated[float, Field(ge=0.0)] | None = None  # null: as the rest
+    frozen: bool = False  # it stays as it was
+
+
 class Optimizer(Settings):
     """The optimizer, its schedule and its clipping."""
 
@@ -231,6 +240,7 @@ class Optimizer(Settings):
     cooldown_steps: Count | None = None  # of wsd, at the end; null: a fifth of all steps
     final_fraction: Fraction
     scale_with_ranks: Literal["none", "sqrt", "linear"]
+    groups: list[ParameterGroup] = []
     # of a term that pulls towards the weights the run began with (FedProx, Li et al. 2020)
     proximal: Annotated[float, Field(ge=0.0)] = 0.0
 

@@ -141,6 +141,18 @@ class Run(Settings):
         return self
 
     @model_validator(mode="after")
+    def _groups_have_their_engine(self) -> "Run":
+        groups, divided = self.optimizer.groups, self.axes.data < self.axes.world
+        frozen = any(group.frozen for group in groups)
+        if groups and (self.sharding.engine != "plain" or (frozen and divided)):
+            what = "optimizer.groups with frozen=true" if frozen else "optimizer.groups"
+            raise ValueError(
+                f"{what} with sharding={self.sharding.name}: it cannot carry them",
+                "choose ddp, full_shard or hybrid_shard, or optimizer.groups=[]",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _z_loss_has_its_task(self) -> "Run":
         if self.training.z_loss and self.task.name != "causal_lm":
             raise ValueError(

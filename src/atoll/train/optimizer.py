@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from atoll.errors import UserError
 from atoll.settings import Optimizer
 from atoll.sharding.tied_ends import copied_names
+from atoll.train.parameter_groups import optimizer_groups
 
 RANK_SCALES: dict[str, Callable[[int], float]] = {
     "none": lambda ranks: 1.0,
@@ -48,20 +49,17 @@ class NamedOptimizer:
 
 
 def make_optimizer(settings: Optimizer, model: nn.Module) -> NamedOptimizer:
-    """AdamW over the model's parameters; vectors (norms, biases) are not decayed."""
+    """AdamW over the parameters that learn, each with the settings of its group."""
     local = settings.name == "adamw_8bit"
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
     pairs = {name: (p, _own_shard(p) if local else p) for name, p in learning.items()}
-    groups = []
+    groups: list[dict[str, Any]] = []
     # one kernel takes all parameters of a group, so those of another mesh are another group
+    names = {id(own): name for name, (_, own) in pairs.items()}
     for same in by_mesh([own for _, own in pairs.values()]):
-        decayed = [own for own in same if own.ndim >= 2]
-        others = [own for own in same if own.ndim < 2]
-        groups.append({"params": decayed, "weight_decay": settings.weight_decay})
-        groups.append({"params": others, "weight_decay": 0.0})
+        groups += optimizer_groups(settings, [(names[id(own)], own) for own in same])
     rate, betas, epsilon = settings.learning_rate, settings.betas, settings.epsilon
-    filled = [group for group in groups if group["params"]]
-    optimizer = KINDS[settings.name]()(filled, lr=rate, betas=betas, eps=epsilon)
+    optimizer = KINDS[settings.name]()(groups, lr=rate, betas=betas, eps=epsilon)
     anchors = {}
     if settings.proximal:
         anchors = {name: p.detach().clone() for name, p in learning.items()}
@@ -120,7 +118,7 @@ def take_step(
         if own is not parameter and parameter.grad is not None:
             own.grad = _local(parameter.grad)
     for group in optimizer.inner.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["learning_rate_factor"]
     _update(optimizer.inner, skipped)
     clear_gradients(optimizer)
     return norm
