@@ -25,8 +25,8 @@ def freeze(settings: Optimizer, model: nn.Module) -> None:
                 "are in groups before it",
                 f"names are as in the model: {some}; * stands for any part",
             )
-    for name, group in of_group.items():
-        if group is not None and group.frozen:
+    for name, own in of_group.items():
+        if own is not None and own.frozen:
             learning[name].requires_grad_(False)
     if settings.groups and not any(p.requires_grad for p in learning.values()):
         raise UserError(
