@@ -16,6 +16,7 @@ from transformers import get_linear_schedule_with_warmup
 from atoll.settings import Optimizer
 from atoll.sharding.process_group import World
 from atoll.train.optimizer import (
+    averaged,
     learning_rate,
     load_step_counts,
     make_optimizer,
@@ -105,6 +106,23 @@ def test_clipping_bounds_the_update_and_reports_the_norm_before() -> None:
     moment = optimizer_state_dict(optimizer)["weight/exp_avg"]
     assert moment.tolist() == [pytest.approx([0.06, 0.08])]
     assert net.weight.grad is None
+
+
+def test_the_average_follows_the_weights_step_by_step() -> None:
+    net = model()
+    expected = [p.detach().clone() for p in net.parameters()]
+    optimizer = make_optimizer(settings(name="adamw", learning_rate=0.1, ema_decay=0.9), net)
+    for _ in range(3):
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        take_step(optimizer, 0.1, None)
+        expected = [
+            0.9 * e + 0.1 * p.detach() for e, p in zip(expected, net.parameters(), strict=True)
+        ]
+    weights = [p.detach().clone() for p in net.parameters()]
+    with averaged(optimizer):
+        torch.testing.assert_close([p.detach() for p in net.parameters()], expected)
+    assert all(torch.equal(a, p) for a, p in zip(weights, net.parameters(), strict=True))
 
 
 def test_making_the_state_changes_no_weight() -> None:

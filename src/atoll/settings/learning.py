@@ -241,6 +241,8 @@ class Optimizer(Settings):
     final_fraction: Fraction
     scale_with_ranks: Literal["none", "sqrt", "linear"]
     groups: list[ParameterGroup] = []
+    # of an average of the weights over the steps, exported beside them; null: none
+    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     # of a term that pulls towards the weights the run began with (FedProx, Li et al. 2020)
     proximal: Annotated[float, Field(ge=0.0)] = 0.0
 

@@ -153,6 +153,16 @@ class Run(Settings):
         return self
 
     @model_validator(mode="after")
+    def _average_has_its_engine(self) -> "Run":
+        if self.optimizer.ema_decay is not None and self.sharding.engine != "plain":
+            raise ValueError(
+                f"optimizer.ema_decay={self.optimizer.ema_decay:g} with sharding="
+                f"{self.sharding.name}: {self.sharding.engine} keeps the weights",
+                "choose full_shard, or optimizer.ema_decay=null",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _z_loss_has_its_task(self) -> "Run":
         if self.training.z_loss and self.task.name != "causal_lm":
             raise ValueError(

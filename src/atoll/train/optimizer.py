@@ -1,7 +1,8 @@
 """The optimizer, its learning-rate schedule, and the update itself."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -45,6 +46,9 @@ class NamedOptimizer:
     # the weights a proximal term pulls to, and how strongly (FedProx, Li et al. 2020)
     anchors: dict[str, Tensor] = field(default_factory=dict)
     proximal: float = 0.0
+    # the weights' average over the steps, and how much of it each step keeps
+    averages: dict[str, Tensor] = field(default_factory=dict)
+    ema_decay: float = 0.0
     copies: frozenset[str] = frozenset()  # of weights that another stage of a pipeline counts
 
 
@@ -60,11 +64,19 @@ def make_optimizer(settings: Optimizer, model: nn.Module) -> NamedOptimizer:
         groups += optimizer_groups(settings, [(names[id(own)], own) for own in same])
     rate, betas, epsilon = settings.learning_rate, settings.betas, settings.epsilon
     optimizer = KINDS[settings.name]()(groups, lr=rate, betas=betas, eps=epsilon)
-    anchors = {}
-    if settings.proximal:
-        anchors = {name: p.detach().clone() for name, p in learning.items()}
-    copies = frozenset(copied_names(model))
-    return NamedOptimizer(optimizer, pairs, anchors, settings.proximal, copies)
+
+    def as_they_begin(wanted: object) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in learning.items()} if wanted else {}
+
+    return NamedOptimizer(
+        optimizer,
+        pairs,
+        anchors=as_they_begin(settings.proximal),
+        proximal=settings.proximal,
+        averages=as_they_begin(settings.ema_decay),
+        ema_decay=settings.ema_decay or 0.0,
+        copies=frozenset(copied_names(model)),
+    )
 
 
 def learning_rate(settings: Optimizer, step: int, total_steps: int, ranks: int) -> float:
@@ -121,7 +133,29 @@ def take_step(
         group["lr"] = rate * group["learning_rate_factor"]
     _update(optimizer.inner, skipped)
     clear_gradients(optimizer)
+    for name, average in optimizer.averages.items():
+        parameter, _ = optimizer.parameters[name]
+        _local(average).lerp_(_local(parameter.detach()), 1.0 - optimizer.ema_decay)
     return norm
+
+
+@contextmanager
+def averaged(optimizer: NamedOptimizer) -> Iterator[None]:
+    """The model with the average of its weights in their place."""
+    _swap(optimizer)
+    try:
+        yield
+    finally:
+        _swap(optimizer)
+
+
+@torch.no_grad()
+def _swap(optimizer: NamedOptimizer) -> None:
+    for name, average in optimizer.averages.items():
+        weights, average = _local(optimizer.parameters[name][0].detach()), _local(average)
+        kept = weights.clone()
+        weights.copy_(average)
+        average.copy_(kept)
 
 
 def _update(inner: Any, skipped: Tensor | None) -> None:
