@@ -283,7 +283,7 @@ def test_a_launcher_that_waits_for_a_lost_node_is_killed(job):
 def test_a_job_whose_first_node_is_gone_goes_on_in_another_one(way, state, watch_seconds, job):
     """With --no-kill Slurm leaves it as it is, without a shell."""
     it = job(way)
-    seconds = f"renew_seconds=1 watch_seconds={watch_seconds}"
+    seconds = f"renew_seconds=2 watch_seconds={watch_seconds}"
     it.script = it.script.replace("run_ranks ", f"{seconds}\nrun_ranks ")
     it.start(1, text="exec sleep 99")
     process = it.begin(start_new_session=True)

@@ -88,7 +88,7 @@ def test_a_tied_model_goes_through_a_pipeline(ranks: RankPool, folder: Path, str
         ranks.run(small_run.train_here, again)
         assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-4), first
         held_out = small_run.records(run_folder, "evaluation")[-1]["loss"]
-        assert plain_loss(again, run_folder) == pytest.approx(held_out, abs=1e-4)
+        assert plain_loss(again, run_dir.export(run_folder)) == pytest.approx(held_out, abs=1e-4)
         names = {
             name
             for file in run_dir.export(run_folder).glob("*.safetensors")
@@ -119,7 +119,7 @@ def test_a_run_goes_on_under_another_strategy(
         assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-4), first
         last = small_run.records(run_folder, "evaluation")[-1]
         assert last["loss"] == pytest.approx(held_out, abs=1e-4)
-        assert plain_loss(again, run_folder) == pytest.approx(held_out, abs=1e-4)
+        assert plain_loss(again, run_dir.export(run_folder)) == pytest.approx(held_out, abs=1e-4)
 
 
 @pytest.mark.full

@@ -291,7 +291,7 @@ go_on() { # BEGAN KNOWN: sets `answer`, the words of atoll go-on
 outlive() { # FILE of the lease, NODE of the shell
     local before='' now since=$SECONDS silent state words
     while [[ -e $1 ]]; do
-        sleep 5
+        sleep "$((renew_seconds / 2))"
         now=$(cat "$1" 2> /dev/null) || continue
         [[ ${now%%$'\n'*} != *\ ended ]] || return 0
         if [[ $now != "$before" ]]; then before=$now since=$SECONDS && continue; fi

@@ -92,7 +92,8 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     logits = _logits(run, shape) if has_head else 0
     moments = own * MOMENT_BYTES[run.optimizer.name]
     runtime = RUNTIME_GIB.get(run.facility.node.device, 0.0) * 2**30
-    state = own * FP32 + moments
+    average = own * FP32 if run.optimizer.ema_decay else 0
+    state = own * FP32 + moments + average
     offloaded = (state + gradients) if sharding.offload else 0
     resident = 0 if sharding.offload else state
     accumulated = gradients if run.microbatches > 1 and not waits else 0
@@ -103,7 +104,7 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     return Memory(
         parameters=round(own * FP32),
         gradients=round(gradients + waiting),
-        optimizer=round(moments),
+        optimizer=round(moments + average),
         gathered=round(gathered),
         buffers=round(buffers),
         activations=round(full),

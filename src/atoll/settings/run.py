@@ -140,6 +140,48 @@ class Run(Settings):
         return self
 
     @model_validator(mode="after")
+    def _goes_beyond_its_origin(self) -> "Run":
+        step, steps = self.checkpoint.initial_step, self.training.steps
+        if step and steps is not None and steps <= step:
+            raise ValueError(
+                f"training.steps={steps}, and checkpoint.initial_load_path is of step {step}",
+                f"training.steps={step + (self.optimizer.cooldown_steps or 100)}: steps are "
+                "counted from where that run began",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_have_their_engine(self) -> "Run":
+        groups, divided = self.optimizer.groups, self.axes.data < self.axes.world
+        frozen = any(group.frozen for group in groups)
+        if groups and (self.sharding.engine != "plain" or (frozen and divided)):
+            what = "optimizer.groups with frozen=true" if frozen else "optimizer.groups"
+            raise ValueError(
+                f"{what} with sharding={self.sharding.name}: it cannot carry them",
+                "choose ddp, full_shard or hybrid_shard, or optimizer.groups=[]",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _average_has_its_engine(self) -> "Run":
+        if self.optimizer.ema_decay is not None and self.sharding.engine != "plain":
+            raise ValueError(
+                f"optimizer.ema_decay={self.optimizer.ema_decay:g} with sharding="
+                f"{self.sharding.name}: {self.sharding.engine} keeps the weights",
+                "choose full_shard, or optimizer.ema_decay=null",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _z_loss_has_its_task(self) -> "Run":
+        if self.training.z_loss and self.task.name != "causal_lm":
+            raise ValueError(
+                f"training.z_loss={self.training.z_loss:g} with task={self.task.name}",
+                "task=causal_lm, or training.z_loss=0",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _new_tokens_learn(self) -> "Run":
         if self.model.lora is not None and self.tokenizer.add_tokens:
             raise ValueError(

@@ -34,6 +34,7 @@ from atoll.sharding.process_group import World, run_on_all_ranks, say
 from atoll.sharding.step_plan import StepPlan
 from atoll.sharding.tensor import split_matrices
 from atoll.train.optimizer import NamedOptimizer, make_optimizer
+from atoll.train.parameter_groups import freeze
 from atoll.train.precision import compute_dtype
 from atoll.train.tasks import TASKS
 from atoll.train.write_gguf import check_writable
@@ -132,6 +133,7 @@ def build_sharded(
     """Meta, sharded, given memory, filled slice by slice, then wrapped."""
     run_on_all_ranks(world, lambda: check_device(run.model.quantisation, world.device))
     run_on_all_ranks(world, lambda: adapt(model.hf, run.model))
+    run_on_all_ranks(world, lambda: freeze(run.optimizer, model))
     if run.training.compile:
         run_on_all_ranks(world, lambda: check_compiler(world))
         for block in blocks_of(model.hf, model.parts):
