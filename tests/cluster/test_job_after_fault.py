@@ -80,7 +80,8 @@ class Job:
 
     def begin(self, **how: bool) -> subprocess.Popen:
         pipe = subprocess.PIPE
-        words = ["bash", "-c", self.script]
+        run_dir.write_whole(run_dir.launch_script(self.folder), self.script)
+        words = ["bash", str(run_dir.launch_script(self.folder))]
         return subprocess.Popen(
             words, env=self.environment, stdout=pipe, stderr=pipe, text=True, **how
         )
