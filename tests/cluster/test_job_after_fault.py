@@ -277,6 +277,14 @@ def test_a_launcher_that_waits_for_a_lost_node_is_killed(job):
     assert "--nodelist=n1,n3 " in it.logged("srun")[1]
 
 
+ENDED = [
+    ("down", "FAILED NonZeroExitCode", 1),
+    ("idle", "COMPLETING JobLaunchFailure", 1),
+    ("down", "CANCELLED None", 0),
+    ("mixed", "COMPLETING None", 0),
+]
+
+
 @pytest.mark.parametrize(
     ("way", "state", "watch_seconds"),
     [("spare_nodes=1", "down*", 99), ("facility.requeue=false", "allocated*", 4)],
@@ -299,6 +307,23 @@ def test_a_job_whose_first_node_is_gone_goes_on_in_another_one(way, state, watch
     assert f"--exclude={host} /clone/sbatch/train.sbatch " in chained
     assert run_dir.jobs_file(it.folder).read_text() == "slurm 7\nslurm 8\n"
     assert [fault.node for fault in faults(it.folder)] == [host]
+
+
+@pytest.mark.parametrize(("sinfo", "squeue", "queued"), ENDED)
+def test_a_job_that_ends_as_its_first_node_is_called_down(sinfo, squeue, queued, job):
+    """Slurm then ends all of it, at once; not where its user cancelled it, or it just ended."""
+    it = job("spare_nodes=1")
+    it.script = it.script.replace("run_ranks ", "renew_seconds=2\nrun_ranks ")
+    it.start(1, text="exec sleep 99")
+    process = it.begin(start_new_session=True)
+    lease = str(run_dir.lease_folder(it.folder))
+    wait_for(lambda: len(it.logged("srun")) == len(it.logged("beside")) == 1)
+    it.says(sinfo=sinfo)
+    it.program("squeue", ECHO.format(words=f"'{squeue}'"))
+    os.killpg(process.pid, signal.SIGKILL)
+    subprocess.run(["pkill", "-f", f"outlive.*{lease}"], check=True)
+    wait_for(lambda: subprocess.run(["pgrep", "-f", lease], capture_output=True).returncode)
+    assert len(it.logged("sbatch")) == queued
 
 
 def test_what_waits_beside_a_job_ends_with_it(job):

@@ -6,7 +6,7 @@ run_folder=$1 scheduler=$2 clock_seconds=${3:-}
 stop_file=$run_folder/stop restart_file=$run_folder/restart lease_folder=$run_folder/lease
 faults_file=$run_folder/faults.jsonl ending_faults='"kind": "(died|stalled|unfit)"'
 excluded_file=$run_folder/excluded.json
-renew_seconds=10 watch_seconds=60 ending_seconds=60 lease='' fault='' cancelled='' excluded=''
+renew_seconds=10 watch_seconds=60 ending_seconds=25 lease='' fault='' cancelled='' excluded=''
 
 case $scheduler in
     slurm) job=${SLURM_JOB_ID:-0} ;;
@@ -171,13 +171,15 @@ hold_run() {
 
 wait_for() {
     trap 'cancelled=yes' TERM # a cancelled job's ranks have heard it too, and save
-    local task code=0 known
+    local task watcher code=0 known
     known=$(fault_count "$ending_faults")
     "$@" &
     task=$!
     end_launcher "$task" "$known" &
+    watcher=$!
     while kill -0 "$task" 2> /dev/null; do wait "$task" || true; done
     wait "$task" || code=$?
+    kill "$watcher" 2> /dev/null || true
     trap 'exit 143' TERM
     return "$code"
 }
@@ -287,31 +289,41 @@ go_on() { # BEGAN KNOWN: sets `answer`, the words of atoll go-on
 # On another node of a job that outlives its nodes (--no-kill): without its first one, which has this
 # shell, the job would hold the others until its time is over.
 outlive() { # FILE of the lease, NODE of the shell
-    local before='' now since=$SECONDS silent state words
+    local before='' now since=$SECONDS told_to_end=''
+    trap 'told_to_end=yes' TERM # no $( ) in this shell: see hear_signals
     while [[ -e $1 ]]; do
         sleep "$((renew_seconds / 2))"
-        now=$(cat "$1" 2> /dev/null) || continue
-        [[ ${now%%$'\n'*} != *\ ended ]] || return 0
-        if [[ $now != "$before" ]]; then before=$now since=$SECONDS && continue; fi
-        silent=$((SECONDS - since))
-        ((silent >= 5 * renew_seconds / 2)) || continue # two renewals are missing: ask Slurm
-        state=$(sinfo --noheader --Node "--nodes=$2" --format=%T 2> /dev/null | head -n 1)
-        # a node that does not answer (*) may be out of reach only
-        [[ $state =~ ^(down|fail) || ($state == *\* && $silent -ge $watch_seconds) ]] || continue
-        words=("--began=$began" "--known-faults=$(fault_count)" "--job=$job" "--down=$2=$state")
-        words+=("--nodes=$2,$(nodes_of_job | paste -sd, -)" --time-is-over)
-        if [[ $(atoll go-on "$run_folder" "${words[@]}") == *"@atoll again"* ]]; then
-            excluded=$(left_out)
-            requeue || true
+        now=
+        { IFS= read -r -d '' now < "$1"; } 2> /dev/null || [[ -n $now ]] || continue
+        if [[ -z $told_to_end ]]; then
+            [[ ${now%%$'\n'*} != *\ ended ]] || return 0
+            if [[ $now != "$before" ]]; then before=$now since=$SECONDS && continue; fi
+            ((SECONDS - since >= 2 * renew_seconds)) || continue # one is missing: ask Slurm
         fi
-        scancel "$job"
-        return
+        if (leave "$2" "$((SECONDS - since))" "$told_to_end") || [[ -n $told_to_end ]]; then return; fi
     done
+}
+leave() { # NODE of the shell, SECONDS of silence, TOLD_TO_END: fails where the node is there
+    local state='' of_job words
+    of_job=$(squeue --noheader --states=all "--jobs=$job" --format='%T %r' 2> /dev/null) || true
+    [[ -z $3 || $of_job != CANCELLED* ]] || return 0 # by its user
+    # the node may be up again: this is what Slurm calls a job whose shell ended with its node
+    [[ -z $3 || $of_job != *\ JobLaunchFailure ]] || state=failed
+    : "${state:=$(sinfo --noheader --Node "--nodes=$1" --format=%T 2> /dev/null | head -n 1)}"
+    # a node that does not answer (*) may be out of reach only
+    [[ $state =~ ^(down|fail) || ($state == *\* && $2 -ge $watch_seconds) ]] || return 1
+    words=("--began=$began" "--known-faults=$(fault_count)" "--job=$job" "--down=$1=$state")
+    words+=("--nodes=$1,$(nodes_of_job | paste -sd, -)" --time-is-over)
+    if [[ $(atoll go-on "$run_folder" "${words[@]}") == *"@atoll again"* ]]; then
+        excluded=$(left_out)
+        requeue || true
+    fi
+    scancel "$job"
 }
 keep_beside() { # NODES of the job
     local names=(run_folder scheduler job faults_file excluded_file renew_seconds watch_seconds)
     local other=${*: -1}
-    local functions=(outlive fault_count nodes_of_job left_out note_job requeue atoll) began
+    local functions=(outlive leave fault_count nodes_of_job left_out note_job requeue atoll) began
     began=$(newest_step)
     [[ $other != "$node" ]] || other=$1
     (
@@ -376,7 +388,7 @@ at_end() {
 # the shell of a job hears signals and does nothing else; another one does the work.
 hear_signals() {
     local worker code=0
-    trap 'touch "$stop_file"' USR2
+    trap 'trap "" USR2; touch "$stop_file"' USR2 # once is enough
     ATOLL_HEARS=$$ bash "$0" <&0 &
     worker=$!
     trap 'kill -TERM "$worker" 2> /dev/null || true' TERM
