@@ -4,7 +4,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from rank_pool import RankPool
+from rank_pool import RankPool, start_forkserver
 from selection import (
     pytest_addoption,
     pytest_collection_modifyitems,
@@ -22,11 +22,20 @@ __all__ = [
     "ranks",
 ]
 
+MANY_TESTS = 100
+
 
 @pytest.fixture(scope="session", autouse=True)
 def heed_interrupts() -> None:
     """In the background a shell has all processes ignore Ctrl-C, and so what the tests start."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forkserver(request: pytest.FixtureRequest) -> None:
+    """Where many tests run, what their processes import is imported once."""
+    if len(request.session.items) > MANY_TESTS:
+        start_forkserver()
 
 
 @pytest.fixture(scope="session")

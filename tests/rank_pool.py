@@ -33,16 +33,26 @@ TIMEOUT_SECONDS = 180.0
 # Some of what a test makes keeps its process groups, and each gloo group has threads that wake up a
 # hundred times a second: beyond this many a worker makes room for a fresh one.
 MOST_THREADS = 48
+_started = False
+
+
+def start_forkserver() -> None:
+    """The one that ranks and the tokenizer's workers come from, with what all of them import."""
+    global _started
+    if _started:
+        return
+    _started = True
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed looks for one when imported
+    # the tokenizer's workers, in tests before, may have started one without these modules
+    forkserver._forkserver._stop()
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED, "rank_pool"])
+    forkserver.ensure_running()
 
 
 class RankPool:
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed looks for one when imported
-        # the tokenizer's workers, in tests before, may have started one without these modules
-        forkserver._forkserver._stop()
-        context.set_forkserver_preload([*PRELOADED, "rank_pool"])
-        self.context = context
+        start_forkserver()
+        self.context = multiprocessing.get_context("forkserver")
         self.pipes: list[Any] = [None] * RANKS
         self.processes: list[Any] = [None] * RANKS
         for rank in range(RANKS):

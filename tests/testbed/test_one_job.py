@@ -5,6 +5,7 @@ import pytest
 ONE_NODE = ("nodes=1", "launcher=static_node", "training.steps=4")
 
 
+@pytest.mark.matrix
 def test_of_two_jobs_in_one_run_the_second_is_refused(site):
     """An array's tasks start together; the site hands none of the environment on."""
     words = ("facility.submit.array=1-2", "facility.submit.dependency=null")
