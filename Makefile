@@ -98,10 +98,10 @@ streamflow: .venv-streamflow/.ready ## Install StreamFlow, for campaigns with en
 	@touch $@
 
 test: $(READY) ## Try every feature once, at most 20 minutes (ARGS="-k launch" for some)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python tests/beside.py $(ARGS)
 
 test-full: $(READY) ## Every test, and every one that an image can run inside one: two hours
-	$(BIN)/python -m pytest --full $(ARGS)
+	$(BIN)/python tests/beside.py --full $(ARGS)
 	$(MAKE) test-image-full
 
 rehearse: $(READY) ## A small job under the constraints of every facility, on the testbed
