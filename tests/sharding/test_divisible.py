@@ -3,6 +3,7 @@
 import families
 import pytest
 import tiny
+from transformers import AutoConfig
 
 from atoll.errors import UserError
 from atoll.models.build import build_config, skeleton
@@ -39,3 +40,6 @@ def test_what_stages_cannot_compute_is_refused() -> None:
         config = build_config(settings, tiny.VOCABULARY, tiny.SEQUENCE, {})
         with pytest.raises(UserError, match=words):
             check_between(config)
+    # its own code stumbles over hidden states without positions to add
+    with pytest.raises(UserError, match="outside its layers"):
+        check_between(AutoConfig.for_model("gpt_bigcode", n_layer=2, n_embd=64, n_head=4))
