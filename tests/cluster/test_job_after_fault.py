@@ -28,6 +28,9 @@ SCONTROL = """#!/bin/bash
 echo scontrol "$@" >> {log}
 [[ $1 != show ]] || printf '%s\\n' {nodes}
 """
+NODES_BY_LIST = """#!/bin/bash
+[[ $3 == all ]] && printf '%s\\n' {all} || printf '%s\\n' {RUNNING}
+"""
 SBATCH = """#!/bin/bash
 echo sbatch "$@" >> {log}
 echo 8
@@ -286,12 +289,21 @@ ENDED = [
 
 
 @pytest.mark.parametrize(
-    ("way", "state", "watch_seconds"),
-    [("spare_nodes=1", "down*", 99), ("facility.requeue=false", "allocated*", 4)],
+    ("way", "state", "watch_seconds", "left"),
+    [
+        ("spare_nodes=1", "down*", 99, "HOST n2 n3"),
+        ("facility.requeue=false", "allocated*", 4, "HOST n2 n3"),
+        ("spare_nodes=1", "mixed*", 99, "n2 n3"),
+    ],
 )
-def test_a_job_whose_first_node_is_gone_goes_on_in_another_one(way, state, watch_seconds, job):
+def test_a_job_whose_first_node_is_gone_goes_on_in_another_one(
+    way, state, watch_seconds, left, job
+):
     """With --no-kill Slurm leaves it as it is, without a shell."""
     it = job(way)
+    it.environment["SLURM_JOB_NODELIST"] = "all"
+    nodes = {"all": "HOST n2 n3", "RUNNING": left}  # RUNNING: what squeue says of anything
+    it.program("scontrol", NODES_BY_LIST.format(**nodes).replace("HOST", os.uname().nodename))
     seconds = f"renew_seconds=2 watch_seconds={watch_seconds}"
     it.script = it.script.replace("run_ranks ", f"{seconds}\nrun_ranks ")
     it.start(1, text="exec sleep 99")

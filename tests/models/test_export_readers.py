@@ -8,6 +8,9 @@ import pytest
 import small_export
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
+from atoll.models.export_config import write_config
+from atoll.models.tiny_copy import tiny_copy
+
 
 @pytest.mark.parametrize("family", small_export.FAMILIES)
 def test_both_generations_fields_are_there(family: str, tmp_path: Path) -> None:
@@ -23,6 +26,13 @@ def test_both_generations_fields_are_there(family: str, tmp_path: Path) -> None:
     assert AutoConfig.from_pretrained(folder).rope_parameters == rope, (
         "transformers 5 reads the same"
     )
+
+
+def test_a_family_that_only_transformers_5_has_is_read_by_it(tmp_path: Path) -> None:
+    config = tiny_copy(AutoConfig.for_model("gemma4_text"))
+    write_config(tmp_path, config)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert again.rope_parameters == config.rope_parameters
 
 
 def test_the_tokenizer_has_a_class_and_special_tokens_of_both(tmp_path: Path) -> None:

@@ -114,6 +114,13 @@ def test_the_self_check_agrees(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert "has the same loss" in str(self_check.self_check(config))
 
 
+def test_a_family_that_rounds_more_than_others_is_held_to_its_own_rounding() -> None:
+    """Gemma 4 does not scale its scores down; its second kind of layers has larger heads."""
+    assert "has the same loss" in str(self_check.self_check(AutoConfig.for_model("gemma4_text")))
+    config = AutoConfig.for_model("gemma4_text", **families.COMMON)
+    assert "has the same loss" in str(self_check.self_check(config))
+
+
 def test_a_family_that_packing_changes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "TRIED", ())
     monkeypatch.setattr(causal_lm, "logit_scale", lambda _: 1.0)

@@ -240,6 +240,7 @@ def test_embeddings_grow_with_the_tokenizer(architecture: str, tmp_path: Path) -
         (tiny.CONFIGS["bert"] | {"is_decoder": False}, 128, 32, "only as a decoder"),
         ({"model_type": "t5", "vocab_size": 128}, 128, 32, "'t5'"),
         ({"model_type": "lama"}, 128, 32, "makes no model"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, 128, 32, r"no model.* \(1\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(

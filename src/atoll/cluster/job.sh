@@ -303,12 +303,18 @@ outlive() { # FILE of the lease, NODE of the shell
         if (leave "$2" "$((SECONDS - since))" "$told_to_end") || [[ -n $told_to_end ]]; then return; fi
     done
 }
+is_taken_away() { # NODE: Slurm called it down, whatever it calls it now
+    local before now
+    before=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2> /dev/null) now=$(nodes_of_job)
+    [[ -n $now && $'\n'$before$'\n' == *$'\n'$1$'\n'* && $'\n'$now$'\n' != *$'\n'$1$'\n'* ]]
+}
 leave() { # NODE of the shell, SECONDS of silence, TOLD_TO_END: fails where the node is there
     local state='' of_job words
     of_job=$(squeue --noheader --states=all "--jobs=$job" --format='%T %r' 2> /dev/null) || true
     [[ -z $3 || $of_job != CANCELLED* ]] || return 0 # by its user
     # the node may be up again: this is what Slurm calls a job whose shell ended with its node
     [[ -z $3 || $of_job != *\ JobLaunchFailure ]] || state=failed
+    ! is_taken_away "$1" || state=down
     : "${state:=$(sinfo --noheader --Node "--nodes=$1" --format=%T 2> /dev/null | head -n 1)}"
     # a node that does not answer (*) may be out of reach only
     [[ $state =~ ^(down|fail) || ($state == *\* && $2 -ge $watch_seconds) ]] || return 1
@@ -323,7 +329,7 @@ leave() { # NODE of the shell, SECONDS of silence, TOLD_TO_END: fails where the 
 keep_beside() { # NODES of the job
     local names=(run_folder scheduler job faults_file excluded_file renew_seconds watch_seconds)
     local other=${*: -1}
-    local functions=(outlive leave fault_count nodes_of_job left_out note_job requeue atoll) began
+    local functions=(outlive leave is_taken_away fault_count nodes_of_job left_out note_job requeue atoll) began
     began=$(newest_step)
     [[ $other != "$node" ]] || other=$1
     (

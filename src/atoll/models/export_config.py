@@ -13,6 +13,8 @@ from atoll import run_dir
 # model type -> what transformers 4 calls its theta and the share of a head that turns
 OLDER_NAMES = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
 NAMES = ("rope_theta", "partial_rotary_factor")
+# the kinds of positions of transformers 4, which knows no family with another one
+KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 # what transformers 5 calls a tokenizer that is its tokenizer.json, and what 4 and 5 do
 TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 
@@ -28,15 +30,16 @@ def older_fields(config: dict[str, Any]) -> dict[str, Any]:
     fields = {"torch_dtype": config["dtype"]} if config.get("dtype") else {}
     rope = config.get("rope_parameters") or {}
     # one for each kind of layer, as in Gemma 3
-    if "full_attention" in rope:
-        local = rope.get("sliding_attention", {}).get("rope_theta")
-        fields |= {} if local is None else {"rope_local_base_freq": local}
-        rope = rope["full_attention"]
+    whole = rope.get("full_attention", rope)
+    if whole.get("rope_type", "default") not in KINDS:
+        return fields
+    if "sliding_attention" in rope:
+        fields["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
     theta, share = OLDER_NAMES.get(config.get("model_type", ""), NAMES)
     outside = {"rope_theta": theta, "partial_rotary_factor": share}
-    fields |= {older: rope[name] for name, older in outside.items() if name in rope}
-    if rope.get("rope_type", "default") != "default":
-        fields["rope_scaling"] = {n: value for n, value in rope.items() if n not in outside}
+    fields |= {older: whole[name] for name, older in outside.items() if name in whole}
+    if whole.get("rope_type", "default") != "default":
+        fields["rope_scaling"] = {n: value for n, value in whole.items() if n not in outside}
     return fields
 
 

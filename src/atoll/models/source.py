@@ -60,15 +60,17 @@ def load_config(model: Model, special_ids: dict[str, int]) -> Any:
 
     special_ids: bos, eos and pad of the tokenizer, for a model that starts from nothing.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     overrides = dict(model.config)
     if model.source is None:
         try:
             return AutoConfig.for_model(**(special_ids | overrides))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+            reason = first_line(error.__cause__ or error)
             raise UserError(
-                f"model.config makes no model: {first_line(error)}", "correct model.config"
+                f"model.config makes no model: {reason}", "correct model.config"
             ) from error
     folder = local_folder(model.source, model.revision)
     if not (folder / "config.json").is_file():
@@ -80,4 +82,9 @@ def load_config(model: Model, special_ids: dict[str, int]) -> Any:
     except ValueError as error:
         raise UserError(
             f"{folder}: {first_line(error)}", "its code is never run: choose a model without any"
+        ) from error
+    except StrictDataclassError as error:
+        raise UserError(
+            f"{folder}: {first_line(error.__cause__ or error)}",
+            "correct config.json or model.config",
         ) from error

@@ -39,6 +39,8 @@ def tiny_copy(config: Any) -> Any:
     if kv_heads is not None:
         changes["num_key_value_heads"] = HEADS if kv_heads == heads else min(kv_heads, 2)
     changes |= {name: _two_of(stored[name]) for name in BY_LAYER if stored.get(name)}
+    if by_layer := stored.get("per_layer_config"):
+        changes["per_layer_config"] = {1: _twice_as_large(next(iter(by_layer.values())))}
     changes |= dict.fromkeys(TOKEN_IDS, 1)
     if isinstance(stored.get("rope_parameters"), dict):
         changes["rope_parameters"] = _short_lists(stored["rope_parameters"])
@@ -59,6 +61,11 @@ def _two_of(entries: list[Any]) -> list[Any]:
     """Two layers, of both kinds where there are two."""
     first = entries[0]
     return [first, next((entry for entry in entries if entry != first), first)]
+
+
+def _twice_as_large(sizes: dict[str, Any]) -> dict[str, Any]:
+    """What differs in the second layer, from what the first has."""
+    return {name: 2 * SIZES[name] if name in SIZES else size for name, size in sizes.items()}
 
 
 def _short_lists(value: Any) -> Any:
