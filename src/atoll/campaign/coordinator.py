@@ -16,6 +16,7 @@ from atoll.campaign.calls import LOOK_SECONDS
 from atoll.campaign.dry_run import dry_run
 from atoll.campaign.first_model import make_first_model
 from atoll.campaign.progress import shown
+from atoll.campaign.prove import prove_campaign
 from atoll.campaign.round import go_on
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
 from atoll.commands import VerbParser
@@ -61,7 +62,7 @@ def run(store: CampaignStore) -> int:
             print(f"the target loss {campaign.target_loss} is reached", flush=True)
             last = number
             break
-    print(f"the model: {store.model(last) / 'export'}")
+    print(f"the model: {prove_campaign(store, last)}")
     return 0
 
 
