@@ -1,10 +1,14 @@
 """The statement of a run's export: what the run read, its checkpoint, its jobs and logs."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from atoll import run_dir
-from atoll.proof.statement import Resource, described, existing, grown, resource, write_statement
+from atoll.proof.card import run_card
+from atoll.proof.prove import prove
+from atoll.proof.statement import Made, Resource, described, existing, grown, resource
 from atoll.settings import Run
 
 # what later starts, and whoever looks at the run, write on
@@ -18,20 +22,29 @@ def prove_run(
     made_of: Mapping[str, str],
     known: Mapping[str, Mapping[str, str | int]],
 ) -> None:
-    """Write provenance.json into a whole export. made_of: of image, code and libraries.
+    """Write the proof into a whole export. made_of: of image, code and libraries.
 
     known: name -> bytes and sha256 of files of the export, as they were written.
     """
     materials = [resource("run", run_folder, name) for name in existing(run_folder, ["run.yaml"])]
     materials += _checkpoint(run_folder) + _prepared(run_dir.prepared(run))
     materials += _named(made_of)
+    records = run_dir.metrics(run_folder)
+    result = _result(run_dir.result_file(run_folder))
+    began = next((record["time"] for record in records if "time" in record), None)
     logs = [grown("run", run_folder, name) for name in existing(run_folder, LOGS)]
     logs += [resource("run", run_folder, name) for name in existing(run_folder, ["result.json"])]
     subjects = {
         name: described(name, int(facts["bytes"]), str(facts["sha256"]))
         for name, facts in known.items()
     }
-    write_statement(export, "run", run.name, materials, logs, subjects)
+    made = Made("run", run.name, materials, logs, began)
+    prove(export, made, run_card(run, records, result, made_of), subjects)
+
+
+def _result(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return content
 
 
 def _checkpoint(run_folder: Path) -> list[Resource]:

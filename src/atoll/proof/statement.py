@@ -8,6 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -58,46 +59,50 @@ def existing(folder: Path, names: Iterable[str]) -> list[str]:
     return [name for name in names if (folder / name).is_file()]
 
 
-def write_statement(
-    export: Path,
-    kind: str,
-    name: str,
-    materials: list[Resource],
-    logs: list[Resource],
-    known: Mapping[str, Resource] | None = None,
-) -> None:
-    """Write it last, when the export is whole. kind: run or campaign.
+@dataclass(frozen=True)
+class Made:
+    """What is known of how an export came to be."""
 
-    known: files of the export whose digests were taken as they were written.
-    """
-    known = known or {}
+    kind: str  # run or campaign
+    name: str
+    materials: list[Resource]
+    logs: list[Resource]
+    began: float | None = None  # seconds since 1970
+
+
+def subjects_of(export: Path, known: Mapping[str, Resource]) -> list[Resource]:
+    """Every file of an export. known: those whose digests were taken as they were written."""
     files = sorted(path for path in export.rglob("*") if path.is_file())
     names = [path.relative_to(export).as_posix() for path in files]
-    subjects = []
-    for file in names:
-        if file not in (NAME, SIGNATURE):
-            subjects.append(known.get(file) or {**resource("", export, file), "name": file})
-    version = metadata.version("atoll")
-    finished = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    stated = [name for name in names if name not in (CRATE, NAME, SIGNATURE)]
+    return [known.get(name) or {**resource("", export, name), "name": name} for name in stated]
+
+
+def write_statement(export: Path, made: Made, subjects: list[Resource]) -> None:
+    """Write it, the last file of an export."""
     content = {
         "_type": STATEMENT,
         "subject": subjects,
         "predicateType": PREDICATE,
         "predicate": {
             "buildDefinition": {
-                "buildType": f"urn:atoll:{kind}:1",
-                "externalParameters": {kind: name},
-                "resolvedDependencies": materials,
+                "buildType": f"urn:atoll:{made.kind}:1",
+                "externalParameters": {made.kind: made.name},
+                "resolvedDependencies": made.materials,
             },
             "runDetails": {
-                "builder": {"id": "urn:atoll", "version": {"atoll": version}},
-                "metadata": {"invocationId": name, "finishedOn": finished},
-                "byproducts": logs,
+                "builder": {"id": "urn:atoll", "version": {"atoll": metadata.version("atoll")}},
+                "metadata": {"invocationId": made.name, "finishedOn": instant(time.time())},
+                "byproducts": made.logs,
             },
         },
     }
     (export / SIGNATURE).unlink(missing_ok=True)  # of an older statement
     run_dir.write_whole(export / NAME, json.dumps(content, indent=1) + "\n")
+
+
+def instant(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def read_statement(export: Path) -> dict[str, Any]:
