@@ -12,7 +12,7 @@ from rank_pool import RankPool
 
 from atoll import run_dir
 from atoll.__main__ import main
-from atoll.proof import statement
+from atoll.proof import card, statement
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,47 @@ def test_an_untouched_export_is_as_stated(folder: Path, capsys: pytest.CaptureFi
     # what comes later in a log is no change of what was there
     run_dir.append_record(run_dir.metrics_file(folder), {"event": "later"})
     assert verify(folder) == 0
+
+
+def test_the_crate_is_one_graph_that_names_every_file(trained: Path) -> None:
+    """What the public validator asks of a Process Run Crate (docs/provenance.md)."""
+    export = trained / "runs" / "proof" / "export"
+    graph = json.loads((export / statement.CRATE).read_text())["@graph"]
+    entities = {entity["@id"]: entity for entity in graph}
+    assert len(entities) == len(graph)
+
+    def referred(value: object) -> list[str]:
+        if isinstance(value, list):
+            return [name for item in value for name in referred(item)]
+        return [value["@id"]] if isinstance(value, dict) else []
+
+    referenced = {name for entity in graph for value in entity.values() for name in referred(value)}
+    outside = {"https://w3id.org/ro/crate/1.1", "http://schema.org/CompletedActionStatus"}
+    assert referenced - outside <= entities.keys()
+    root, action = entities["./"], entities["#action"]
+    assert all(root[name] for name in ("name", "description", "datePublished", "license"))
+    assert entities[root["conformsTo"]["@id"]]["version"] == "0.5"
+    assert entities[action["instrument"]["@id"]]["@type"] == "SoftwareApplication"
+    made = {path.name for path in export.iterdir()} - {statement.NAME, statement.CRATE}
+    assert {entity["@id"] for entity in action["result"]} == made
+    assert {"#run/run.yaml", "#prepared/manifest.json"} <= {x["@id"] for x in action["object"]}
+    assert action["startTime"] <= action["endTime"]
+
+
+def test_the_card_says_what_is_known_and_names_the_rest(trained: Path) -> None:
+    text = (trained / "runs" / "proof" / "export" / statement.CARD).read_text()
+    for line in ("| Parameters | 37,792 |", "| Steps | 2 |", "| Energy, kWh | not known |"):
+        assert line in text
+    assert "- Hardware and energy: Energy, kWh" in text and "- License" in text
+    assert str(trained) not in text
+
+
+def test_the_card_shows_text_of_others_as_text() -> None:
+    text = card.card(
+        "a|b", {"Model": [("Name", "<script>\n`x` | y"), ("Other", None)]}, {"k": "v: w"}
+    )
+    assert "| Name | &lt;script> 'x' \\| y |" in text and "- Model: Other" in text
+    assert text.splitlines()[1] == 'k: "v: w"'
 
 
 def test_an_export_that_travelled_says_what_is_not_there(

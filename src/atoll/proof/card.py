@@ -70,7 +70,7 @@ def _front(run: Run) -> dict[str, Any]:
 
 def _hub_name(source: str | None) -> str | None:
     """A name of the hub; a path says nothing to others."""
-    if source is None or source.count("/") > 1 or source[0] in "/.~" or Path(source).exists():
+    if not source or source.count("/") > 1 or source[0] in "/.~" or Path(source).exists():
         return None
     return source
 

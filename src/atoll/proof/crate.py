@@ -20,7 +20,7 @@ CONTEXTS = [
 ]
 SPECIFICATION = "https://w3id.org/ro/crate/1.1"
 PROFILE = "https://w3id.org/ro/wfrun/process/0.5"
-ROOT, ACTION, SOFTWARE = "./", "#action", "#atoll"
+ROOT, ACTION, LICENSE = "./", "#action", "#license"
 NO_LICENSE = "No license is stated; those of the data and of the base model, if any, go on."
 
 Entity = dict[str, Any]
@@ -28,7 +28,7 @@ Entity = dict[str, Any]
 
 def write_crate(export: Path, made: Made, subjects: list[Resource]) -> None:
     """Describe the export and what made it; `subjects` are its files."""
-    now = instant(time.time())
+    now = _instant(time.time())
     files = [_file(subject) for subject in subjects]
     read, logs = ([_outside(entry) for entry in part] for part in (made.materials, made.logs))
     what = f"Model of the Atoll {made.kind} {made.name}"
@@ -37,7 +37,6 @@ def write_crate(export: Path, made: Made, subjects: list[Resource]) -> None:
         "@type": "CreateAction",
         "name": f"{made.kind} {made.name}",
         "description": f"What the {made.kind} {made.name} read and made.",
-        "instrument": _to(SOFTWARE),
         "object": _all_to(read),
         "result": _all_to(files),
         "subjectOf": _all_to(logs),
@@ -45,19 +44,22 @@ def write_crate(export: Path, made: Made, subjects: list[Resource]) -> None:
         "actionStatus": _to("http://schema.org/CompletedActionStatus"),
     }
     if made.began is not None:
-        action["startTime"] = instant(made.began)
+        action["startTime"] = _instant(made.began)
     root = {
         "@id": ROOT,
         "@type": "Dataset",
         "name": what,
         "description": f"{what}: weights, tokenizer, and what they were made from.",
         "datePublished": now,
-        "license": NO_LICENSE,
+        "license": _to(LICENSE),
         "conformsTo": _to(PROFILE),
         "hasPart": _all_to(files),
         "mentions": _to(ACTION),
     }
-    graph = [_descriptor(), root, _profile(), _software(), action, *files, *read, *logs]
+    software = _software()
+    action["instrument"] = _to(software["@id"])
+    about = [_descriptor(), root, _profile(), _license(), software]
+    graph = [*about, action, *files, *read, *logs]
     content = {"@context": CONTEXTS, "@graph": graph}
     run_dir.write_whole(export / CRATE, json.dumps(content, indent=1) + "\n")
 
@@ -72,9 +74,19 @@ def _profile() -> Entity:
     return {"@id": PROFILE, "@type": "CreativeWork", **named}
 
 
+def _license() -> Entity:
+    return {
+        "@id": LICENSE,
+        "@type": "CreativeWork",
+        "name": "not stated",
+        "description": NO_LICENSE,
+    }
+
+
 def _software() -> Entity:
-    version = {"name": "Atoll", "softwareVersion": metadata.version("atoll")}
-    return {"@id": SOFTWARE, "@type": "SoftwareApplication", **version}
+    version = metadata.version("atoll")
+    kind = {"@id": f"urn:atoll:{version}", "@type": "SoftwareApplication"}
+    return {**kind, "name": "Atoll", "softwareVersion": version}
 
 
 def _file(subject: Resource) -> Entity:
@@ -96,6 +108,10 @@ def _outside(entry: Resource) -> Entity:
 def _facts(entry: Resource) -> Entity:
     size, sha256 = str(entry["annotations"]["bytes"]), entry["digest"]["sha256"]
     return {"name": entry["name"], "contentSize": size, "sha256": sha256}
+
+
+def _instant(seconds: float) -> str:
+    return instant(seconds).replace("Z", "+00:00")  # as the profile's checks have it
 
 
 def _to(identifier: str) -> Entity:
