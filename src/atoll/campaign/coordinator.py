@@ -21,6 +21,7 @@ from atoll.campaign.round import go_on
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
 from atoll.commands import VerbParser
 from atoll.config.compose import campaign_values
+from atoll.proof.statement import NAME
 from atoll.settings.federation import Site
 
 ABOUT = """Rounds of training at the facilities of a federation, averaged on this machine. The same
@@ -62,7 +63,9 @@ def run(store: CampaignStore) -> int:
             print(f"the target loss {campaign.target_loss} is reached", flush=True)
             last = number
             break
-    print(f"the model: {prove_campaign(store, last)}")
+    if not (store.model(last) / "export" / NAME).is_file():
+        prove_campaign(store, last)
+    print(f"the model: {store.model(last) / 'export'}")
     return 0
 
 

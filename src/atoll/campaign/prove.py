@@ -15,8 +15,8 @@ from atoll.settings.exchange import read_manifest
 from atoll.settings.federation import Campaign
 
 
-def prove_campaign(store: CampaignStore, last: int) -> Path:
-    """Write provenance.json into the export of round `last`; the export."""
+def prove_campaign(store: CampaignStore, last: int) -> None:
+    """Write provenance.json into the export of round `last`, signed where there is a key."""
     export, folder = store.model(last) / "export", store.folder
     names = [settings_file(folder).name, f"{round_name(0)}/run.yaml"]
     for number in range(last + 1):
@@ -36,7 +36,6 @@ def prove_campaign(store: CampaignStore, last: int) -> Path:
     prove(export, made, _card(store, last), {})
     if key := store.campaign.signing_key:
         sign(export / NAME, Path(key).expanduser(), OF_MODELS)
-    return export
 
 
 def _journals(store: CampaignStore, last: int) -> list[Resource]:

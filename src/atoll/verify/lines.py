@@ -15,9 +15,15 @@ class Line(NamedTuple):
     what: str
 
 
-def refuse_changed(path: Path, size: int, sha256: str, grows: bool = False) -> None:
-    """Raise `UserError` unless a file has this content; one that grows, at its beginning."""
+def refuse_changed(path: Path, size: int | None, sha256: str, grows: bool = False) -> None:
+    """Raise `UserError` unless a file has this content; one that grows, at its beginning.
+
+    size: in bytes; None where nobody wrote it down.
+    """
+    if not path.is_file():  # a pipe would be waited for
+        raise differs(f"{path} is missing, or no plain file")
     now = path.stat().st_size
+    size = now if size is None else size
     if now < size or (now > size and not grows):
         raise differs(f"{path} has {now:,} bytes, {size:,} were stated")
     digest = sha256_of_first(path, size)

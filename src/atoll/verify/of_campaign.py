@@ -56,19 +56,13 @@ def _kept(store: CampaignStore, number: int, signers: Path | None) -> Iterator[L
         if signers is not None:
             refuse_unsigned(manifest_file(update), signers, site.name)
         for name, facts in read_manifest(update).files.items():
-            _refuse(update / name, facts.sha256)
+            refuse_changed(update / name, facts.bytes, facts.sha256)
         how = "nobody's key is known" if signers is None else "signed, as allowed"
         yield Line("as stated", f"round {number}: the update of {site.name} ({how})")
     master = store.model(number) / "master"
     for name, sha256 in store.model_manifest(number)["master"].items():
-        _refuse(master / name, sha256)
+        refuse_changed(master / name, None, sha256)
     yield Line("as stated", f"round {number}: its model")
-
-
-def _refuse(path: Path, sha256: str) -> None:
-    if not path.is_file():
-        raise differs(f"{path} is missing")
-    refuse_changed(path, path.stat().st_size, sha256)
 
 
 def _again(store: CampaignStore, number: int, export: Path | None) -> Line:

@@ -9,7 +9,7 @@ from atoll import run_dir
 from atoll.errors import UserError
 from atoll.proof.statement import Resource, logs_of, materials_of
 from atoll.settings import load_run
-from atoll.verify.lines import Line, differs, refuse_changed, resources
+from atoll.verify.lines import Line, refuse_changed, resources
 
 # of a shard's record (data/shards.py): the digest's name -> what the name of its file ends in
 SHARD_FILES = {
@@ -49,7 +49,7 @@ def _prepared(run_folder: Path) -> Path | None:
 def _checkpoint(folder: Path, entry: Resource) -> Line:
     listed: Mapping[str, Any] = json.loads((folder / "manifest.json").read_text())["files"]
     for name, facts in listed.items():
-        _refuse(folder / name, int(facts["bytes"]), facts["sha256"])
+        refuse_changed(folder / name, int(facts["bytes"]), facts["sha256"])
     return Line("as stated", f"{entry['name'].rpartition('/')[0]}: {len(listed)} files")
 
 
@@ -60,12 +60,6 @@ def _shards(folder: Path) -> Line:
             for digest, ending in SHARD_FILES.items():
                 path = folder / split / f"{shard['number']:05d}{ending}"
                 if shard.get(digest) and shard["documents"]:
-                    _refuse(path, None, shard[digest])
+                    refuse_changed(path, None, shard[digest])
                     count += 1
     return Line("as stated", f"tokens: {count} files of shards")
-
-
-def _refuse(path: Path, size: int | None, sha256: str) -> None:
-    if not path.is_file():
-        raise differs(f"{path} is missing")
-    refuse_changed(path, path.stat().st_size if size is None else size, sha256)
