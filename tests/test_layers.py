@@ -22,20 +22,22 @@ ROOMS = {
     "settings": {"errors"},
     "run_dir": {"errors", "settings"},
     "plan": {"errors", "settings"},
+    "proof": BASE,
+    "verify": BASE | {"proof", "campaign", "cluster"},
     "config": BASE | {"plan"},
     "images": BASE,
     "cluster": BASE | {"config", "images", "plan", "tables", "health"},
-    "campaign": BASE | {"config", "cluster"},
+    "campaign": BASE | {"config", "cluster", "proof"},
     "report": BASE | {"config", "cluster", "campaign", "plan", "tables", "health"},
     "rehearse": BASE | {"config", "cluster", "launch", "tables"},
     "launch": {"errors", "commands"},
     "data": BASE,
-    "models": BASE | {"data"},
+    "models": BASE | {"data", "proof"},
     "sharding": BASE | {"launch", "data", "models"},
     "health": BASE | {"launch", "data", "models", "sharding"},
     "monitor": BASE | {"launch", "plan", "data", "models", "sharding", "health"},
-    "train": BASE | {"launch", "plan", "data", "models", "sharding", "health", "monitor"},
-    "federation": BASE,
+    "train": BASE | {"launch", "plan", "data", "models", "sharding", "health", "monitor", "proof"},
+    "federation": BASE | {"proof"},
 }
 # room -> the packages it may import, beside the standard library; other rooms: all but HOST_ONLY
 PACKAGES = {
@@ -54,6 +56,8 @@ PACKAGES = {
     "report": {"rich"},
     "launch": set(),
     "plan": set(),
+    "proof": set(),
+    "verify": set(),
 }
 HOST_ONLY = {"hydra", "omegaconf", "spython"}
 LONGEST_FUNCTION = 60

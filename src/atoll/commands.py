@@ -32,6 +32,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "evaluate": ("atoll.cluster.submit:evaluate", "perplexity or metrics of any model"),
         "generate": ("atoll.train.generate", "continue a prompt with a run, checkpoint or adapter"),
         "models": ("atoll.train.families", "architectures, and the strategies each can take"),
+        "verify": ("atoll.verify.command", "compare a model with what it says made it, offline"),
         "prepare": ("atoll.cluster.prepare", "fetch model and data into one folder that travels"),
     },
     "Facilities": {

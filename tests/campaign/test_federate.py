@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from atoll import run_dir
+from atoll.__main__ import main
 from atoll.campaign import coordinator, streamflow
 from atoll.campaign.journal import Journal
 from atoll.campaign.round import check_update
@@ -154,6 +155,21 @@ def test_a_campaign_ends_with_a_model_that_transformers_loads(whole: Path) -> No
     received = [one["bytes"] for journal in journals for one in journal.records("received")]
     whole_model = journals[0].records("sent")[0]["bytes"]
     assert len(received) == 4 and max(received) < whole_model / 2
+
+
+@pytest.mark.full
+def test_the_model_is_verified_down_to_the_runs_of_its_facilities(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export = whole / "campaigns" / "c" / "round-002" / "global" / "export"
+    assert main(["verify", str(export)]) == 0
+    output = capsys.readouterr().out
+    for number in (1, 2):
+        assert f"round {number}: aggregated again, bit for bit (2)" in output
+        assert output.count(f"round {number}: the update of ") == 2
+    assert output.count("(signed, as allowed)") == 4
+    for run in whole.glob("sites/*/runs/*"):
+        assert main(["verify", str(run / "export")]) == 0
 
 
 def test_the_report_tells_rounds_bytes_losses_and_weights(

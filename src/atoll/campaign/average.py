@@ -43,17 +43,25 @@ def _aggregate(
     store: CampaignStore, number: int, folders: list[Path], **about: str
 ) -> dict[str, Any]:
     """What `atoll aggregate` says; of no update at all, the model is held."""
-    campaign, rule = store.campaign, store.campaign.rule
-    words = ["aggregate", *(map(str, folders) if folders else ["--hold"])]
-    words += ["--base", str(store.model(number - 1))]
-    words += ["--out", str(store.model(number)), "--codec", campaign.global_codec]
-    words += ["--rule", rule.model_dump_json(), "--about", json.dumps({"round": number, **about})]
-    for before in range(number - 2, max(-1, number - 2 - rule.max_staleness), -1):
-        words += ["--older", store.model_manifest(before)["digest"]]
+    words = aggregate_words(store, number, folders, store.model(number), **about)
     outcome: dict[str, Any] = json.loads(
         run_verb([*atoll_here(), *words], f"the model of round {number}")
     )
     return outcome
+
+
+def aggregate_words(
+    store: CampaignStore, number: int, folders: list[Path], out: Path, **about: str
+) -> list[str]:
+    """The words by which `atoll aggregate` makes the model of a round, once or again."""
+    campaign, rule = store.campaign, store.campaign.rule
+    words = ["aggregate", *(map(str, folders) if folders else ["--hold"])]
+    words += ["--base", str(store.model(number - 1)), "--out", str(out)]
+    words += ["--codec", campaign.global_codec]
+    words += ["--rule", rule.model_dump_json(), "--about", json.dumps({"round": number, **about})]
+    for before in range(number - 2, max(-1, number - 2 - rule.max_staleness), -1):
+        words += ["--older", store.model_manifest(before)["digest"]]
+    return words
 
 
 def _below_quorum(

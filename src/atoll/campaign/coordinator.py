@@ -16,10 +16,12 @@ from atoll.campaign.calls import LOOK_SECONDS
 from atoll.campaign.dry_run import dry_run
 from atoll.campaign.first_model import make_first_model
 from atoll.campaign.progress import shown
+from atoll.campaign.prove import prove_campaign
 from atoll.campaign.round import go_on
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
 from atoll.commands import VerbParser
 from atoll.config.compose import campaign_values
+from atoll.proof.statement import NAME
 from atoll.settings.federation import Site
 
 ABOUT = """Rounds of training at the facilities of a federation, averaged on this machine. The same
@@ -61,6 +63,8 @@ def run(store: CampaignStore) -> int:
             print(f"the target loss {campaign.target_loss} is reached", flush=True)
             last = number
             break
+    if not (store.model(last) / "export" / NAME).is_file():
+        prove_campaign(store, last)
     print(f"the model: {store.model(last) / 'export'}")
     return 0
 

@@ -21,7 +21,7 @@ from atoll.settings.federation import Campaign, Site, checked_settings
 
 # What may change in a campaign's life: its length, our patience, and how it is carried out.
 FREE = {"rounds", "deadline_minutes", "poll_seconds", "attempts", "target_loss", "ssh_options"}
-FREE |= {"engine", "grace_minutes", "rule.below_quorum"}
+FREE |= {"engine", "signing_key", "grace_minutes", "rule.below_quorum"}
 
 
 @dataclass

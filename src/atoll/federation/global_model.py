@@ -28,6 +28,7 @@ from atoll.federation.tensors import (
     files_of,
     stretches,
 )
+from atoll.proof.statement import OWN
 
 # what of an export is copied from the model before: never anything of an update
 BESIDE_WEIGHTS = (".json", ".model", ".txt", ".jinja")
@@ -55,7 +56,7 @@ def write_master(
 def copy_beside_weights(export: Path, into: Path, dtype: str) -> None:
     """Configuration, tokenizer and index of the model before; the dtype is the new one."""
     for path in sorted(export.iterdir()):
-        if path.suffix in BESIDE_WEIGHTS and path.is_file():
+        if path.suffix in BESIDE_WEIGHTS and path.is_file() and path.name not in OWN:
             content = path.read_bytes()
             if path.name == "config.json":
                 values = json.loads(content)

@@ -18,6 +18,7 @@ from atoll import run_dir
 from atoll.models.adapter import full_tensor
 from atoll.models.export_config import write_config, write_end_ids, write_tokenizer_config
 from atoll.models.safetensor_files import file_name, write_index, write_tensors
+from atoll.proof.statement import OWN
 
 Pieces = list[list[str]]
 GENERATION = "generation_config.json"
@@ -58,13 +59,14 @@ def write_weights(
     rank: int,
     ranks: int,
     stored: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
-) -> None:
+) -> dict[str, dict[str, Any]]:
     """Gather each parameter in turn and write this rank's files, fsynced, modes from the umask.
 
-    stored: parameters as the family's files have them. Collective: every rank calls it with the
-    same arguments but `rank`.
+    stored: parameters as the family's files have them. Returns the bytes and sha256 of its files.
+    Collective: every rank calls it with the same arguments but `rank`.
     """
     failure: OSError | None = None
+    written: dict[str, dict[str, Any]] = {}
     for number, names in enumerate(files):
         mine = number % ranks == rank and failure is None
         tensors = {}
@@ -75,11 +77,12 @@ def write_weights(
         if mine:
             try:
                 path = folder / file_name(numbered.first + number, numbered.total)
-                write_tensors(path, stored(tensors))
+                written[path.name] = write_tensors(path, stored(tensors))
             except OSError as error:
                 failure = error  # the other ranks still need this one to gather
     if failure is not None:
         raise failure
+    return written
 
 
 def write_rest(
@@ -103,7 +106,8 @@ def write_rest(
     config.architectures = [architecture]
     write_config(folder, config)
     for path in sorted(tokenizer.iterdir()):
-        if path.suffix in (".json", ".model", ".txt", ".jinja") and path.name != "config.json":
+        foreign = path.name in ("config.json", *OWN)
+        if path.suffix in (".json", ".model", ".txt", ".jinja") and not foreign:
             run_dir.write_whole(folder / path.name, path.read_bytes())
     write_tokenizer_config(folder)
     if source is not None and (source / GENERATION).is_file():

@@ -4,7 +4,9 @@ import errno
 import json
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -55,10 +57,11 @@ def file_name(number: int, count: int) -> str:
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """A file that is seen complete or not at all, fsynced, its mode from the umask.
 
-    Raises `OSError` where the disk fails.
+    Returns its bytes and sha256, which is taken while the disk syncs. Raises `OSError` where that
+    fails.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -68,9 +71,13 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     mask = os.umask(0)
     os.umask(mask)
     partial.chmod(0o666 & ~mask)
-    run_dir.sync_file(partial)
+    with ThreadPoolExecutor(1) as pool:
+        sha256 = pool.submit(run_dir.sha256_of, partial)
+        run_dir.sync_file(partial)
+    facts = {"bytes": partial.stat().st_size, "sha256": sha256.result()}
     partial.replace(path)
     run_dir.sync_folder(path.parent)
+    return facts
 
 
 def write_index(folder: Path, files: list[list[str]], total_bytes: int | None = None) -> None:

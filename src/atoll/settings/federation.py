@@ -90,6 +90,7 @@ class Campaign(Settings):
     poll_seconds: Positive = 30.0
     attempts: Count = 3  # of a facility's job, and of a transfer, in a round
     allowed_signers: str | None = None  # ssh-keygen's file; null: updates are not signed
+    signing_key: str | None = None  # a private ssh key here, by which the model's proof is signed
     ssh_options: list[str] = []
 
     @model_validator(mode="after")

@@ -14,8 +14,9 @@ from atoll.models.classifier import new_head
 from atoll.models.source import source_folder
 from atoll.models.stored_names import as_stored, names_as_stored
 from atoll.models.weights import stored_buffers
-from atoll.settings import Run
-from atoll.sharding.process_group import gathered, run_on_all_ranks, say
+from atoll.monitor.provenance import made_of
+from atoll.proof.of_run import prove_run
+from atoll.sharding.process_group import gathered, gathered_by_first, run_on_all_ranks, say
 from atoll.train.assemble import TrainState
 from atoll.train.optimizer import averaged
 from atoll.train.state_dict import parameters_of
@@ -35,15 +36,12 @@ def export_model(train_state: TrainState) -> None:
 
 
 def _export(train_state: TrainState, final: Path) -> None:
-    world = train_state.world
+    world, hf = train_state.world, train_state.model.hf
     dtype = getattr(torch, train_state.run.export.dtype)
     plain, lora = parameters_of(train_state), train_state.run.model.lora
     head = new_head(train_state.config)
     adapter = {} if lora is None else gathered_adapter(plain, head)
-    parameters: dict[str, Any] = (
-        plain if lora is None else merged(train_state.model.hf, lora, plain)
-    )
-    hf = train_state.model.hf
+    parameters: dict[str, Any] = plain if lora is None else merged(hf, lora, plain)
     parameters |= stored_buffers(hf)
     sizes = {name: p.numel() * dtype.itemsize for name, p in parameters.items()}
     limit = int(train_state.run.export.max_file_gib * 2**30)
@@ -59,7 +57,7 @@ def _export(train_state: TrainState, final: Path) -> None:
     first = world.rank == 0
     partial = export.partial_folder(final)
     run_on_all_ranks(world, lambda: export.start(final) if first else None)
-    run_on_all_ranks(
+    written = run_on_all_ranks(
         world,
         lambda: export.write_weights(
             partial,
@@ -72,6 +70,9 @@ def _export(train_state: TrainState, final: Path) -> None:
             functools.partial(as_stored, hf),
         ),
     )
+
+    digests = gathered_by_first(world, written)
+    known = {name: facts for of_rank in digests for name, facts in of_rank.items()}
 
     def rest() -> None:
         if adapter:
@@ -89,16 +90,21 @@ def _export(train_state: TrainState, final: Path) -> None:
             source_folder(train_state.run.model),
             _end_ids(train_state),
         )
-        _publish(train_state.run, partial, final)
+        _publish(train_state, partial, final, known)
 
     run_on_all_ranks(world, lambda: rest() if first else None)
     say(world, f"exported to {final}")
 
 
-def _publish(run: Run, partial: Path, final: Path) -> None:
-    """Write the file for llama.cpp, where it is asked for, of what is whole now; then rename."""
+def _publish(train_state: TrainState, partial: Path, final: Path, known: dict[str, Any]) -> None:
+    """Write the file for llama.cpp, where it is asked for, and what made all this; then rename.
+
+    known: bytes and sha256 of the files of weights.
+    """
+    run = train_state.run
     if (gguf := run.export.gguf_format) is not None:
         write_gguf(partial, gguf, run.name)
+    prove_run(partial, run, train_state.run_folder, made_of(run), known)
     export.publish(partial, final)
 
 

@@ -1,0 +1,83 @@
+"""The statement of a campaign's model: its settings, and of each round updates, model and journal.
+
+Written by the coordinator when the campaign ends; the proof of each round is in what is kept of it.
+"""
+
+from pathlib import Path
+
+from atoll.campaign.journal import round_name
+from atoll.campaign.signing import OF_MODELS, sign
+from atoll.campaign.store import CampaignStore, settings_file
+from atoll.proof.card import Rows, card
+from atoll.proof.prove import prove
+from atoll.proof.statement import NAME, Made, Resource, existing, grown, resource
+from atoll.settings.exchange import read_manifest
+from atoll.settings.federation import Campaign
+
+
+def prove_campaign(store: CampaignStore, last: int) -> None:
+    """Write provenance.json into the export of round `last`, signed where there is a key."""
+    export, folder = store.model(last) / "export", store.folder
+    names = [settings_file(folder).name, f"{round_name(0)}/run.yaml"]
+    for number in range(last + 1):
+        names.append(f"{round_name(number)}/global/manifest.json")
+        for site in store.campaign.sites if number else []:
+            update = store.update(number, site).relative_to(folder).as_posix()
+            names += [f"{update}/manifest.json", f"{update}/manifest.json.sig"]
+    materials = [resource("campaign", folder, name) for name in existing(folder, names)]
+    began = store.journal(1).records()[:1]
+    made = Made(
+        "campaign",
+        store.campaign.name,
+        materials,
+        _journals(store, last),
+        float(began[0]["time"]) if began else None,
+    )
+    prove(export, made, _card(store, last), {})
+    if key := store.campaign.signing_key:
+        sign(export / NAME, Path(key).expanduser(), OF_MODELS)
+
+
+def _journals(store: CampaignStore, last: int) -> list[Resource]:
+    names = [f"{round_name(number)}/journal.jsonl" for number in range(1, last + 1)]
+    return [grown("campaign", store.folder, name) for name in existing(store.folder, names)]
+
+
+def _card(store: CampaignStore, last: int) -> str:
+    """What the campaign knows; of its data and hardware each facility's own runs do."""
+    campaign, sites = store.campaign, store.campaign.sites
+    manifests = [read_manifest(folder) for n in range(1, last + 1) for folder in store.updates(n)]
+    parts: dict[str, Rows] = {
+        "Model": [
+            ("Begun from", "the model of round 0"),
+            ("Numbers", campaign.rule.dtype),
+        ],
+        "Training data": [
+            (site.name, ", ".join(sorted({m.data for m in manifests if m.facility == site.name})))
+            for site in sites
+        ],
+        "Training": [
+            ("Rounds", last),
+            ("Facilities", ", ".join(site.name for site in sites)),
+            ("Steps of a facility in a round", campaign.steps),
+            ("Tokens, as facilities count", f"{sum(m.tokens for m in manifests):,}"),
+            ("Weighed, combined, updated", _rule(campaign)),
+            ("Encoding of updates, of the model", f"{campaign.codec}, {campaign.global_codec}"),
+        ],
+        "Evaluation on held-out text": [("Loss, mean over facilities", _loss(store, last))],
+        "Hardware and energy": [
+            ("Images", ", ".join(sorted({m.image for m in manifests}))),
+            ("Energy, kWh", None),
+        ],
+    }
+    return card(campaign.name, parts, {"library_name": "transformers", "tags": ["atoll"]})
+
+
+def _rule(campaign: Campaign) -> str:
+    return f"{campaign.rule.weigh}, {campaign.rule.combine}, {campaign.rule.update}"
+
+
+def _loss(store: CampaignStore, last: int) -> str | None:
+    """Of the facilities' own models of the last round: the mean of them is measured by nobody."""
+    losses = store.mean_losses(last)
+    return None if losses is None else f"{losses[-1]:.4g} (of their own models of round {last})"

@@ -1,0 +1,1 @@
+"""What an export was made from, written down beside it: provenance.json."""

@@ -1,0 +1,148 @@
+"""README.md of an export: a model card, filled from what is known; what is not is named.
+
+The fields are those of Hugging Face's card and of the technical part of the EU's template for
+general-purpose models (model, data, training, computing, energy).
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from atoll.proof.statement import NAME
+from atoll.settings import Run
+
+Record = Mapping[str, Any]
+Rows = Iterable[tuple[str, Any]]
+UNKNOWN = "not known"
+# what no program knows of a model
+FOR_PEOPLE = (
+    "License, and who answers for the model",
+    "Intended use, and uses that are out of place",
+    "Rights to the data, personal data in it, and what was filtered",
+    "Biases and risks, and tests for them",
+)
+METRICS = ("loss", "perplexity", "accuracy", "f1", "auc")
+
+
+def run_card(
+    run: Run, records: Sequence[Record], result: Record, made_of: Mapping[str, str]
+) -> str:
+    """The card of a run's export. records: of metrics.jsonl. result: of result.json."""
+    last: dict[str, Record] = {record["event"]: record for record in records}
+    start, train = last.get("start", {}), last.get("train", {})
+    parts = {
+        "Model": _model(run, start),
+        "Training data": _data(run),
+        "Training": _training(run, start, train, result),
+        "Evaluation on held-out text": _evaluation(result),
+        "Hardware and energy": _hardware(run, records),
+        "Made with": made_of.items(),
+    }
+    return card(run.name, parts, _front(run))
+
+
+def card(name: str, parts: Mapping[str, Rows], front: Record) -> str:
+    """Markdown: a table for each part that has rows, then the gaps."""
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
+    lines += [f"# {_cell(name)}", ""]
+    gaps = list(FOR_PEOPLE)
+    for title, rows in parts.items():
+        lines += [f"## {title}", "", "| | |", "|---|---|"]
+        for label, value in rows:
+            if value in (None, ""):
+                gaps.append(f"{title}: {label}")
+            lines.append(f"| {label} | {UNKNOWN if value in (None, '') else _cell(value)} |")
+        lines.append("")
+    lines += ["## Not known", "", "Nothing here says:", "", *(f"- {gap}" for gap in gaps), ""]
+    lines += [f"`atoll verify` compares this folder with {NAME}, and with what made it.", ""]
+    return "\n".join(lines)
+
+
+def _front(run: Run) -> dict[str, Any]:
+    front: dict[str, Any] = {"library_name": "transformers", "tags": ["atoll"]}
+    if base := _hub_name(run.model.source):
+        front["base_model"] = base
+    if run.data.hub:
+        front["datasets"] = [run.data.hub]
+    return front
+
+
+def _hub_name(source: str | None) -> str | None:
+    """A name of the hub; a path says nothing to others."""
+    if not source or source.count("/") > 1 or source[0] in "/.~" or Path(source).exists():
+        return None
+    return source
+
+
+def _model(run: Run, start: Record) -> Rows:
+    source = run.model.source
+    yield "Architecture", run.model.config.get("model_type") or run.model.name
+    yield "Parameters", _count(start.get("parameters"))
+    yield "Numbers", run.export.dtype
+    yield (
+        "Begun from",
+        "random weights" if source is None else _hub_name(source) or "a local folder",
+    )
+    if source is not None:
+        yield "Revision of that", run.model.revision
+    if run.model.lora is not None:
+        yield "LoRA, merged into the weights", f"rank {run.model.lora.rank}"
+    yield "Input and output", "text; text or labels" if run.data.classes else "text; text"
+
+
+def _data(run: Run) -> Rows:
+    data = run.data
+    yield "Name", data.name
+    yield "Source", data.hub or {"python_stdlib": "Python's own library"}.get(data.source, "files")
+    if data.hub:
+        yield "Configuration", data.hub_config or "the default"
+        yield "Revision", data.hub_revision
+    yield "Format", data.format
+    yield "Most documents", data.max_documents or "all"
+    yield "Tokens of a sample", data.sequence_tokens
+
+
+def _training(run: Run, start: Record, train: Record, result: Record) -> Rows:
+    tokens, per_token = train.get("tokens"), start.get("flops_per_token")
+    yield "Task", run.task.name
+    yield "Steps", _count(result.get("steps"))
+    yield "Samples of a step", run.training.global_batch_samples
+    yield "Tokens", _count(tokens)
+    yield "Operations, FLOPs", f"{tokens * per_token:.3g}" if tokens and per_token else None
+    yield "Optimizer", run.optimizer.name
+    yield "Highest learning rate", run.optimizer.learning_rate
+    yield "Computed in", run.precision.compute
+    yield "Seed", run.seed
+
+
+def _evaluation(result: Record) -> Rows:
+    known = [(name, f"{result[name]:.4g}") for name in METRICS if name in result]
+    return known or [("Loss", None)]
+
+
+def _hardware(run: Run, records: Sequence[Record]) -> Rows:
+    node, times = run.facility.node, [r["time"] for r in records if "time" in r]
+    joules, sources = 0.0, set[str]()
+    for record in records:
+        for part in ("device", "package"):
+            if record["event"] == "energy" and record.get(f"{part}_joules") is not None:
+                joules += record[f"{part}_joules"]
+                sources.add(str(record.get(f"{part}_source")))
+    yield "Facility", run.facility.name
+    yield "Nodes, devices of each", f"{run.nodes}, {run.ranks_per_node} ({node.device})"
+    yield "Hours, with pauses", f"{(max(times) - min(times)) / 3600:.3g}" if times else None
+    energy = f"{joules / 3.6e6:.3g} ({'; '.join(sorted(sources))})" if sources else None
+    yield "Energy, kWh", energy
+
+
+def _count(number: Any) -> str | None:
+    return None if number is None else f"{number:,}"
+
+
+def _cell(value: Any) -> str:
+    """Plain text in one cell: nothing in it is Markdown or HTML."""
+    text = " ".join(str(value).split())
+    for mark, shown in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("`", "'")):
+        text = text.replace(mark, shown)
+    return text

@@ -1,0 +1,74 @@
+"""The statement of a run's export: what the run read, its checkpoint, its jobs and logs."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from atoll import run_dir
+from atoll.proof.card import run_card
+from atoll.proof.prove import prove
+from atoll.proof.statement import Made, Resource, described, existing, grown, resource
+from atoll.settings import Run
+
+# what later starts, and whoever looks at the run, write on
+LOGS = ("jobs.txt", "metrics.jsonl", "faults.jsonl", "restarts.jsonl", "ledger.jsonl")
+
+
+def prove_run(
+    export: Path,
+    run: Run,
+    run_folder: Path,
+    made_of: Mapping[str, str],
+    known: Mapping[str, Mapping[str, str | int]],
+) -> None:
+    """Write the proof into a whole export. made_of: of image, code and libraries.
+
+    known: name -> bytes and sha256 of files of the export, as they were written.
+    """
+    materials = [resource("run", run_folder, name) for name in existing(run_folder, ["run.yaml"])]
+    materials += _checkpoint(run_folder) + _prepared(run_dir.prepared(run))
+    materials += _named(made_of)
+    records = run_dir.metrics(run_folder)
+    result = _result(run_dir.result_file(run_folder))
+    began = next((record["time"] for record in records if "time" in record), None)
+    logs = [grown("run", run_folder, name) for name in existing(run_folder, LOGS)]
+    logs += [resource("run", run_folder, name) for name in existing(run_folder, ["result.json"])]
+    subjects = {
+        name: described(name, int(facts["bytes"]), str(facts["sha256"]))
+        for name, facts in known.items()
+    }
+    made = Made("run", run.name, materials, logs, began)
+    prove(export, made, run_card(run, records, result, made_of), subjects)
+
+
+def _result(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return content
+
+
+def _checkpoint(run_folder: Path) -> list[Resource]:
+    """The newest, by its manifest, which has the digests of its files."""
+    steps = run_dir.complete_checkpoints(run_folder)[-1:]
+    names = [
+        f"{run_dir.checkpoint(run_folder, step).relative_to(run_folder)}/manifest.json"
+        for step in steps
+    ]
+    return [resource("run", run_folder, name) for name in names]
+
+
+def _prepared(folder: Path) -> list[Resource]:
+    """The tokens, by their manifest, which has the digests of all shards; and the tokenizer."""
+    tokenizer = sorted(path for path in (folder / "tokenizer").glob("*") if path.is_file())
+    names = ["manifest.json", *(f"tokenizer/{path.name}" for path in tokenizer)]
+    return [resource("prepared", folder, name) for name in existing(folder, names)]
+
+
+def _named(made_of: Mapping[str, str]) -> list[Resource]:
+    """What is known by its name alone: it is not at hand when an export is verified."""
+    image = {name: made_of[name] for name in ("image", "lock", "source") if name in made_of}
+    entries: list[Resource] = [{"name": "image", "annotations": image}]
+    if commit := made_of.get("commit"):
+        entries.append({"name": "code", "digest": {"gitCommit": commit}})
+    entries.append({"name": "libraries", "annotations": {"versions": made_of["libraries"]}})
+    return entries

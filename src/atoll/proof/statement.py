@@ -1,0 +1,152 @@
+"""provenance.json of an export: an in-toto statement of its files, and of what made them.
+
+in-toto's Statement v1, its predicate SLSA's provenance v1 (slsa.dev/spec/v1.0/provenance). A name
+begins with the place of its file: run/, prepared/, campaign/; nothing says where a place is.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from atoll import run_dir
+from atoll.errors import UserError, printable
+
+STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE = "https://slsa.dev/provenance/v1"
+# of an export, and never copied from one into another
+CARD, CRATE, NAME = "README.md", "ro-crate-metadata.json", "provenance.json"
+SIGNATURE = f"{NAME}.sig"
+OWN = {CARD, CRATE, NAME, SIGNATURE}
+MAX_BYTES = 1 << 26  # a longer statement is not read
+
+Resource = dict[str, Any]  # in-toto's ResourceDescriptor: name, digest, annotations
+
+
+def resource(place: str, folder: Path, name: str) -> Resource:
+    """A file by its bytes and sha256."""
+    path = folder / name
+    return described(f"{place}/{name}", path.stat().st_size, run_dir.sha256_of(path))
+
+
+def described(name: str, size: int, sha256: str) -> Resource:
+    return {"name": name, "digest": {"sha256": sha256}, "annotations": {"bytes": size}}
+
+
+def grown(place: str, folder: Path, name: str) -> Resource:
+    """A file that only grows, as long as it is now: what comes later changes nothing of this."""
+    size = (folder / name).stat().st_size
+    record = described(f"{place}/{name}", size, sha256_of_first(folder / name, size))
+    record["annotations"]["grows"] = True
+    return record
+
+
+def sha256_of_first(path: Path, size: int) -> str:
+    """The sha256 of a file's first bytes."""
+    hasher = hashlib.sha256()
+    with open(path, "rb") as file:
+        while size > 0 and (piece := file.read(min(size, 4 << 20))):
+            hasher.update(piece)
+            size -= len(piece)
+    return hasher.hexdigest()
+
+
+def existing(folder: Path, names: Iterable[str]) -> list[str]:
+    return [name for name in names if (folder / name).is_file()]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What is known of how an export came to be."""
+
+    kind: str  # run or campaign
+    name: str
+    materials: list[Resource]
+    logs: list[Resource]
+    began: float | None = None  # seconds since 1970
+
+
+def subjects_of(export: Path, known: Mapping[str, Resource]) -> list[Resource]:
+    """Every file of an export. known: those whose digests were taken as they were written."""
+    files = sorted(path for path in export.rglob("*") if path.is_file())
+    names = [path.relative_to(export).as_posix() for path in files]
+    stated = [name for name in names if name not in (CRATE, NAME, SIGNATURE)]
+    return [known.get(name) or {**resource("", export, name), "name": name} for name in stated]
+
+
+def write_statement(export: Path, made: Made, subjects: list[Resource]) -> None:
+    """Write it, the last file of an export."""
+    content = {
+        "_type": STATEMENT,
+        "subject": subjects,
+        "predicateType": PREDICATE,
+        "predicate": {
+            "buildDefinition": {
+                "buildType": f"urn:atoll:{made.kind}:1",
+                "externalParameters": {made.kind: made.name},
+                "resolvedDependencies": made.materials,
+            },
+            "runDetails": {
+                "builder": {"id": "urn:atoll", "version": {"atoll": metadata.version("atoll")}},
+                "metadata": {"invocationId": made.name, "finishedOn": instant(time.time())},
+                "byproducts": made.logs,
+            },
+        },
+    }
+    (export / SIGNATURE).unlink(missing_ok=True)  # of an older statement
+    run_dir.write_whole(export / NAME, json.dumps(content, indent=1) + "\n")
+
+
+def instant(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def read_statement(export: Path) -> dict[str, Any]:
+    """The statement of an export; `UserError` where there is none, or it is of another kind."""
+    path = export / NAME
+    if not path.is_file():
+        hint = "give an export that this Atoll wrote: RUN/export, or CAMPAIGN/round-N/global/export"
+        raise UserError(f"{path} is missing: nothing says what made this model", hint)
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"{path.stat().st_size:,} bytes")
+        content: dict[str, Any] = json.loads(path.read_bytes())
+        if content["_type"] != STATEMENT or content["predicateType"] != PREDICATE:
+            raise ValueError(f"of type {content['predicateType']}")
+        for entry in [*content["subject"], *materials_of(content), *logs_of(content)]:
+            _check(entry)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = printable(f"{type(error).__name__}: {error}", 200)
+        raise UserError(f"{path} is no statement of Atoll ({why})", "do not use it") from None
+    return content
+
+
+def _check(entry: Resource) -> None:
+    """A plain relative name, and digests that are text."""
+    name = entry["name"]
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or not name.isprintable():
+        raise ValueError(f"the name {name!r}")
+    if any(not isinstance(digest, str) for digest in entry.get("digest", {}).values()):
+        raise ValueError(f"the digest of {name}")
+    if "sha256" in entry.get("digest", {}):
+        int(entry["annotations"]["bytes"])
+
+
+def materials_of(statement: dict[str, Any]) -> list[Resource]:
+    materials: list[Resource] = statement["predicate"]["buildDefinition"]["resolvedDependencies"]
+    return materials
+
+
+def logs_of(statement: dict[str, Any]) -> list[Resource]:
+    logs: list[Resource] = statement["predicate"]["runDetails"]["byproducts"]
+    return logs
+
+
+def kind_of(statement: dict[str, Any]) -> str:
+    """run or campaign."""
+    return str(statement["predicate"]["buildDefinition"]["buildType"]).split(":")[2]

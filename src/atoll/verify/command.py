@@ -1,0 +1,67 @@
+"""`atoll verify EXPORT`: compare a model and what made it with its provenance.json, offline."""
+
+from pathlib import Path
+
+from atoll import run_dir
+from atoll.campaign.signing import OF_MODELS, sign
+from atoll.campaign.store import settings_file
+from atoll.commands import VerbParser
+from atoll.errors import UserError, printable
+from atoll.proof.statement import NAME, kind_of, read_statement
+from atoll.verify import export as exported
+from atoll.verify import of_campaign, of_run
+from atoll.verify.lines import Line
+
+ABOUT = """Compare an export with its provenance.json, and with all that made it and is at hand:
+settings, checkpoint, tokens, logs; of a campaign every update and, once more, every aggregation.
+Ends with code 2 and the name of the first thing that differs. Nothing is fetched."""
+
+
+def main(argv: list[str]) -> int:
+    """Print what is as stated and what is not at hand."""
+    parser = VerbParser("verify", ABOUT)
+    parser.add_argument("export", type=Path, metavar="EXPORT", help="a Hugging Face folder")
+    parser.add_argument("--from", dest="source", type=Path, metavar="FOLDER", help="its run or "
+                        "campaign, where the export was moved away from it")  # fmt: skip
+    parser.add_argument("--signers", type=Path, metavar="FILE", help="ssh-keygen's allowed_signers")
+    parser.add_argument("--identity", default="coordinator", help="who signed, in that file")
+    parser.add_argument("--sign", type=Path, metavar="KEY", help="and sign it, if all is as stated")
+    parser.add_argument("--quick", action="store_true", help="no shards, checkpoints, aggregation")
+    words = parser.read(argv)
+    folder = words.export.absolute()
+    statement = read_statement(folder)
+    is_campaign = kind_of(statement) == "campaign"
+    source = words.source.absolute() if words.source else _source(folder, is_campaign)
+    if words.source and not _is_source(words.source, is_campaign):
+        raise UserError(f"{words.source} is no run or campaign", "--from FOLDER names the one")
+    deep = not words.quick
+    for line in exported.signature(folder, words.signers, words.identity):
+        _print(line)
+    for line in exported.files(folder, statement):
+        _print(line)
+    made_it = (
+        of_campaign.made_it(statement, source, folder, words.signers, deep)
+        if is_campaign
+        else of_run.made_it(statement, source, deep)
+    )
+    for line in made_it:
+        _print(line)
+    if words.sign:
+        sign(folder / NAME, words.sign, OF_MODELS)
+        print(f"signed: {words.export / NAME}")
+    return 0
+
+
+def _source(export: Path, is_campaign: bool) -> Path | None:
+    """RUN of RUN/export; CAMPAIGN of CAMPAIGN/round-N/global/export."""
+    source = export.parents[2] if is_campaign else export.parent
+    return source if _is_source(source, is_campaign) else None
+
+
+def _is_source(folder: Path, is_campaign: bool) -> bool:
+    file = settings_file(folder) if is_campaign else run_dir.settings_file(folder)
+    return file.is_file()
+
+
+def _print(line: Line) -> None:
+    print(f"{line.state:12} {printable(line.what)}", flush=True)

@@ -1,0 +1,99 @@
+"""What a campaign's model was made from: signed updates, and each round's aggregation anew."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from atoll.campaign.average import aggregate_words
+from atoll.campaign.signing import refuse_unsigned
+from atoll.campaign.store import CampaignStore, load_store
+from atoll.campaign.transfer import atoll_here, run_verb
+from atoll.proof.statement import logs_of, materials_of
+from atoll.settings.exchange import manifest_file, read_manifest
+from atoll.verify.lines import Line, differs, refuse_changed, resources
+
+
+def made_it(
+    statement: dict[str, Any],
+    folder: Path | None,
+    export: Path,
+    signers: Path | None,
+    deep: bool,
+) -> Iterator[Line]:
+    """Everything at hand; `deep`: the aggregation of every kept round is done again."""
+    yield from resources([*materials_of(statement), *logs_of(statement)], {"campaign": folder})
+    if folder is None:
+        return
+    store = load_store(folder)
+    allowed = signers or _allowed(store)
+    numbers = sorted(
+        int(name.split("/")[1].removeprefix("round-"))
+        for name in (entry["name"] for entry in materials_of(statement))
+        if name.endswith("/global/manifest.json")
+    )
+    for number in numbers:
+        yield from _kept(store, number, allowed)
+        if deep and number:
+            yield _again(store, number, export if number == numbers[-1] else None)
+
+
+def _allowed(store: CampaignStore) -> Path | None:
+    named = store.campaign.allowed_signers
+    path = None if named is None else Path(named).expanduser()
+    return path if path is not None and path.is_file() else None
+
+
+def _kept(store: CampaignStore, number: int, signers: Path | None) -> Iterator[Line]:
+    """The files of a round's updates and of its model, as their manifests have them."""
+    if number and not store.updates(number) and store.model_manifest(number)["weights"]:
+        yield Line("not at hand", f"round {number}: its updates")
+    for site in store.campaign.sites if number else []:
+        update = store.update(number, site)
+        if not update.is_dir():
+            continue
+        if signers is not None:
+            refuse_unsigned(manifest_file(update), signers, site.name)
+        for name, facts in read_manifest(update).files.items():
+            refuse_changed(update / name, facts.bytes, facts.sha256)
+        how = "nobody's key is known" if signers is None else "signed, as allowed"
+        yield Line("as stated", f"round {number}: the update of {site.name} ({how})")
+    master = store.model(number) / "master"
+    for name, sha256 in store.model_manifest(number)["master"].items():
+        refuse_changed(master / name, None, sha256)
+    yield Line("as stated", f"round {number}: its model")
+
+
+def _again(store: CampaignStore, number: int, export: Path | None) -> Line:
+    """Aggregate the kept updates once more: the same weights, bit for bit, and the same export."""
+    stated = store.model_manifest(number)
+    updates = store.updates(number)
+    absent = set(stated["weights"]) - {folder.parent.name for folder in updates}
+    if absent or not store.has_model(number - 1):
+        return Line("not at hand", f"round {number}: what its aggregation read")
+    with tempfile.TemporaryDirectory(prefix="atoll-verify-") as scratch:
+        out = Path(scratch) / "global"
+        folders = [] if "held" in stated else updates
+        words = aggregate_words(store, number, folders, out)
+        run_verb([*atoll_here(), *words], f"round {number} again")
+        again = json.loads((out / "manifest.json").read_text())
+        for name in ("weights", "rejected", "rule", "digest"):
+            if again.get(name) != stated.get(name):
+                raise differs(
+                    f"{store.model(number)}: the updates of round {number} make another model: "
+                    f"{name} is {again.get(name)}, {stated.get(name)} was stated"
+                )
+        for path in sorted((out / "export").glob("*.safetensors")) if export else []:
+            same_bytes(path, (export or out) / path.name)
+    return Line("as stated", f"round {number}: aggregated again, bit for bit ({len(updates)})")
+
+
+def same_bytes(made: Path, stated: Path) -> None:
+    """Raise `UserError` unless two files have the same content."""
+    with open(made, "rb") as one, open(stated, "rb") as other:
+        while piece := one.read(4 << 20):
+            if piece != other.read(len(piece)):
+                raise differs(f"{stated} is not what its updates make")
+        if other.read(1):
+            raise differs(f"{stated} is not what its updates make")

@@ -1,0 +1,65 @@
+"""What a run's export was made from: the run's folder, its checkpoint, its tokens."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from atoll import run_dir
+from atoll.errors import UserError
+from atoll.proof.statement import Resource, logs_of, materials_of
+from atoll.settings import load_run
+from atoll.verify.lines import Line, refuse_changed, resources
+
+# of a shard's record (data/shards.py): the digest's name -> what the name of its file ends in
+SHARD_FILES = {
+    "tokens_sha256": ".ds",
+    "index_sha256": ".ds.index",
+    "loss_sha256": ".ds.loss",
+    "labels_sha256": ".labels",
+}
+
+
+def made_it(statement: dict[str, Any], run_folder: Path | None, deep: bool) -> Iterator[Line]:
+    """Everything at hand; `deep`: every file that a manifest names, too."""
+    entries = [*materials_of(statement), *logs_of(statement)]
+    prepared = None if run_folder is None else _prepared(run_folder)
+    places = {"run": run_folder, "prepared": prepared}
+    yield from resources(entries, places)
+    for entry in entries if deep else []:
+        place, _, name = entry["name"].partition("/")
+        folder = places.get(place)
+        if folder is None or not (folder / name).is_file():
+            continue
+        if name.startswith("checkpoints/"):
+            yield _checkpoint((folder / name).parent, entry)
+        elif entry["name"] == "prepared/manifest.json":
+            yield _shards(folder)
+
+
+def _prepared(run_folder: Path) -> Path | None:
+    """Where run.yaml says that its tokens are, if there are any."""
+    try:
+        folder = run_dir.prepared(load_run(run_dir.settings_file(run_folder)))
+    except UserError:  # the settings are of another time: what they say elsewhere is looked at
+        return None
+    return folder if folder.is_dir() else None
+
+
+def _checkpoint(folder: Path, entry: Resource) -> Line:
+    listed: Mapping[str, Any] = json.loads((folder / "manifest.json").read_text())["files"]
+    for name, facts in listed.items():
+        refuse_changed(folder / name, int(facts["bytes"]), facts["sha256"])
+    return Line("as stated", f"{entry['name'].rpartition('/')[0]}: {len(listed)} files")
+
+
+def _shards(folder: Path) -> Line:
+    content, count = json.loads((folder / "manifest.json").read_text()), 0
+    for split in ("train", "validation"):
+        for shard in content.get(split, []):
+            for digest, ending in SHARD_FILES.items():
+                path = folder / split / f"{shard['number']:05d}{ending}"
+                if shard.get(digest) and shard["documents"]:
+                    refuse_changed(path, None, shard[digest])
+                    count += 1
+    return Line("as stated", f"tokens: {count} files of shards")

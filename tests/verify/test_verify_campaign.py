@@ -1,0 +1,195 @@
+"""A campaign's model against its provenance.json: signatures, and every aggregation once more."""
+
+import io
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import made_up
+import pytest
+
+from atoll import run_dir
+from atoll.__main__ import main
+from atoll.campaign import average as averaging
+from atoll.campaign.prove import prove_campaign
+from atoll.campaign.signing import sign
+from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
+from atoll.proof import statement
+from atoll.verify import of_campaign
+
+SITES = ("north", "south")
+
+
+def in_this_process(argv: list[str], what: str) -> str:
+    """A verb without a process of its own, which would load torch anew."""
+    with redirect_stdout(io.StringIO()) as output:
+        assert main(argv[argv.index("aggregate") :]) == 0
+    return output.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_campaign, "run_verb", in_this_process)
+
+
+def made_campaign(folder: Path, **changes: Any) -> CampaignStore:
+    """Two rounds of two facilities that sign; the coordinator signs too."""
+    signers = ""
+    for name in (*SITES, "coordinator"):
+        key = folder / name
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+        signers += f"{name} {Path(f'{key}.pub').read_text()}"
+    (folder / "signers").write_text(signers)
+    sites = [{"name": name, "folder": str(folder / "sites" / name)} for name in SITES]
+    values = {"name": "c", "rounds": 2, "sites": sites, "start": [], "codec": "int8"}
+    values |= {"allowed_signers": str(folder / "signers"), "rule": {"update": "nesterov"}}
+    values |= {"signing_key": str(folder / "coordinator")}
+    store = CampaignStore(checked_campaign(values | changes), folder / "c")
+    keep_settings(store)
+    made_up.first(folder)
+    (folder / "c" / "round-000").mkdir(parents=True)
+    (folder / "global-0").rename(store.model(0))
+    for number in (1, 2):
+        scratch = folder / f"scratch-{number}"
+        for place, name in enumerate(SITES):
+            delta = made_up.weights(10 * number + place, 1e-3)
+            base, about = store.model(number - 1), {"round": number}
+            made = made_up.update(scratch, base, name, delta, "int8", **about).folder
+            sign(made / "manifest.json", folder / name)
+            into = store.update(number, store.site(name))
+            into.parent.mkdir(parents=True)
+            made.rename(into)
+        store.journal(number).append("began")
+        assert averaging.average(store, number)
+    prove_campaign(store, 2)
+    return store
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> CampaignStore:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(averaging, "run_verb", in_this_process)
+        return made_campaign(tmp_path_factory.mktemp("campaign"))
+
+
+@pytest.fixture
+def store(made: CampaignStore, tmp_path: Path) -> CampaignStore:
+    shutil.copytree(made.folder, tmp_path / "c")
+    return CampaignStore(made.campaign, tmp_path / "c")
+
+
+def verify(store: CampaignStore, *words: str) -> int:
+    return main(["verify", str(store.model(2) / "export"), *words])
+
+
+def test_an_untouched_campaign_is_as_stated(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    signers = str(store.campaign.allowed_signers)
+    assert verify(store, "--signers", signers) == 0
+    output = capsys.readouterr().out
+    assert "provenance.json: signed by coordinator" in output
+    for number in (1, 2):
+        assert f"round {number}: aggregated again, bit for bit (2)" in output
+        assert f"round {number}: the update of south (signed, as allowed)" in output
+    assert not any(path.name.startswith(".") for path in store.model(2).iterdir())
+    text = (store.model(2) / "export" / statement.NAME).read_text()
+    assert str(store.folder.parent) not in text and "BEGIN" not in text
+
+
+def an_update(store: CampaignStore) -> Path:
+    return next(store.update(1, store.site("south")).glob("*.safetensors"))
+
+
+def a_journal(store: CampaignStore) -> Path:
+    return store.journal(2).path
+
+
+def the_settings(store: CampaignStore) -> Path:
+    return store.folder / "campaign.json"
+
+
+def an_older_model(store: CampaignStore) -> Path:
+    return next((store.model(1) / "master").glob("*.safetensors"))
+
+
+def the_manifest(store: CampaignStore) -> Path:
+    return store.model(1) / "manifest.json"
+
+
+def a_signature(store: CampaignStore) -> Path:
+    return store.update(2, store.site("north")) / "manifest.json.sig"
+
+
+@pytest.mark.parametrize(
+    "which", [an_update, a_journal, the_settings, an_older_model, the_manifest, a_signature]
+)
+def test_a_changed_byte_of_a_campaign_is_named(
+    store: CampaignStore,
+    which: Callable[[CampaignStore], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = which(store)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert verify(store) == 2
+    assert f"atoll: {path} has changed" in capsys.readouterr().err
+
+
+def test_a_model_that_its_updates_do_not_make_is_named(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever may write the statement, and writes it anew, cannot write the facilities' updates."""
+    weights = next((store.model(2) / "export").glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    prove_campaign(store, 2)
+    assert verify(store) == 2
+    assert f"{weights} is not what its updates make" in capsys.readouterr().err
+
+
+def test_a_manifest_that_gives_other_weights_is_named(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = store.model(1) / "manifest.json"
+    content = json.loads(path.read_text())
+    run_dir.write_whole(path, json.dumps(content | {"weights": {"north": 0.9, "south": 0.1}}))
+    prove_campaign(store, 2)
+    assert verify(store) == 2
+    assert "make another model: weights is" in capsys.readouterr().err
+
+
+def test_an_update_that_another_signed_is_named(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    update = store.update(1, store.site("south"))
+    sign(update / "manifest.json", Path(str(store.campaign.allowed_signers)).parent / "north")
+    prove_campaign(store, 2)
+    assert verify(store) == 2
+    assert "is not signed by south" in capsys.readouterr().err
+
+
+def test_updates_that_were_not_kept_are_said_to_be_missing(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(store.update(1, store.site("south")))
+    assert verify(store) == 0
+    output = capsys.readouterr().out
+    assert "not at hand  campaign/round-001/south/update/manifest.json" in output
+    assert "not at hand  round 1: what its aggregation read" in output
+    assert "round 2: aggregated again, bit for bit (2)" in output
+
+
+def test_the_next_round_does_not_take_over_the_proof(made: CampaignStore, tmp_path: Path) -> None:
+    from atoll.federation.global_model import copy_beside_weights
+
+    (tmp_path / "next").mkdir()
+    copy_beside_weights(made.model(2) / "export", tmp_path / "next", "float32")
+    assert (tmp_path / "next" / "config.json").is_file()
+    assert not statement.OWN & {path.name for path in (tmp_path / "next").iterdir()}
