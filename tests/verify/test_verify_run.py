@@ -86,10 +86,22 @@ def test_the_crate_is_one_graph_that_names_every_file(trained: Path) -> None:
 
 def test_the_card_says_what_is_known_and_names_the_rest(trained: Path) -> None:
     text = (trained / "runs" / "proof" / "export" / statement.CARD).read_text()
+    assert "| Architecture | llama |" in text
     for line in ("| Parameters | 37,792 |", "| Steps | 2 |", "| Energy, kWh | not known |"):
         assert line in text
     assert "- Hardware and energy: Energy, kWh" in text and "- License" in text
     assert str(trained) not in text
+
+
+def test_no_path_of_the_machine_is_in_a_card(tmp_path: Path) -> None:
+    small_run.write_text(tmp_path)
+    source = tmp_path / "source"
+    changes = {"model__source": str(source), "tokenizer__path": str(source)}
+    run = small_run.settings(tmp_path, 1, **changes)
+    made_of = {"image": "none", "libraries": "torch 1", "tokenizer": f"{source} 0123abcd"}
+    text = card.run_card(run, {}, [], {}, made_of)
+    assert str(tmp_path) not in text and "| tokenizer | 0123abcd |" in text
+    assert "| Begun from | a local folder |" in text and "- Training: Tokens" in text
 
 
 def test_the_card_shows_text_of_others_as_text() -> None:

@@ -26,18 +26,25 @@ METRICS = ("loss", "perplexity", "accuracy", "f1", "auc")
 
 
 def run_card(
-    run: Run, records: Sequence[Record], result: Record, made_of: Mapping[str, str]
+    run: Run,
+    config: Record,
+    records: Sequence[Record],
+    result: Record,
+    made_of: Mapping[str, str],
 ) -> str:
-    """The card of a run's export. records: of metrics.jsonl. result: of result.json."""
+    """The card of a run's export.
+
+    config: of config.json. records: of metrics.jsonl. result: of result.json.
+    """
     last: dict[str, Record] = {record["event"]: record for record in records}
     start, train = last.get("start", {}), last.get("train", {})
     parts = {
-        "Model": _model(run, start),
+        "Model": _model(run, config, start),
         "Training data": _data(run),
         "Training": _training(run, start, train, result),
         "Evaluation on held-out text": _evaluation(result),
         "Hardware and energy": _hardware(run, records),
-        "Made with": made_of.items(),
+        "Made with": _made_with(made_of),
     }
     return card(run.name, parts, _front(run))
 
@@ -75,9 +82,10 @@ def _hub_name(source: str | None) -> str | None:
     return source
 
 
-def _model(run: Run, start: Record) -> Rows:
+def _model(run: Run, config: Record, start: Record) -> Rows:
     source = run.model.source
-    yield "Architecture", run.model.config.get("model_type") or run.model.name
+    yield "Architecture", config.get("model_type")
+    yield "Positions", _count(config.get("max_position_embeddings"))
     yield "Parameters", _count(start.get("parameters"))
     yield "Numbers", run.export.dtype
     yield (
@@ -134,6 +142,12 @@ def _hardware(run: Run, records: Sequence[Record]) -> Rows:
     yield "Hours, with pauses", f"{(max(times) - min(times)) / 3600:.3g}" if times else None
     energy = f"{joules / 3.6e6:.3g} ({'; '.join(sorted(sources))})" if sources else None
     yield "Energy, kWh", energy
+
+
+def _made_with(made_of: Mapping[str, str]) -> Rows:
+    """Without the path of a tokenizer, which stands before its digest."""
+    for name, value in made_of.items():
+        yield name, value.split()[-1] if name == "tokenizer" else value
 
 
 def _count(number: Any) -> str | None:

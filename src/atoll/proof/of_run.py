@@ -11,6 +11,7 @@ from atoll.proof.prove import prove
 from atoll.proof.statement import Made, Resource, described, existing, grown, resource
 from atoll.settings import Run
 
+CONFIG = "config.json"
 # what later starts, and whoever looks at the run, write on
 LOGS = ("jobs.txt", "metrics.jsonl", "faults.jsonl", "restarts.jsonl", "ledger.jsonl")
 
@@ -30,7 +31,8 @@ def prove_run(
     materials += _checkpoint(run_folder) + _prepared(run_dir.prepared(run))
     materials += _named(made_of)
     records = run_dir.metrics(run_folder)
-    result = _result(run_dir.result_file(run_folder))
+    result, config = (_json(file) for file in (run_dir.result_file(run_folder), export / CONFIG))
+    card = run_card(run, config, records, result, made_of)
     began = next((record["time"] for record in records if "time" in record), None)
     logs = [grown("run", run_folder, name) for name in existing(run_folder, LOGS)]
     logs += [resource("run", run_folder, name) for name in existing(run_folder, ["result.json"])]
@@ -39,10 +41,10 @@ def prove_run(
         for name, facts in known.items()
     }
     made = Made("run", run.name, materials, logs, began)
-    prove(export, made, run_card(run, records, result, made_of), subjects)
+    prove(export, made, card, subjects)
 
 
-def _result(file: Path) -> dict[str, Any]:
+def _json(file: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     return content
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.campaign.signing import OF_MODELS, refuse_unsigned
+from atoll.errors import UserError
 from atoll.proof.statement import MAX_BYTES, NAME, SIGNATURE
 from atoll.verify.lines import Line, differs, refuse_changed
 
@@ -31,5 +32,8 @@ def signature(export: Path, allowed_signers: Path | None, identity: str) -> Iter
         who = "nobody was asked who may sign it: --signers FILE" if is_signed else "it is unsigned"
         yield Line("not at hand", f"who wrote {NAME}: {who}")
         return
+    if not is_signed:
+        hint = "whoever made it signs it: atoll verify EXPORT --sign KEY"
+        raise UserError(f"{export / NAME} is not signed", hint)
     refuse_unsigned(export / NAME, allowed_signers, identity, OF_MODELS, MAX_BYTES)
     yield Line("as stated", f"{NAME}: signed by {identity}")
