@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from atoll import run_dir
 from atoll.__main__ import main
 from atoll.campaign import coordinator, streamflow
+from atoll.campaign.asked import training_words
 from atoll.campaign.journal import Journal
 from atoll.campaign.round import check_update
 from atoll.campaign.signing import refuse_unsigned, sign
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings, load_store
 from atoll.errors import UserError
+from atoll.federation.tensors import TensorReader, stretches
 from atoll.report import command as report
 from atoll.report.campaign import rounds
 
@@ -218,6 +221,38 @@ def test_a_killed_coordinator_goes_on_where_it_was(whole: Path, folder: Path, mo
     finished(folder, rounds=1)
     assert manifest(folder, 1)["digest"] == manifest(whole, 1)["digest"]
     assert len(list(folder.glob("sites/*/runs/*"))) == 2, "a run for each facility, not more"
+
+
+@pytest.mark.matrix
+def test_rounds_of_one_facility_are_one_run(folder: Path) -> None:
+    """Moments, counts, warm-up and schedule go on; what differs is the rounding of differences."""
+    words = [*TINY, "optimizer.warmup_steps=2", "optimizer.learning_rate=1e-2"]
+    exact = {"train": words, "codec": "fp32", "global_codec": "fp32"}
+    finished(folder, sites=settings(folder)["sites"][:1], **exact)
+    store = load_store(folder / "campaigns" / "c")
+    whole_run = training_words(
+        store.campaign.model_copy(update={"steps": 6}), 1, store.campaign.sites[0]
+    )
+    first = store.model(0) / "export"
+    own = [f"model.source={first}", f"tokenizer.path={folder}/sites/reef/tokenizer"]
+    own += [
+        "training.schedule_steps=6",
+        "export.dtype=float32",
+        "generation.prompt=null",
+        "name=whole",
+    ]
+    own += [f"folders.prepared={folder}/sites/reef/prepared", f"folders.runs={folder}/runs"]
+    argv = [sys.executable, "-m", "atoll", "submit", *whole_run, *own]
+    subprocess.run(argv, check=True, capture_output=True)
+    with (
+        TensorReader(folder / "runs" / "whole" / "export") as one_run,
+        TensorReader(store.model(2) / "master") as in_rounds,
+        TensorReader(first) as before,
+    ):
+        for stretch in stretches(in_rounds.layout):
+            values_N, start_N = in_rounds.values(stretch), before.values(stretch)
+            torch.testing.assert_close(values_N, one_run.values(stretch), rtol=0, atol=2e-7)
+            assert not torch.allclose(values_N, start_N, rtol=0, atol=1e-3)
 
 
 @pytest.mark.matrix

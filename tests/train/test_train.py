@@ -63,6 +63,10 @@ def copied(run_folder: Path, run: Run) -> Path:
     return copy
 
 
+def weight_files(run_folder: Path) -> list[Path]:
+    return sorted(run_dir.export(run_folder).glob("*.safetensors"))
+
+
 def trained(ranks: RankPool, run: Run) -> Path:
     run_folder = small_run.ready(run)
     ranks.run(small_run.train_here, run, world=run.world_size)
@@ -296,6 +300,37 @@ def test_a_run_that_holds_its_peak_is_cooled_down_by_another_one(
     small_run.ready(lost_run)
     answers = ranks.run(mistake, lost_run, world=2)
     assert all("is no complete checkpoint" in answer for answer in answers)
+
+
+def test_runs_that_hand_on_their_moments_and_place_take_the_steps_of_one(
+    ranks: RankPool, folder: Path
+) -> None:
+    """Other weights may come with them, as an average's: only moments and counts are handed on."""
+    schedule = {"optimizer__warmup_steps": 2, "optimizer__decay": "cosine"}
+    exact = schedule | {"export__dtype": "float32", "generation__prompt": None}
+    both = trained(ranks, small_run.settings(folder, 2, name="both", **exact))
+    half = exact | {"training__steps": 3, "training__schedule_steps": 6}
+    first = trained(ranks, small_run.settings(folder, 2, name="first", **half))
+    second = small_run.settings(
+        folder,
+        2,
+        name="second",
+        model__source=str(run_dir.export(first)),
+        checkpoint__optimizer_load_path=run_dir.checkpoint(first, 3),
+        training__consumed_steps=3,
+        training__consumed_samples=24,
+        checkpoint__every_steps=1,
+        **half,
+    )
+    small_run.ready(second)
+    ranks.run(stop_after, second, 2, world=2)  # killed, it goes on from its own checkpoints
+    last = trained(ranks, second)
+    expected = small_run.losses(both)
+    assert {s + 3: loss for s, loss in small_run.losses(last).items()} == {
+        s: expected[s] for s in (4, 5, 6)
+    }
+    one, two = ([p.read_bytes() for p in weight_files(run)] for run in (both, last))
+    assert one == two
 
 
 @pytest.mark.matrix

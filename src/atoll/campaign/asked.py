@@ -26,6 +26,7 @@ def request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
         "facility": site.name,
         "base": store.model_manifest(number - 1)["digest"],
         "codec": campaign.codec,
+        "inner_state": campaign.inner_state,
         "attempts": campaign.attempts,
         "signing_key": site.signing_key,
         "overrides": training_words(campaign, number, site),
@@ -34,6 +35,7 @@ def request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
 
 def training_words(campaign: Campaign, number: int, site: Site) -> list[str]:
     """The settings of a facility's run of a round, but for the folders there."""
+    before = (number - 1) * campaign.steps
     return [
         *campaign.train,
         *site.overrides,
@@ -42,7 +44,9 @@ def training_words(campaign: Campaign, number: int, site: Site) -> list[str]:
         "training.epochs=null",
         f"training.global_batch_samples={campaign.batch_samples}",
         "training.device_batch_samples=null",
-        f"training.consumed_samples={(number - 1) * campaign.steps * campaign.batch_samples}",
+        f"training.consumed_samples={before * campaign.batch_samples}",
+        f"training.consumed_steps={before}",
+        f"training.schedule_steps={(campaign.schedule_rounds or campaign.rounds) * campaign.steps}",
     ]
 
 

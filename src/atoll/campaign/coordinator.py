@@ -49,8 +49,8 @@ def main(argv: list[str]) -> int:
 
 def run(store: CampaignStore) -> int:
     """Every round that is not done yet, by the campaign's engine."""
+    store = keep_settings(store)
     campaign, collect = store.campaign, ENGINES[store.campaign.engine]
-    keep_settings(store)
     make_first_model(store)
     last = campaign.rounds
     for number in range(1, last + 1):

@@ -27,6 +27,7 @@ from typing import Any
 
 from atoll import run_dir
 from atoll.campaign.allow import refuse_outside, refuse_settings
+from atoll.campaign.inner_state import inner_state_words
 from atoll.campaign.journal import Journal, alone, round_name, round_number
 from atoll.campaign.signing import sign
 from atoll.campaign.transfer import atoll_here, complaint, run_verb
@@ -129,6 +130,7 @@ def _advance(
     if only_receive:
         return {"state": "received"}
     lines = _overrides(folder, number, request, base)
+    lines += inner_state_words(folder, here, request, lines)
     run = compose(lines).run
     refuse_outside(run, request["overrides"], folder)
     state, why = _submitted(here, run, lines, request["attempts"])

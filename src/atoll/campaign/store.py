@@ -209,18 +209,27 @@ def load_store(folder: Path) -> CampaignStore:
     return CampaignStore(checked_campaign(values), folder.absolute())
 
 
-def keep_settings(store: CampaignStore) -> None:
-    """A campaign keeps its settings for life; only those in FREE may change."""
+def keep_settings(store: CampaignStore) -> CampaignStore:
+    """A campaign keeps its settings for life; only those in FREE may change.
+
+    Gives it with what it was begun with where a setting is left open: its schedule's length.
+    """
     path = settings_file(store.folder)
-    now = store.campaign.model_dump(mode="json")
-    if path.is_file():
-        before, wanted = (_flat(values) for values in (json.loads(path.read_text()), now))
-        for name in wanted:
-            # a setting that it was begun without has what it began with
-            if name not in FREE and before.get(name, wanted[name]) != wanted[name]:
-                raise UserError(
-                    f"campaign {store.campaign.name} was begun with {name}={before.get(name)}, now "
-                    f"it is {wanted[name]}",
-                    "give this one another name: name=NAME",
-                )
+    campaign = store.campaign
+    begun = json.loads(path.read_text()) if path.is_file() else campaign.model_dump(mode="json")
+    span = campaign.schedule_rounds or begun.get("schedule_rounds") or begun["rounds"]
+    now = campaign.model_copy(update={"schedule_rounds": span}).model_dump(mode="json")
+    before, wanted = (
+        _flat(begun | {"schedule_rounds": begun.get("schedule_rounds") or span}),
+        _flat(now),
+    )
+    for name in wanted:
+        # a setting that it was begun without has what it began with
+        if name not in FREE and before.get(name, wanted[name]) != wanted[name]:
+            raise UserError(
+                f"campaign {store.campaign.name} was begun with {name}={before.get(name)}, now "
+                f"it is {wanted[name]}",
+                "give this one another name: name=NAME",
+            )
     run_dir.write_whole(path, json.dumps(now, indent=1))
+    return CampaignStore(checked_campaign(now), store.folder)

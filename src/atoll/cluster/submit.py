@@ -177,9 +177,10 @@ def check_source(run: Run) -> None:
     source = run.model.source
     if source is not None and source.startswith("/") and not Path(source).is_dir():
         raise UserError(f"no such folder: model.source={source}", "check the path")
-    origin = run.checkpoint.initial_load_path
-    if origin is not None and not origin.is_dir():
-        raise UserError(f"no such folder: checkpoint.initial_load_path={origin}", "check the path")
+    for name in ("initial_load_path", "optimizer_load_path"):
+        origin = getattr(run.checkpoint, name)
+        if origin is not None and not origin.is_dir():
+            raise UserError(f"no such folder: checkpoint.{name}={origin}", "check the path")
 
 
 def check_environment(run: Run) -> None:

@@ -22,7 +22,9 @@ FIXED = (
     "precision",
     "training.global_batch_samples",
     "training.z_loss",
+    "training.consumed_steps",
     "checkpoint.initial_load_path",
+    "checkpoint.optimizer_load_path",
 )
 FREE = ("data.workers",)
 

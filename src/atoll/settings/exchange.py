@@ -13,6 +13,8 @@ from atoll.errors import UserError, printable
 from atoll.settings.fields import Count, Word
 
 Codec = Literal["fp32", "bf16", "int8", "int4", "topk"]
+# of a facility's optimizer, between its rounds
+InnerState = Literal["kept", "reset"]
 FORMAT_VERSION: Literal[1] = 1
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 # what is longer is not read: a manifest of as many files as may be has less than 0.8 MB
@@ -40,6 +42,7 @@ class SiteRequest(BaseModel):
     facility: Word
     base: Sha256  # of the global model that the round begins from
     codec: Codec
+    inner_state: InnerState = "kept"
     attempts: Annotated[int, Field(ge=1, le=10**6)]
     signing_key: Annotated[str, Field(max_length=4096)] | None
     overrides: Annotated[

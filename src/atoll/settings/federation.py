@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from atoll.errors import UserError, printable
-from atoll.settings.exchange import Codec
+from atoll.settings.exchange import Codec, InnerState
 from atoll.settings.fields import Count, CountOrZero, Fraction, Positive, Settings, Word
 
 
@@ -80,6 +80,9 @@ class Campaign(Settings):
     train: list[str] = []  # of every facility's runs
     steps: Count = 100  # of each facility in a round
     batch_samples: Count = 64
+    # the learning rate follows one schedule over so many rounds; null: those it is begun with
+    schedule_rounds: Count | None = None
+    inner_state: InnerState = "kept"  # moments of a facility's optimizer, from round to round
     rule: Rule = Rule()
     codec: Codec = "int8"
     global_codec: Literal["fp32", "bf16", "int8", "int4"] = "bf16"

@@ -282,7 +282,14 @@ class Training(Settings):
     # of causal_lm: times the squared log of the normaliser, in the gradients (PaLM takes 1e-4)
     z_loss: Annotated[float, Field(ge=0.0)] = 0.0
     consumed_samples: CountOrZero = 0  # of the endless order: taken by earlier rounds
+    consumed_steps: CountOrZero = 0  # of the schedule: taken by earlier rounds
+    schedule_steps: Count | None = None  # that the schedule spans; null: those and this run's
     timeout_minutes: Positive
+
+    def place_in_schedule(self, step: int, total_steps: int) -> tuple[int, int]:
+        """Where a step of a run of so many stands in the schedule, and how long that is."""
+        span = self.schedule_steps or self.consumed_steps + total_steps
+        return self.consumed_steps + step, span
 
     @model_validator(mode="after")
     def _one_length(self) -> "Training":
@@ -308,14 +315,27 @@ class Checkpoint(Settings):
     # a checkpoint of another run, which this one goes on from as if it were its own: with another
     # schedule or length, as the cooldown of a run that holds its peak
     initial_load_path: Path | None = None
+    # a checkpoint of another run, whose moments this one begins with: its weights are its own
+    optimizer_load_path: Path | None = None
 
     @model_validator(mode="after")
-    def _is_a_checkpoint(self) -> "Checkpoint":
-        path = self.initial_load_path
-        if path is not None and not re.fullmatch(r"step-\d{8}", path.name):
+    def _are_checkpoints(self) -> "Checkpoint":
+        for name in ("initial_load_path", "optimizer_load_path"):
+            path = getattr(self, name)
+            if path is not None and not re.fullmatch(r"step-\d{8}", path.name):
+                raise ValueError(
+                    f"checkpoint.{name}={path} is no checkpoint",
+                    "give the folder of one: runs/NAME/checkpoints/step-00000500",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_origin(self) -> "Checkpoint":
+        if self.initial_load_path is not None and self.optimizer_load_path is not None:
             raise ValueError(
-                f"checkpoint.initial_load_path={path} is no checkpoint",
-                "give the folder of one: runs/NAME/checkpoints/step-00000500",
+                f"checkpoint.optimizer_load_path={self.optimizer_load_path}, and "
+                f"initial_load_path={self.initial_load_path}, which has moments too",
+                "set one of them to null",
             )
         return self
 

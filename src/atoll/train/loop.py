@@ -101,7 +101,8 @@ def train_step(
     replay.behind(step)
     saver.await_copy()
     heartbeat.at("optimizer")
-    rate = learning_rate(run.optimizer, step, train_state.total_steps, run.axes.data)
+    place, span = run.training.place_in_schedule(step, train_state.total_steps)
+    rate = learning_rate(run.optimizer, place, span, run.axes.data)
     norm = update(train_state, rate, partial(guard.judge, step, loss_sum, share.global_targets))
     return StepRecord(
         step=step,
@@ -160,6 +161,7 @@ def on_device(batches: list[Batch], run: Run, step: int, world: World) -> list[B
     axes = run.axes
     part = world.rank if axes.data < axes.world else 0
     numbers = [n * axes.data + axes.data_rank(world.rank) for n in range(len(batches))]
-    digests = [run_dir.digest([run.seed, step, number, part], 15) for number in numbers]
+    place = run.training.consumed_steps + step
+    digests = [run_dir.digest([run.seed, place, number, part], 15) for number in numbers]
     seeded = [replace(b, seed=int(word, 16)) for b, word in zip(batches, digests, strict=True)]
     return [batch.to(world.device) for batch in seeded]

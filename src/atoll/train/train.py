@@ -201,6 +201,7 @@ def resume(train_state: TrainState) -> checkpoint.Progress:
         )
         path = train_state.run.checkpoint.initial_load_path
     if path is None:
+        load_moments(train_state)
         return checkpoint.Progress(0, 0, 0, world.size, {})
     progress = run_on_all_ranks(world, lambda: checkpoint.load_progress(path))
     run_on_all_ranks(world, lambda: check_resumable(train_state, progress))
@@ -210,6 +211,21 @@ def resume(train_state: TrainState) -> checkpoint.Progress:
     load_step_counts(train_state.optimizer, progress.step_counts)
     say(world, f"resumed from {path} (step {progress.step})")
     return progress
+
+
+def load_moments(train_state: TrainState) -> None:
+    """The optimizer's state of another run, where one is named; the weights stay as they are."""
+    path, world = train_state.run.checkpoint.optimizer_load_path, train_state.world
+    if path is None:
+        return
+    progress = run_on_all_ranks(world, lambda: checkpoint.load_progress(path))
+    run_on_all_ranks(world, lambda: check_world(train_state, progress))
+    state = state_dict(train_state)
+    moments = {name: t for name, t in state.items() if name.startswith("optimizer/")}
+    checkpoint.load(path, moments, world)
+    load_state_dict(train_state, state | moments)
+    load_step_counts(train_state.optimizer, progress.step_counts)
+    say(world, f"the optimizer's state is that of {path}")
 
 
 def roll_back(
@@ -240,13 +256,17 @@ def roll_back(
     return replace(progress, samples=jumped[1]), replace(trouble, samples=jumped)
 
 
-def check_resumable(train_state: TrainState, progress: checkpoint.Progress) -> None:
+def check_world(train_state: TrainState, progress: checkpoint.Progress) -> None:
     if progress.step_counts and progress.world_size != train_state.world.size:
         raise UserError(
             f"the 8-bit optimizer state was saved by {progress.world_size} ranks, "
             f"this start has {train_state.world.size}",
             f"start with {progress.world_size} ranks: 8-bit blocks do not reshard",
         )
+
+
+def check_resumable(train_state: TrainState, progress: checkpoint.Progress) -> None:
+    check_world(train_state, progress)
     if progress.step > train_state.total_steps:
         raise UserError(
             f"the checkpoint stands at step {progress.step}, "
