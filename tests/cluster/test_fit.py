@@ -80,7 +80,7 @@ def test_nothing_near_it_fits(composed):
     [
         (["facility.node.device_memory_gib=null"], "facility.node.device_memory_gib is not set"),
         (["sharding=deepspeed_zero3"], "DeepSpeed"),
-        (["experiment=llama_qlora"], "adapters"),
+        (["experiment=llama_qlora", "model.lora.targets=[whatever]"], "names whatever"),
         (["model=from_path", "model.source=a/b"], "does not know the shape of a/b"),
     ],
 )

@@ -3,7 +3,7 @@
 from atoll.config.compose import config_tree, shardings
 from atoll.errors import UserError
 from atoll.plan.choose import USABLE, fits
-from atoll.plan.memory import memory_of
+from atoll.plan.memory import memory_of, why_unknown
 from atoll.plan.nearest import nearest
 from atoll.plan.shapes import Shape, known_config, shape_of
 from atoll.settings import Run
@@ -46,10 +46,8 @@ def _unknown(run: Run, shape: Shape | None) -> str:
     memory = "memory_gib" if node.device == "cpu" else "device_memory_gib"
     if shape is None:
         return f"this machine does not know the shape of {run.model.source or run.model.name}"
-    if run.sharding.engine == "deepspeed":
-        return "DeepSpeed spreads what it holds its own way"
-    if run.model.lora is not None:
-        return "adapters leave most weights without gradients"
+    if why := why_unknown(run, shape):
+        return why
     if getattr(node, memory) is None:
         return f"facility.node.{memory} is not set"
     if run.sharding.offload and node.memory_gib is None:

@@ -87,11 +87,12 @@ class _Chunked(torch.autograd.Function):
         softcap: float | None,
         z_loss: float,
     ) -> Tensor:
-        learns = any(ctx.needs_input_grad)
+        learns, weight_learns, bias_learns = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden_ND) if learns else None
-        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if learns else None
+        # as large as the head: not made where that stays as it is
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if weight_learns else None
         grad_bias = None
-        if learns and bias_V is not None:
+        if bias_learns and bias_V is not None:
             grad_bias = torch.zeros_like(bias_V, dtype=torch.float32)[:, None]
         loss = hidden_ND.new_zeros((), dtype=torch.float32)
         for start in range(0, hidden_ND.shape[0], chunk_tokens):
@@ -104,7 +105,7 @@ class _Chunked(torch.autograd.Function):
                 logits_CV = share_CV * softcap
             logp_CV = torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
             loss -= (logp_CV.gather(1, targets_C1) * counted_C1).sum()
-            if grad_hidden is None or grad_weight is None:
+            if not any(ctx.needs_input_grad):
                 continue
             minus_C1 = logp_CV.new_full(targets_C1.shape, -1.0)
             log_z_C1 = logits_CV[:, :1].float() - logp_CV[:, :1] if z_loss else None
@@ -116,9 +117,11 @@ class _Chunked(torch.autograd.Function):
                 grad_CV *= 1 - share_CV.square_()
             grad_CV = grad_CV.to(weight_VD.dtype)
             # ignored rows are zeroed in the thin factors, which spares a pass over C x V
-            torch.mm(grad_CV, weight_VD, out=grad_hidden[rows])
-            grad_hidden[rows] *= counted_C1
-            _add_product(grad_weight, grad_CV.T, hidden_ND[rows] * counted_C1)
+            if grad_hidden is not None:
+                torch.mm(grad_CV, weight_VD, out=grad_hidden[rows])
+                grad_hidden[rows] *= counted_C1
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_CV.T, hidden_ND[rows] * counted_C1)
             if grad_bias is not None:
                 _add_product(grad_bias, grad_CV.T, counted_C1.to(grad_CV.dtype))
         ctx.grads = (grad_hidden, grad_weight, None if grad_bias is None else grad_bias[:, 0])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atoll.errors import UserError
-from atoll.plan.memory import Memory, memory_of
+from atoll.plan.memory import Memory, memory_of, why_unknown
 from atoll.plan.shapes import FAMILIES, Shape, check_architecture
 from atoll.plan.traffic import Sent, bytes_sent, is_known, total
 from atoll.settings import Run, checked, dumped
@@ -68,7 +68,8 @@ def options(run: Run, shape: Shape, tree: Mapping[str, Mapping[str, Any]]) -> It
             overrides += [f"sharding.{key}={value}".lower() for key, value in sized.items()]
             if checkpointing != "none":
                 overrides.append(f"training.activation_checkpointing={checkpointing}")
-            sent, enough = bytes_sent(candidate, shape), fits(candidate, memory)
+            sent = bytes_sent(candidate, shape)
+            enough = None if why_unknown(candidate, shape) else fits(candidate, memory)
             yield Option(tuple(overrides), checkpointing, memory, sent, enough)
 
 

@@ -6,6 +6,7 @@ number in the arithmetic. Weights, gradients and moments are fp32 (4 bytes).
 
 from dataclasses import dataclass
 
+from atoll.plan.adapters import Staying, staying, unknown_targets
 from atoll.plan.shapes import Shape, family_of
 from atoll.settings import Run
 
@@ -62,56 +63,113 @@ def microbatches_in_flight(ranks: int, per_rank: int, microbatches: int, rank: i
     return min(behind + 1, microbatches * per_rank) / per_rank
 
 
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of parameters on a rank: what it keeps, what it computes with, what learns."""
+
+    layers: int
+    shards: int
+    block: float  # of one block that a rank computes
+    rest: float  # outside the blocks
+    own: float
+    own_bytes: float
+    cast: float  # those that autocast has a copy of
+    learning_block: float
+    learning_rest: float
+    learning: float  # of its own
+    largest: float
+
+    @property
+    def block_and_rest(self) -> float:
+        return self.layers * self.block + self.rest
+
+
+def weights_of(run: Run, shape: Shape, stage: int) -> Weights:
+    """Of a rank of that stage; adapters alone learn where there are some."""
+    axes, parts = run.axes, staying(run, shape)
+    shards = 1 if "fsdp" not in run.sharding.layouts else axes.shard * axes.context
+    layers = -(-shape.layers // axes.pipeline)
+    added = (0, 0) if parts is None else (parts.block, parts.rest)
+    whole_block = _block_parameters(shape, axes.tensor) + added[0]
+    # that a rank computes
+    block = whole_block - shape.expert_parameters * (1 - 1 / axes.expert)
+    rest = _rest_parameters(shape, stage, axes.pipeline) + added[1]
+    own = layers * whole_block / shards + rest / (shards * axes.tensor)
+    learning = own if parts is None else (layers * added[0] + added[1]) / shards
+    stored = 0 if parts is None else layers * parts.stored
+    packed = 0.0 if parts is None else layers * parts.stored_bytes
+    return Weights(
+        layers=layers,
+        shards=shards,
+        block=block,
+        rest=rest,
+        own=own,
+        own_bytes=(own - stored) * FP32 + packed,
+        cast=layers * block + rest - stored,
+        learning_block=block if parts is None else added[0],
+        learning_rest=rest if parts is None else added[1],
+        learning=learning,
+        largest=max(whole_block, shape.head_parameters),
+    )
+
+
+def why_unknown(run: Run, shape: Shape) -> str:
+    """Why no formula here holds for a run, or nothing; such a run is never chosen."""
+    if run.sharding.engine == "deepspeed":
+        return "DeepSpeed spreads what it holds its own way"
+    if run.optimizer.name not in MOMENT_BYTES:
+        return f"what optimizer={run.optimizer.name} keeps has no formula"
+    if names := unknown_targets(run, shape):
+        return f"model.lora.targets names {names[0]}, which is none of {shape.family}'s layers here"
+    return ""
+
+
 def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     sharding, axes, c = run.sharding, run.axes, compute_bytes(run)
-    shards = 1 if "fsdp" not in sharding.layouts else axes.shard * axes.context
-    whole_block = _block_parameters(shape, axes.tensor)
-    block = whole_block - shape.expert_parameters * (1 - 1 / axes.expert)  # that a rank computes
-    layers = -(-shape.layers // axes.pipeline)
-    rest = _rest_parameters(shape, stage, axes.pipeline)
-    own = layers * whole_block / shards + rest / (shards * axes.tensor)
+    w, parts = weights_of(run, shape, stage), staying(run, shape)
     zero3 = sharding.reshard_after_forward is not False
-    sharded = shards > 1 or axes.tensor > 1
-    kept_blocks = (2 if zero3 else layers) if sharded else 0
-    gathered = (kept_blocks * block + rest) * c if sharded else 0
+    sharded = w.shards > 1 or axes.tensor > 1
+    kept_blocks = (2 if zero3 else w.layers) if sharded else 0
+    gathered = (kept_blocks * w.block + w.rest) * c if sharded else 0
     if not sharded and c < FP32:
-        gathered = (layers * block + rest) * c  # autocast keeps its copies for the whole pass
-    buffers = (2 * block + rest) * c + block * (FP32 + c) if sharded else 0
-    gradients = own * FP32
+        gathered = w.cast * c  # autocast keeps its copies for the whole pass
+    buffers = (2 * w.block + w.rest) * c + w.learning_block * (FP32 + c) if sharded else 0
+    gradients = w.learning * FP32
     # between microbatches, gradients that were not exchanged yet are whole on every rank
     waits = sharded and run.microbatches > 1 and not sharding.sync_every_microbatch
-    waiting = (layers * block + rest) * FP32 if waits else 0
+    waiting = (w.layers * w.learning_block + w.learning_rest) * FP32 if waits else 0
     in_flight = microbatches_in_flight(
-        axes.pipeline, run.sharding.stages_per_rank, run.microbatches, stage
+        axes.pipeline, sharding.stages_per_rank, run.microbatches, stage
     )
     block_kept = block_activations(run, shape)
-    recomputed = _block_input(run, shape) * layers * in_flight + block_kept
-    full = block_kept * layers * in_flight
+    recomputed = _block_input(run, shape) * w.layers * in_flight + block_kept
+    full = block_kept * w.layers * in_flight
     activations = recomputed if run.training.activation_checkpointing == "full" else full
     has_head = stage == axes.pipeline - 1
     logits = _logits(run, shape) if has_head else 0
-    moments = own * MOMENT_BYTES[run.optimizer.name]
+    moments = w.learning * MOMENT_BYTES.get(run.optimizer.name, 8.0)
     runtime = RUNTIME_GIB.get(run.facility.node.device, 0.0) * 2**30
-    average = own * FP32 if run.optimizer.ema_decay else 0
-    state = own * FP32 + moments + average
+    # the weights' average, and those the run began with
+    copies = bool(run.optimizer.ema_decay) + bool(run.optimizer.proximal)
+    state = w.own_bytes + moments + copies * w.learning * FP32
     offloaded = (state + gradients) if sharding.offload else 0
     resident = 0 if sharding.offload else state
     accumulated = gradients if run.microbatches > 1 and not waits else 0
     forward_end = activations + logits + waiting + (0 if sharding.offload else accumulated)
     backward_end = (0 if sharding.offload else gradients) + block_kept + waiting + buffers
-    peak = runtime + resident + gathered + max(forward_end, backward_end)
-    largest = max(whole_block, shape.head_parameters)
+    unpacked = 0 if parts is None else parts.largest * c
+    peak = runtime + resident + gathered + max(forward_end, backward_end + unpacked)
     return Memory(
-        parameters=round(own * FP32),
+        parameters=round(w.own_bytes),
         gradients=round(gradients + waiting),
-        optimizer=round(moments + average),
+        optimizer=round(state - w.own_bytes),
         gathered=round(gathered),
         buffers=round(buffers),
         activations=round(full),
         recomputed_activations=round(recomputed),
         logits=round(logits),
         runtime=round(runtime),
-        loading=round(own * FP32 + largest * FP32),
+        loading=round(w.own_bytes + w.largest * FP32),
         export=round(state + shape.head_parameters * FP32 + _file_bytes(run, shape)),
         host=round(offloaded),
         peak=round(peak),
@@ -120,7 +178,7 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
 
 def block_activations(run: Run, shape: Shape) -> float:
     """What one block keeps for one microbatch's backward pass, without activation checkpointing."""
-    c, tensor = compute_bytes(run), run.axes.tensor
+    c, tensor, parts = compute_bytes(run), run.axes.tensor, staying(run, shape)
     all_tokens = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.context
     own_tokens, h, i = all_tokens / tensor, shape.hidden, shape.expert_width
     gathered = 2 * h * c * all_tokens if tensor > 1 else 0
@@ -133,7 +191,20 @@ def block_activations(run: Run, shape: Shape) -> float:
         norms, mlp = 2 * (FP32 + 2 * c) * h, 4 * i * c * max(1, shape.active_experts)
     else:
         norms, mlp = 4 * h * c, ACTIVATION_COPIES.get(shape.family, 2) * i * c
+    if parts is not None:
+        normalised = 2 * h * c if family_of(shape.family).gated else 0  # for the norms' weights
+        norms -= normalised + _unread(parts, {"attention": h, "mlp": h}) * c
+        attention -= _unread(parts, {"joined": h}) * c
+        products = i * max(1, shape.active_experts)
+        if shape.family == "opt":  # ReLU keeps its result in any case
+            products = 0
+        mlp += (parts.kept - _unread(parts, {"product": products})) * c
     return norms * own_tokens + (attention + mlp) * all_tokens / tensor + gathered
+
+
+def _unread(parts: Staying, widths: dict[str, int]) -> int:
+    """Of what a block's linear layers read, the widths that no adapter needs again."""
+    return sum(width for name, width in widths.items() if name not in parts.reads)
 
 
 # How many times the intermediate width a family's activation function keeps: ReLU its result,
@@ -164,7 +235,8 @@ def _logits(run: Run, shape: Shape) -> float:
     c, tokens = compute_bytes(run), run.training.loss_chunk_tokens
     all_tokens = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.tokens
     chunk = min(tokens, all_tokens) * shape.vocabulary * (c + FP32 + (c if c < FP32 else 0))
-    return chunk + shape.head_parameters * FP32 + all_tokens * shape.hidden * c
+    learns = run.model.lora is None
+    return chunk + learns * shape.head_parameters * FP32 + all_tokens * shape.hidden * c
 
 
 def _file_bytes(run: Run, shape: Shape) -> float:

@@ -9,6 +9,7 @@ A layout or an exchange that is not in FORMULAS trains as any other; what it sen
 
 from collections.abc import Callable, Mapping
 
+from atoll.plan.adapters import adapter_parameters, staying
 from atoll.plan.memory import FP32, compute_bytes
 from atoll.plan.shapes import Shape
 from atoll.settings import Run, Sharding
@@ -55,7 +56,8 @@ def _copies(run: Run, shape: Shape) -> dict[str, float]:
     """By hand once in a step; all to the first rank and the mean back is as much, on average."""
     often = run.sharding.sync_every_microbatch and run.sharding.exchange is None
     exchanges = run.microbatches if often else 1
-    return {"gradients": 2 * ring(run.world_size) * FP32 * shape.parameters * exchanges}
+    learning = shape.parameters if run.model.lora is None else adapter_parameters(run, shape)
+    return {"gradients": 2 * ring(run.world_size) * FP32 * learning * exchanges}
 
 
 def _sharded(run: Run, shape: Shape) -> dict[str, float]:
@@ -75,11 +77,17 @@ def _sharded(run: Run, shape: Shape) -> dict[str, float]:
     scatters = run.microbatches if sharding.sync_every_microbatch else 1
     scatter = 2 if run.facility.node.device == "cpu" else 1
     rest_ring = ring(shards * axes.tensor)
+    learning = once + rest_ring * rest
+    copied = blocks + experts * axes.expert + rest
+    if (parts := staying(run, shape)) is not None:  # these go with no axis but shards and copies
+        once, rest = once + ring(shards) * layers * parts.block, rest + parts.rest
+        copied = layers * parts.block + parts.rest
+        learning = ring(shards) * copied
     return {
         "parameters": passes * c * (gathers * once + rest_ring * rest),
-        "gradients": scatter * scatters * FP32 * (once + rest_ring * rest)
+        "gradients": scatter * scatters * FP32 * learning
         # copies of a shard are averaged once
-        + 2 * ring(axes.replicate) * FP32 * (blocks + experts * axes.expert + rest) / shards,
+        + 2 * ring(axes.replicate) * FP32 * copied / shards,
     }
 
 
