@@ -469,10 +469,13 @@ def test_a_call_ends_with_what_it_runs(tmp_path: Path) -> None:
     assert call([sys.executable, "-c", "print('ü' * 9)"]).stdout == "ü" * 9 + "\n"
 
 
-def test_an_encoding_that_loses_with_a_step_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"codec=topk with rule\.update=nesterov learns less"):
-        store_of(tmp_path, codec="topk", rule={"update": "nesterov"})
-    store_of(tmp_path, codec="topk")
+@pytest.mark.parametrize("codec", ["sparse", "topk"])
+def test_an_encoding_that_loses_with_a_step_is_refused(tmp_path: Path, codec: str) -> None:
+    with pytest.raises(UserError, match=rf"codec={codec} with rule\.update=nesterov learns less"):
+        store_of(tmp_path, codec=codec, rule={"update": "nesterov"})
+    with pytest.raises(UserError, match=rf"codec={codec} with rule\.combine=median"):
+        store_of(tmp_path, codec=codec, rule={"combine": "median"})
+    store_of(tmp_path, codec=codec)
 
 
 def test_site_is_typed() -> None:

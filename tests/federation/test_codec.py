@@ -1,11 +1,15 @@
 """What each encoding costs in bytes and in exactness, and that error feedback gives it back."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.federation.codec import CODECS, stored_length
+from atoll.federation.error_feedback import encoded_tensors, read_decoded, write_encoded
+from atoll.federation.tensors import Stretch, TensorReader, TensorWriter
 
 # codec -> (bytes per value, relative error on normal values)
 COSTS = {
@@ -13,6 +17,8 @@ COSTS = {
     "bf16": (2.0, 0.003),
     "int8": (1.0 + 2 / 64, 0.01),
     "int4": (0.5 + 2 / 64, 0.17),
+    "int2": (0.25 + 2 / 64, 0.36),
+    "sparse": (2 * 2 / 64, 0.92),
     "topk": (3 * 2 / 64, 0.91),
 }
 
@@ -50,6 +56,7 @@ def test_any_length_and_scale(codec: str, count: int, scale: float) -> None:
     [
         *((64, 1, 1), (64, 64, 64), (64, 65, 65)),  # one stored value for each
         *((32, 1, 1), (32, 3, 2), (32, 64, 32), (32, 65, 33)),  # two in one
+        *((16, 1, 1), (16, 4, 1), (16, 5, 2), (16, 64, 16), (16, 65, 17)),  # four in one
         *((2, 1, 2), (2, 64, 2), (2, 65, 4), (1, 64, 1), (1, 65, 2), (1, 129, 3)),  # for a block
     ],
 )
@@ -107,7 +114,57 @@ def test_places_that_no_block_has_do_no_harm() -> None:
     assert CODECS["topk"].decode(parts, 64).tolist() == [1.0, *[0.0] * 62, 3.0]
 
 
-@pytest.mark.parametrize("codec", ["int4", "topk"])
+def test_int2_puts_four_values_into_a_byte_the_first_one_lowest() -> None:
+    scale = 1.248 * 1.25  # the mean of the magnitudes is 1.25, of the five that are there
+    parts = CODECS["int2"].encode(torch.tensor([2.0, -2.0, 0.5, -0.5, 1.25]))
+    assert parts[":scale"].tolist() == [float(torch.tensor(scale).bfloat16())]
+    assert parts[""].tolist() == [3 | 0 << 2 | 2 << 4 | 1 << 6, 2]
+    step = float(parts[":scale"])
+    wanted = [1.5 * step, -1.5 * step, 0.5 * step, -0.5 * step, 0.5 * step]
+    assert CODECS["int2"].decode(parts, 5).tolist() == wanted
+
+
+def test_sparse_keeps_the_two_largest_of_each_block_in_a_byte_each() -> None:
+    values = torch.full((132,), 0.25)
+    values[3], values[63] = 4.0, -8.0  # a half of the larger
+    values[66], values[69] = -2.0, -1.75  # nearer to the whole
+    values[130], values[131] = 1.0, 0.75  # in the middle
+    parts = CODECS["sparse"].encode(values)
+    assert parts[":scale"].tolist() == [8.0, 2.0, 1.0]
+    assert parts[""].tolist() == [63 | 128, 3 | 64, 2 | 128, 5 | 128, 2, 3]
+    wanted = torch.zeros(132)
+    wanted[3], wanted[63], wanted[66], wanted[69] = 4.0, -8.0, -2.0, -2.0
+    wanted[130], wanted[131] = 1.0, 1.0
+    assert torch.equal(CODECS["sparse"].decode(parts, 132), wanted)
+
+
+def test_any_bytes_are_some_sparse_update() -> None:
+    parts = {"": torch.tensor([255, 64], dtype=torch.uint8), ":scale": torch.ones(1).bfloat16()}
+    decoded = CODECS["sparse"].decode(parts, 64)
+    assert (decoded[63], decoded[0], int(decoded.count_nonzero())) == (-0.5, 0.5, 2)
+
+
+def test_what_sparse_left_out_is_forgotten_bit_by_bit(tmp_path: Path) -> None:
+    """One round's values, then none: what is left shrinks by a twentieth more than is sent."""
+    values = torch.tensor([8.0, 4.0, 2.0, 1.0])
+    stretch, residual = Stretch("w", 0, 4), None
+    sent = []
+    for number in range(3):
+        layout = {"d.safetensors": encoded_tensors({"w": (4,)}, "sparse")}
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with TensorWriter(folder, layout) as writer:
+            decoded, residual = write_encoded(writer, "sparse", stretch, values, residual)
+        with TensorReader(folder) as reader:
+            assert torch.equal(read_decoded(reader, "sparse", stretch), decoded)
+        sent.append(decoded)
+        values = torch.zeros(4)
+    assert sent[0].tolist() == [8.0, 4.0, 0.0, 0.0]
+    scale = float(torch.tensor(0.95 * 2.0).bfloat16())
+    assert sent[1].tolist() == [0.0, 0.0, scale, scale / 2]
+
+
+@pytest.mark.parametrize("codec", ["int4", "int2", "sparse", "topk"])
 def test_error_feedback_gives_back_what_was_left_out(codec: str) -> None:
     generator = torch.Generator().manual_seed(1)
     direction = torch.randn(6400, generator=generator)
@@ -117,8 +174,9 @@ def test_error_feedback_gives_back_what_was_left_out(codec: str) -> None:
         values = direction + 0.3 * torch.randn(6400, generator=generator)
         summed += values
         plain += coding.decode(coding.encode(values), 6400)
-        decoded = coding.decode(coding.encode(values + residual), 6400)
-        residual = values + residual - decoded
+        wanted = values + coding.feedback * residual
+        decoded = coding.decode(coding.encode(wanted), 6400)
+        residual = wanted - decoded
         sent += decoded
     error = float((sent - summed).norm() / summed.norm())
     assert error < 0.6 * float((plain - summed).norm() / summed.norm())

@@ -47,8 +47,8 @@ def write_encoded(
 
     Gives what whoever reads it will find, and the residual that is to be added the next time.
     """
-    wanted_N = values_N if residual_N is None else values_N + residual_N
     coding = CODECS[codec]
+    wanted_N = values_N if residual_N is None else values_N + coding.feedback * residual_N
     parts = coding.encode(wanted_N)
     for suffix, (_, per_block) in coding.parts.items():
         writer.put(_part(stretch, suffix, per_block), parts[suffix])

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from atoll.errors import UserError, printable
 from atoll.settings.fields import Count, Word
 
-Codec = Literal["fp32", "bf16", "int8", "int4", "topk"]
+Codec = Literal["fp32", "bf16", "int8", "int4", "int2", "sparse", "topk"]
+SPARSE_CODECS = ("sparse", "topk")  # most values of an update are zeros
 # of a facility's optimizer, between its rounds
 InnerState = Literal["kept", "reset"]
 FORMAT_VERSION: Literal[1] = 1

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from atoll.errors import UserError, printable
-from atoll.settings.exchange import Codec, InnerState
+from atoll.settings.exchange import SPARSE_CODECS, Codec, InnerState
 from atoll.settings.fields import Count, CountOrZero, Fraction, Positive, Settings, Word
 
 
@@ -111,10 +111,19 @@ class Campaign(Settings):
 
     @model_validator(mode="after")
     def _encoding_suits_the_step(self) -> "Campaign":
-        if self.codec == "topk" and self.rule.update != "replace":
+        if self.codec not in SPARSE_CODECS:
+            return self
+        if self.rule.update != "replace":
             raise ValueError(
-                f"codec=topk with rule.update={self.rule.update} learns less than either alone: "
-                "what arrives late is carried on twice; choose codec=int4, or rule.update=replace"
+                f"codec={self.codec} with rule.update={self.rule.update} learns less than either "
+                "alone: what arrives late is carried on twice; choose codec=int4, or "
+                "rule.update=replace"
+            )
+        if self.rule.combine in ("median", "trimmed_mean"):
+            raise ValueError(
+                f"codec={self.codec} with rule.combine={self.rule.combine}: where one facility "
+                "sends a value the others send none, and next to nothing is left; choose "
+                "codec=int4, or rule.combine=mean"
             )
         return self
 
