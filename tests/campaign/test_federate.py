@@ -66,6 +66,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     return {
         "name": "c",
         "rounds": 2,
+        "schedule_rounds": 2,
         "folder": str(folder / "campaigns"),
         "sites": sites,
         "start": [*TINY, *MODEL, "data.files=[json/*,email/*]"],
