@@ -52,6 +52,10 @@ MIXTURE = [
     *["+model.config.num_experts_per_tok=2", "data.sequence_tokens=256"],
     "training.microbatch_samples=2",
 ]
+PAIRS = [
+    *["task=preference", "data=preference_files", "tokenizer.chat_template=chatml"],
+    "tokenizer.add_tokens=['<|im_start|>','<|im_end|>']",
+]
 CASES: dict[str, list[str]] = {
     "one rank": [*LLAMA, *LONG, *ONE],
     "one rank, weights": [*HEAVY, *ONE],
@@ -60,7 +64,12 @@ CASES: dict[str, list[str]] = {
     "opt": [*OPT, *LONG, *ONE],
     "gpt2": [*GPT2, *LONG, *ONE],
     "head of its own": [*HEAVY, *ONE, "model.config.tie_word_embeddings=false"],
-    "vocabulary of 256k": [*LLAMA, *LONG, *ONE, FULL, "model.config.vocab_size=131072"],
+    "vocabulary of 128k": [*LLAMA, *LONG, *ONE, FULL, "model.config.vocab_size=131072"],
+    "vocabulary of 256k": [
+        *[*LLAMA, *ONE, "model.config.hidden_size=256", "model.config.vocab_size=262144"],
+        *["data.sequence_tokens=256", "training.microbatch_samples=1"],
+        "training.loss_chunk_tokens=64",
+    ],
     "head_dim of its own": [*LLAMA, *LONG, *ONE, "+model.config.head_dim=128"],
     "8-bit AdamW": [*HEAVY, *ONE, "optimizer=adamw_8bit"],
     "average of the weights": [*HEAVY, *ONE, "optimizer.ema_decay=0.99"],
@@ -75,6 +84,7 @@ CASES: dict[str, list[str]] = {
     "nf4, tokens": [*LLAMA, *LONG, *ONE, LORA, "model.quantisation=nf4"],
     "int8": [*HEAVY, *ONE, LORA, "model.quantisation=int8"],
     "mixture": [*MIXTURE, *ONE],
+    "dpo": [*HEAVY, *ONE, *PAIRS, "data.sequence_tokens=512"],
     "ddp": [*LLAMA, *LONG, "sharding=ddp"],
     "full_shard": [*HEAVY, "sharding=full_shard"],
     "shard_grad_op": [*HEAVY, "sharding=shard_grad_op"],
@@ -93,7 +103,7 @@ CASES: dict[str, list[str]] = {
 }
 COMMON = [
     *["facility=laptop", "precision=fp32", "training.steps=3", "override=[fit]"],
-    *["training.log_every_steps=1", "data=text_files", "data.document=paragraph"],
+    *["training.log_every_steps=1"],
     *["evaluation.max_samples=1", "tokenizer.vocabulary_tokens=2048", "data.workers=1"],
 ]
 
@@ -139,13 +149,21 @@ def _second_step(started: "subprocess.Popen[bytes]", folder: Path) -> float:
 
 
 @contextmanager
-def text_to_learn() -> Iterator[list[str]]:
+def text_to_learn() -> Iterator[Path]:
     """A folder with this package's sources as text, and its tokens, prepared once for all cases."""
     with tempfile.TemporaryDirectory() as folder:
         sources = Path(__file__).resolve().parents[1] / "src" / "atoll"
         text = "\n\n".join(path.read_text() for path in sorted(sources.rglob("*.py")))
         (Path(folder) / "text.txt").write_text(text)
-        yield [f"data.files=[{folder}/text.txt]", f"folders.prepared={folder}/prepared"]
+        (Path(folder) / "pairs.jsonl").write_text("".join(pairs(text)))
+        yield Path(folder)
+
+
+def pairs(text: str) -> Iterator[str]:
+    """Two answers to one prompt, a line; as long as a sample of 512 tokens takes, or nearly."""
+    for begin in range(0, 400 * 1000, 1000):
+        chosen, rejected = text[begin : begin + 500], text[begin + 500 : begin + 1000]
+        yield json.dumps({"prompt": "Go on.", "chosen": chosen, "rejected": rejected}) + "\n"
 
 
 def words_of(name: str) -> list[str]:
@@ -158,19 +176,22 @@ def words_of(name: str) -> list[str]:
     passes = 2 if samples == 1 or "sharding.pipeline=2" in words else 1
     alone = bool(axes) or "sharding.pipeline=2" in words
     size = samples * (1 if alone else ranks) * passes
-    return [*COMMON, *words, f"training.global_batch_samples={size}"]
+    text = [] if "task=preference" in words else ["data=text_files", "data.document=paragraph"]
+    return [*COMMON, *text, *words, f"training.global_batch_samples={size}"]
 
 
 def planned_of(name: str) -> Memory:
-    run = compose(words_of(name)).run
+    run = compose([*words_of(name), "data.files=[text.txt]"]).run
     return memory_of(run, known_shape(run))
 
 
-def row(name: str, text: list[str]) -> dict[str, Any]:
+def row(name: str, folder: Path) -> dict[str, Any]:
     """One turn of a case."""
-    planned, overrides = planned_of(name), [*words_of(name), *text]
-    with tempfile.TemporaryDirectory() as folder:
-        used = measured_gib(overrides, Path(folder))
+    planned, words = planned_of(name), words_of(name)
+    file = "pairs.jsonl" if "task=preference" in words else "text.txt"
+    overrides = [*words, f"data.files=[{folder}/{file}]", f"folders.prepared={folder}/prepared"]
+    with tempfile.TemporaryDirectory() as cwd:
+        used = measured_gib(overrides, Path(cwd))
     terms = {k: round(v / 2**30, 4) for k, v in vars(planned).items()}
     return {"case": name, "planned_gib": planned.peak_gib, "measured_gib": used, "terms": terms}
 
@@ -193,12 +214,12 @@ def measure(only: str, rounds: int, terms: bool) -> None:
     """All cases in turns, each kept as it is measured."""
     print(f"{'':30}{'planned':>10}{'measured':>10}{'error':>8}   GiB of one rank")
     about = {"benchmark": "plan_memory", "machine": machine(), "versions": versions()}
-    with text_to_learn() as text:
+    with text_to_learn() as folder:
         for turn in range(rounds):
             for name in list(CASES)[:: 1 if turn % 2 == 0 else -1]:
                 if not any(part in name for part in only.split("|")):
                     continue
-                measured = row(name, text)
+                measured = row(name, folder)
                 print(shown(measured), flush=True)
                 if terms:
                     print(measured["terms"])

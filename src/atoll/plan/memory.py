@@ -15,6 +15,11 @@ MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2.03}  # of both moments; blocks of 
 # What a process has before it has a model: measured for torch and transformers on a processor;
 # a device's context and its libraries' workspaces are not the allocator's, and not counted.
 RUNTIME_GIB = {"cpu": 0.35}
+# peft and bitsandbytes beside them, and what bitsandbytes' step on a processor holds of the largest
+# tensor: both moments, the gradient, and the denominator while it is made, all in fp32.
+ADAPTER_RUNTIME_GIB, BITSANDBYTES_RUNTIME_GIB = 0.054, 0.045
+STEP_COPIES_8BIT = 5
+DDP_BROADCAST_BYTES = 250 * 2**20  # what torch's DDP makes one tensor of, as it begins
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,8 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     gathered = (kept_blocks * w.block + w.rest) * c if sharded else 0
     if not sharded and c < FP32:
         gathered = w.cast * c  # autocast keeps its copies for the whole pass
-    buffers = (2 * w.block + w.rest) * c + w.learning_block * (FP32 + c) if sharded else 0
+    # a block's gradients and their copy to be scattered; the root's, whole until the pass ends
+    buffers = w.learning_block * (FP32 + c) + w.learning_rest * FP32 if sharded else 0
     gradients = w.learning * FP32
     # between microbatches, gradients that were not exchanged yet are whole on every rank
     waits = sharded and run.microbatches > 1 and not sharding.sync_every_microbatch
@@ -148,7 +154,7 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     has_head = stage == axes.pipeline - 1
     logits = _logits(run, shape) if has_head else 0
     moments = w.learning * MOMENT_BYTES.get(run.optimizer.name, 8.0)
-    runtime = RUNTIME_GIB.get(run.facility.node.device, 0.0) * 2**30
+    runtime = _runtime(run)
     # the weights' average, and those the run began with
     copies = bool(run.optimizer.ema_decay) + bool(run.optimizer.proximal)
     state = w.own_bytes + moments + copies * w.learning * FP32
@@ -158,7 +164,14 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     forward_end = activations + logits + waiting + (0 if sharding.offload else accumulated)
     backward_end = (0 if sharding.offload else gradients) + block_kept + waiting + buffers
     unpacked = 0 if parts is None else parts.largest * c
-    peak = runtime + resident + gathered + max(forward_end, backward_end + unpacked)
+    step_end = (0 if sharding.offload else gradients) + _step_copies(run, shape, w)
+    if sharded and not zero3:  # a block's parameters go when its backward pass is done
+        backward_end -= (w.layers - 1) * w.block * c
+    backward_begin = activations + waiting + buffers
+    backward = max(backward_begin, backward_end) + unpacked
+    peak = runtime + resident + gathered + max(forward_end, backward, step_end)
+    if "ddp" in sharding.layouts:
+        peak = max(peak, runtime + w.own_bytes + min(w.own_bytes, DDP_BROADCAST_BYTES))
     return Memory(
         parameters=round(w.own_bytes),
         gradients=round(gradients + waiting),
@@ -176,6 +189,25 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     )
 
 
+def _runtime(run: Run) -> float:
+    """What the process and its libraries take before there is a model."""
+    if run.facility.node.device not in RUNTIME_GIB:
+        return 0
+    eight_bit = run.optimizer.name == "adamw_8bit"
+    more = ADAPTER_RUNTIME_GIB if run.model.lora else eight_bit * BITSANDBYTES_RUNTIME_GIB
+    return (RUNTIME_GIB[run.facility.node.device] + more) * 2**30
+
+
+def _step_copies(run: Run, shape: Shape, w: Weights) -> float:
+    """What the optimizer makes of one tensor at a time; on devices its kernels need nothing."""
+    if run.optimizer.name != "adamw_8bit" or run.facility.node.device != "cpu":
+        return 0
+    largest = max(shape.head_parameters, shape.hidden * shape.intermediate)
+    if run.model.lora is not None:
+        largest = run.model.lora.rank * max(shape.hidden, shape.intermediate)
+    return STEP_COPIES_8BIT * FP32 * largest / w.shards
+
+
 def block_activations(run: Run, shape: Shape) -> float:
     """What one block keeps for one microbatch's backward pass, without activation checkpointing."""
     c, tensor, parts = compute_bytes(run), run.axes.tensor, staying(run, shape)
@@ -185,7 +217,7 @@ def block_activations(run: Run, shape: Shape) -> float:
     if run.axes.expert > 1:  # hidden states as they come to the experts, and as they come back
         gathered += 2 * h * c * all_tokens * shape.active_experts
     # queries, keys, values; what attention gives, and the same put together from its segments
-    attention = (h + 2 * shape.query_width + 2 * shape.kv_width) * c + FP32 * shape.heads
+    attention = (3 * shape.query_width + 2 * shape.kv_width) * c + FP32 * shape.heads
     if family_of(shape.family).gated:
         # each norm keeps its input in fp32, and that normalised, before and after its weight
         norms, mlp = 2 * (FP32 + 2 * c) * h, 4 * i * c * max(1, shape.active_experts)
@@ -194,7 +226,7 @@ def block_activations(run: Run, shape: Shape) -> float:
     if parts is not None:
         normalised = 2 * h * c if family_of(shape.family).gated else 0  # for the norms' weights
         norms -= normalised + _unread(parts, {"attention": h, "mlp": h}) * c
-        attention -= _unread(parts, {"joined": h}) * c
+        attention -= _unread(parts, {"joined": shape.query_width}) * c
         products = i * max(1, shape.active_experts)
         if shape.family == "opt":  # ReLU keeps its result in any case
             products = 0
@@ -234,9 +266,16 @@ def _logits(run: Run, shape: Shape) -> float:
     """A chunk's logits and probabilities, and the head's gradient, which is whole at once."""
     c, tokens = compute_bytes(run), run.training.loss_chunk_tokens
     all_tokens = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.tokens
-    chunk = min(tokens, all_tokens) * shape.vocabulary * (c + FP32 + (c if c < FP32 else 0))
-    learns = run.model.lora is None
-    return chunk + learns * shape.head_parameters * FP32 + all_tokens * shape.hidden * c
+    numbers = min(tokens, all_tokens) * shape.vocabulary
+    head = (run.model.lora is None) * shape.head_parameters * FP32
+    if run.task.name == "preference":
+        # computed again in the backward pass: logits, and three such while theirs are made; each
+        # chunk's gradient of the head is whole, and added to those before
+        return numbers * (c + 3 * FP32) + head * (1 + (all_tokens > tokens))
+    # of the chunk before, the probabilities are there until this one's are
+    before = FP32 * (all_tokens > tokens)
+    chunk = numbers * (c + FP32 + (c if c < FP32 else 0) + before)
+    return chunk + head + all_tokens * shape.hidden * c
 
 
 def _file_bytes(run: Run, shape: Shape) -> float:
