@@ -31,7 +31,8 @@ Compose a run, check it, write its folder, and queue it; without a scheduler it 
 EVALUATE = """\
 Perplexity (task=causal_lm) or the metrics of the data set (task=classification) of
 model.source=FOLDER on the held-out part of data=NAME, anywhere a run may go. The last line of the
-run's metrics.jsonl holds them."""
+run's metrics.jsonl holds them.
+`atoll evaluate WHERE --tasks NAMES`: the scores of tasks, here; `atoll scores --help` says more."""
 EXAMPLES = """\
 Settings that are not given have the values that `atoll compose facility=NAME` prints.
 
@@ -51,7 +52,10 @@ def main(argv: list[str]) -> int:
 
 
 def evaluate(argv: list[str]) -> int:
-    """Submit, or start here, a run that takes no step."""
+    """Submit, or start here, a run that takes no step; with --tasks, score a model here."""
+    if any(word.partition("=")[0] == "--tasks" for word in argv):
+        command = [sys.executable, "-m", "atoll", "scores", *argv]
+        os.execv(command[0], command)  # its libraries are no login node's
     arguments = _parser("evaluate", EVALUATE).read(argv)
     for word in arguments.overrides:
         if word.startswith(("training.steps=", "training.epochs=")):
