@@ -12,6 +12,7 @@ IMAGE_CACHE ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+HOST_READY := $(VENV)/.host-ready
 LOCKS := containers/locks
 # Isolated (-I), so that the PYTHONPATH of a module system cannot interfere.
 PIP := $(BIN)/python -Im pip --disable-pip-version-check
@@ -33,7 +34,8 @@ unexport PYTHONHOME PYTHONPATH
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two benchmarks at once would measure each other
-.PHONY: help setup demo demo-federation rehearse test test-full test-image test-image-full mutants \
+.PHONY: help setup setup-host wheel docs demo demo-federation rehearse test test-full test-image \
+	test-image-full mutants \
 	testbed testbed-down streamflow lint format bench bench-testbed bench-gpu gpu-travel lock clean distclean
 
 help: ## Show this list
@@ -45,18 +47,40 @@ setup: $(READY) ## Make .venv: torch, and all else at the locked versions
 ifeq ($(origin TORCH),command line)
 .PHONY: $(READY)
 endif
+define check_python
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	echo "Python 3.10 or newer is needed; $(PYTHON) is: $$($(PYTHON) --version 2>&1)"; \
+	echo "Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
+endef
 $(READY): pyproject.toml setup/virtual_environment.py $(wildcard $(LOCKS)/*.txt)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-		echo "Python 3.10 or newer is needed; $(PYTHON) is: $$($(PYTHON) --version 2>&1)"; \
-		echo "Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
+	$(check_python)
 	@rm -f $@
+	@echo '1/5 a virtual environment in $(VENV)'
+	@$(PYTHON) setup/virtual_environment.py $(VENV)
+	@echo '2/5 what builds packages'
+	@$(PIP_LOCKED) -r $(LOCKS)/build.txt
+	@echo '3/5 $(TORCH): the largest download'
+	@$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') '$(TORCH)'
+	@echo '4/5 all else, at the locked versions'
+	@$(PIP_LOCKED) -r $(LOCKS)/dev.txt
+	@echo '5/5 atoll itself'
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@conflicts=$$($(PIP) check) || { echo "$$conflicts"; exit 1; } >&2
+	@touch $@
+
+setup-host: $(HOST_READY) ## Make .venv for a login node alone: composes and submits, has no torch
+
+$(HOST_READY): pyproject.toml setup/virtual_environment.py $(wildcard $(LOCKS)/host.txt)
+	$(check_python)
 	$(PYTHON) setup/virtual_environment.py $(VENV)
 	$(PIP_LOCKED) -r $(LOCKS)/build.txt
-	$(PIP) install $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') '$(TORCH)'
-	$(PIP_LOCKED) -r $(LOCKS)/dev.txt
+	$(PIP_LOCKED) -r $(LOCKS)/host.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
-	$(PIP) check
 	@touch $@
+
+wheel: $(READY) ## Build dist/*.whl: an Atoll to pip install where there is no clone
+	rm -rf build
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 demo: $(READY) ## Train, evaluate, export and sample a small model on this machine
 	sbatch/train.sbatch facility=laptop experiment=demo $(ARGS)
@@ -93,7 +117,8 @@ test-image: $(READY) ## Run inside an image (IMAGE=cpu) the tests of what it can
 # Not what needs a clone, its .venv, or programs of a login node; the testbed's jobs try those.
 test-image-full: $(READY) ## Run inside an image every test that does not need a clone
 	$(BIN)/python -m atoll image test $(IMAGE) --full --ignore=tests/testbed \
-		--ignore=tests/benchmarks --ignore=tests/images --ignore=tests/setup $(ARGS)
+		--ignore=tests/benchmarks --ignore=tests/images --ignore=tests/install --ignore=tests/setup \
+		--ignore=tests/test_documented_commands.py $(ARGS)
 
 mutants: $(READY) ## Count the faults that the tests find (ARGS="--most 40 data/pack")
 	$(PIP) install --quiet --upgrade --no-deps --target .build/mutation cosmic-ray==8.7.0 \
@@ -106,6 +131,14 @@ testbed: streamflow ## As root: two real Slurms of virtual nodes and a real Appt
 testbed-down: ## Stop it; what it installed stays
 	$(PYTHON) tests/testbed/testbed.py down
 
+docs: $(READY) .build/docs/.ready ## Build the site of docs/, with the reference, into site/
+	$(BIN)/python setup/reference.py docs/reference
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=.build/docs $(BIN)/python -m mkdocs build --strict --quiet --site-dir site $(ARGS)
+
+.build/docs/.ready: $(READY) $(LOCKS)/docs.txt
+	$(PIP_LOCKED) --upgrade --target $(@D) -r $(LOCKS)/docs.txt
+	@touch $@
+
 lint: $(READY) ## Check formatting, code, types and shell
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -116,7 +149,7 @@ format: $(READY) ## Format the code and fix what ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(BENCH:%=bench-%) bench-report ## Us and each peer in turns: about 25 minutes, then the table in README.md
+bench: $(BENCH:%=bench-%) bench-report ## Us and each peer in turns: about 25 minutes, then docs/benchmarks.md
 
 bench-testbed: $(BENCH_TESTBED:%=bench-%) ## The same of images and queues, after make testbed image-cpu
 
@@ -148,13 +181,15 @@ lock: $(READY) ## Pin again what pyproject.toml asks for (ARGS=--upgrade: at the
 		--generate-hashes --no-header --output-file $(LOCKS)/build.txt $(ARGS)
 	$(BIN)/uv pip compile --group streamflow --quiet --universal --python-version 3.10 \
 		--generate-hashes --no-header --output-file $(LOCKS)/streamflow.txt $(ARGS)
+	$(BIN)/uv pip compile --group docs --quiet --universal --python-version 3.10 \
+		--generate-hashes --no-header --output-file $(LOCKS)/docs.txt $(ARGS)
 	$(LOCK) --extra dev --output-file $(LOCKS)/dev.txt $(ARGS)
 	$(LOCK) --extra train --constraint $(LOCKS)/dev.txt --output-file $(LOCKS)/train.txt
 	$(LOCK) --extra test --constraint $(LOCKS)/dev.txt --output-file $(LOCKS)/image.txt
 	$(LOCK) --constraint $(LOCKS)/dev.txt --output-file $(LOCKS)/host.txt
 
 clean: ## Remove caches and build leftovers
-	rm -rf .build build .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .build build dist site docs/reference .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests benchmarks setup -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove .venv too; runs/ and prepared/ stay

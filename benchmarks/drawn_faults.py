@@ -177,14 +177,14 @@ def slow_down(ranks: Sequence[RankProcess]) -> Callable[[], None]:
     return end
 
 
-def spoil(rank: RankProcess) -> Callable[[], None]:
+def spoil(rank: RankProcess) -> Callable[[], object]:
     """Make the positions of a rank's tokens no numbers, until what this returns is called."""
     frequencies = rotary_frequencies()
+    no_numbers = np.full(HEAD_WIDTH // 2, np.nan, np.float32).tobytes()
     places = places_of(frequencies, rank.pid)
-    if not places:
+    if not replaced(rank, places, frequencies, no_numbers):
         raise RuntimeError(f"rank {rank.rank} (process {rank.pid}) has no rotary frequencies")
-    write_at(rank.pid, places, np.full(HEAD_WIDTH // 2, np.nan, np.float32).tobytes())
-    return lambda: write_at(rank.pid, places, frequencies)
+    return lambda: replaced(rank, places, no_numbers, frequencies)
 
 
 def rotary_frequencies() -> bytes:
@@ -211,11 +211,22 @@ def places_of(content: bytes, pid: int) -> list[int]:
     return places
 
 
-def write_at(pid: int, places: Sequence[int], content: bytes) -> None:
-    with suppress(OSError), open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+def replaced(rank: RankProcess, places: Sequence[int], before: bytes, after: bytes) -> int:
+    """Write to those places that still have these bytes; returns how many.
+
+    The process stands meanwhile: what was a copy for a moment may be another's memory now.
+    """
+    count = 0
+    send(signal.SIGSTOP, [rank])
+    time.sleep(0.02)  # until all its threads stand
+    with suppress(OSError), open(f"/proc/{rank.pid}/mem", "r+b", buffering=0) as memory:
         for place in places:
             memory.seek(place)
-            memory.write(content)
+            if memory.read(len(before)) == before:
+                memory.seek(place)
+                count += memory.write(after) > 0
+    send(signal.SIGCONT, [rank])
+    return count
 
 
 def nothing() -> None:

@@ -31,12 +31,16 @@ def main() -> int:
     os.chdir(arguments.folder)
     lines = ["federation=demo", f"rounds={arguments.rounds}", *arguments.settings]
     campaign = checked_campaign(campaign_values(lines))
+    stages = [f"{site.name} alone" for site in campaign.sites]
+    print(f"1/{len(stages) + 2} federated: {campaign.rounds} rounds", flush=True)
     atoll("federate", *lines)
     home = Path(campaign.folder).absolute() / campaign.name
     models = {MODELS_BEFORE: home / "round-000" / "global" / "export"}
-    for site in campaign.sites:
+    for stage, site in enumerate(campaign.sites, 2):
+        print(f"{stage}/{len(stages) + 2} {site.name} alone", flush=True)
         models[f"{site.name} alone"] = alone(campaign, site, models[MODELS_BEFORE])
     models["federated"] = home / f"round-{campaign.rounds:03d}" / "global" / "export"
+    print(f"{len(stages) + 2}/{len(stages) + 2} every model on every text", flush=True)
     table = {
         name: {site.name: judged(campaign, site, name, model) for site in campaign.sites}
         for name, model in models.items()

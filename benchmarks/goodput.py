@@ -194,8 +194,10 @@ def peers(step_seconds: float) -> list[Side]:
     again = f"{srun} {script} srun FOLDER || scontrol requeue $SLURM_JOB_ID"
     meeting = "--rdzv-backend=c10d --rdzv-endpoint=$(hostname):29711 --rdzv-id=1"
     agent = f"-m torch.distributed.run --nnodes={NODES} --nproc-per-node={RANKS_PER_NODE}"
+    # else its agents count their restarts apart and meet in stale stores (pytorch issue 135712)
+    own_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     torchrun = (
-        f"srun {sys.executable} {agent} --max-restarts=1000 {meeting} "
+        f"{own_store} srun {sys.executable} {agent} --max-restarts=1000 {meeting} "
         f"{script.split()[1]} torchrun FOLDER"
     )
     return [
@@ -232,13 +234,16 @@ def come_to(side: Side, folder: Path, step: int) -> bool:
     while not (side.step(folder) > step and len(side.ranks(folder)) == NODES * RANKS_PER_NODE):
         if side.is_finished(folder):
             return False
+        if time.monotonic() > until:
+            if side.name == "ours":
+                raise RuntimeError(f"no step after {step} in {PATIENCE_SECONDS} s")
+            subprocess.run(["scancel", side.job(folder)], check=False)  # as its user would
+            until = time.monotonic() + PATIENCE_SECONDS
         if time.monotonic() - asked > 2:
             asked = time.monotonic()
             if not is_live(side, folder) and not side.is_finished(folder):
                 side.typed.append(folder)
                 side.submit(folder)
-        if time.monotonic() > until:
-            raise RuntimeError(f"{side.name}: no step after {step} in {PATIENCE_SECONDS} s")
         time.sleep(0.02)
     return True
 
@@ -252,15 +257,26 @@ class Met:
     seconds: float  # until the training was past the same step again
     right: bool  # as it should be: who is named, who is left out, who had to type
     what: str
+    node: str
 
 
-def meet(side: Side, folder: Path, drawn: Drawn, runs: Path) -> Met:
+def victim_of(drawn: Drawn, ranks: Sequence[RankProcess], slow_node: str) -> RankProcess:
+    """The rank that was drawn; where a node is slow already, it is that one which fails next.
+
+    Both would be left out, and four nodes are too few for that.
+    """
+    blame = (WRITTEN[drawn.kind] or ("", ""))[1]
+    among = [r for r in ranks if r.node == slow_node] if blame == "node" and slow_node else ranks
+    return sorted(among, key=lambda rank: rank.rank)[drawn.rank % len(among)]
+
+
+def meet(side: Side, folder: Path, drawn: Drawn, runs: Path, slow_node: str = "") -> Met:
     """Make one fault happen, and wait until the training is where it was."""
-    ranks = {rank.rank: rank for rank in side.ranks(folder)}
-    victim = ranks[drawn.rank]
+    ranks = side.ranks(folder)
+    victim = victim_of(drawn, ranks, slow_node)
     step, known, typed = side.step(folder), len(faults(folder)), len(side.typed)
     began, starts, what = time.monotonic(), side.starts(folder), ""
-    end = drawn_faults.happens(drawn, Scene(list(ranks.values()), victim, side.job(folder), runs))
+    end = drawn_faults.happens(drawn, Scene(ranks, victim, side.job(folder), runs))
     if drawn.kind in GOES_ON:
         patience = SLOW_PATIENCE_SECONDS
         wait(lambda: len(faults(folder)) > known or side.is_finished(folder), patience)
@@ -275,21 +291,23 @@ def meet(side: Side, folder: Path, drawn: Drawn, runs: Path) -> Met:
     come_to(side, folder, step)
     seconds = time.monotonic() - began
     if side.name != "ours":
-        return Met(drawn.kind, step, seconds, True, "")
-    what = what or judged(drawn, victim, faults(folder)[known:], set(excluded(folder)))
+        return Met(drawn.kind, step, seconds, True, "", victim.node)
+    left_out = set(excluded(folder))
+    new = faults(folder)[known:]
+    what = what or judged(drawn, victim, new, left_out - {slow_node})
     if len(side.typed) > typed and drawn.kind not in BY_A_PERSON:
         what = what or "the line had to be typed again"
-    left_out = sorted(excluded(folder))
     if left_out:
-        take_back(folder, left_out)
-    return Met(drawn.kind, step, seconds, not what, what)
+        take_back(folder, sorted(left_out))
+    return Met(drawn.kind, step, seconds, not what, what, victim.node)
 
 
 def not_told(folder: Path) -> str:
     """What is wrong with what status says of a full disk; empty: nothing."""
     argv = [sys.executable, "-m", "atoll", "status", str(folder)]
-    said = subprocess.run(argv, capture_output=True, text=True).stdout
-    return "" if "o space left" in said or "full" in said else f"status says: {said}"
+    done = subprocess.run(argv, capture_output=True, text=True)
+    said = done.stdout
+    return "" if "o space left" in said or "full" in said else f"status: {said}{done.stderr}"
 
 
 def judged(drawn: Drawn, victim: RankProcess, new: Sequence[Fault], left_out: set[str]) -> str:
@@ -382,19 +400,28 @@ def ours(
     return about | {"faults": [vars(each) for each in all_met]}
 
 
+def is_time_for(drawn: Drawn, resumed: int, slow_node: str) -> bool:
+    """Whether so many steps are left that it can be seen, and no node is slow already."""
+    if drawn.kind == "a node is slow":
+        return resumed <= STEPS // 2 and not slow_node
+    return drawn.kind != "the loss is no number" or resumed + drawn.steps <= STEPS - 60
+
+
 def until_finished(
     side: Side, folder: Path, part: list[Drawn], runs: Path, over: float
 ) -> list[Met]:
     """Take faults from the front of `part` as long as the run trains."""
-    met, resumed = [], 0
-    while part and time.monotonic() < over:
-        if part[0].kind == "a node is slow" and resumed > STEPS // 2:
-            part.append(part.pop(0))  # it takes steps to be seen
-            if part[0].kind == "a node is slow":
-                break
-        if not come_to(side, folder, resumed + part[0].steps):
+    met, resumed, slow_node = [], 0, ""
+    while time.monotonic() < over:
+        following = next((each for each in part if is_time_for(each, resumed, slow_node)), None)
+        if following is None or not come_to(side, folder, resumed + following.steps):
             break
-        met.append(meet(side, folder, part.pop(0), runs))
+        part.remove(following)
+        met.append(meet(side, folder, following, runs, slow_node))
+        if following.kind == "a node is slow":
+            slow_node = met[-1].node
+        elif following.kind not in GOES_ON:
+            slow_node = ""
         resumed = side.step(folder)
         told = met[-1]
         print(
@@ -477,10 +504,12 @@ def main() -> int:
             else {"faults": [], "runs_that_differ": []}
         )
         by_kind(found)
+        is_right = kept(found, [], arguments.seed, step_seconds)  # also where the rest is cut off
         common = draw(arguments.compared, arguments.seed, rank_count, COMMON)
         sides = [our_side(), *peers(step_seconds)] if common else []
         tried = [compared(common, side, runs, step_seconds) for side in sides]
-    return int(not kept(found, tried, arguments.seed, step_seconds) and arguments.check)
+    is_right &= kept({"faults": [], "runs_that_differ": []}, tried, arguments.seed, step_seconds)
+    return int(not is_right and arguments.check)
 
 
 def kept(

@@ -1,4 +1,4 @@
-"""Draw what the benchmarks measured, and put the table into the README: `make bench-report`.
+"""Put what the benchmarks measured into docs/benchmarks.md and README: `make bench-report`.
 
     python benchmarks/report.py [--page runs/benchmarks.html]
 
@@ -13,13 +13,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import readme_figures
 import results
 
 from atoll.report import html, tables
+from atoll.report.drawing import Bars, Span
 from atoll.run_dir import write_whole
 
 BEGIN, END = "<!-- make bench-report -->\n", "<!-- end of bench -->"
-README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+COLOURS = {"higher is better": 2, "lower is better": 0, "wanted": 1}
 Row = dict[str, Any]
 
 
@@ -27,24 +30,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--page", type=Path, default=Path("runs/benchmarks.html"))
     arguments = parser.parse_args()
-    machines = by_machine(newest(kept()))
+    machines = by_machine(newest(results.kept()))
     if not machines:
         print("nothing was measured yet\nmake bench", file=sys.stderr)
         return 2
     text = "\n\n".join(f"{title(rows)}\n\n{tables.markdown(table(rows))}" for rows in machines)
     print(text)
-    before, _, rest = README.read_text().partition(BEGIN)
-    write_whole(README, f"{before}{BEGIN}{text}\n{END}{rest.partition(END)[2]}")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    write_whole(PAGE, f"{before}{BEGIN}{text}\n{END}{rest.partition(END)[2]}")
+    readme_figures.main()
     arguments.page.parent.mkdir(parents=True, exist_ok=True)
     write_whole(arguments.page, page(machines))
     print(f"\nfigures: {arguments.page}")
     return 0
-
-
-def kept() -> Iterable[Row]:
-    for path in sorted(results.FOLDER.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            yield json.loads(line)
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
@@ -92,27 +90,16 @@ def page(machines: Sequence[Sequence[Row]]) -> str:
     return html.page("Benchmarks", "Ours over the peer's median; 1 is equal", [figures, *shown])
 
 
-def figure(rows: Sequence[Row]) -> Any:
+def figure(rows: Sequence[Row]) -> Bars:
     """Each turn's ratio to the peer's median, and where it should be."""
-    drawn = html.new_figure("Ours / peer", "ratio", "")
-    for sign, colour in (("higher", 2), ("lower", 0)):
-        chosen = [row for row in rows if row["better"] == sign]
-        points = [
-            (turn / row["peers"], label(row)) for row in chosen for turn in row["turns"]["ours"]
+    spans = []
+    for row in rows:
+        ratios = [
+            (f"{row['better']} is better", turn / row["peers"]) for turn in row["turns"]["ours"]
         ]
-        draw(drawn, f"{sign} is better", points, color=html.COLOURS[colour])
-    aims = [(row["target"], label(row)) for row in rows if row["target"]]
-    draw(drawn, "wanted", aims, symbol="line-ns-open", size=14, color=html.COLOURS[1])
-    drawn.update_xaxes(type="log")
-    legend = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
-    drawn.update_layout(height=160 + 22 * len(rows), margin={"l": 10, "t": 70}, legend=legend)
-    drawn.update_yaxes(automargin=True, autorange="reversed")
-    return drawn
-
-
-def draw(figure: Any, name: str, points: Sequence[tuple[float, str]], **marker: Any) -> None:
-    x, y = [value for value, _ in points], [row for _, row in points]
-    figure.add_scatter(x=x, y=y, name=name, mode="markers", marker=marker)
+        ratios += [("wanted", row["target"])] if row["target"] else []
+        spans += [Span(label(row), series, ratio, ratio) for series, ratio in ratios]
+    return Bars("Ours / peer", "ratio", spans, COLOURS, log_x=True)
 
 
 def label(row: Row) -> str:

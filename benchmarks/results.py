@@ -11,7 +11,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,13 @@ def row(
     medians = {"ours": statistics.median(ours), "peers": statistics.median(peers)}
     known = {"case": case, "unit": unit, "peer": peer, "better": better, "target": target}
     return known | medians | {"turns": turns} | more
+
+
+def kept() -> Iterator[dict[str, Any]]:
+    """Every comparison that was recorded; a case's newest is its last."""
+    for path in sorted(FOLDER.glob("*.jsonl")):
+        rows = map(json.loads, path.read_text().splitlines())
+        yield from (row for row in rows if "ours" in row)
 
 
 def record(benchmark: str, rows: Sequence[dict[str, Any]]) -> bool:

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from atoll.data import vocabulary
 from atoll.models import export
 from atoll.models.safetensor_files import file_name, write_tensors
+from atoll.models.stored_names import as_stored
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -73,7 +74,8 @@ def exported(folder: Path, family: str) -> Path:
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tied = set(hf.all_tied_weights_keys)
-    weights = {name: p.detach() for name, p in hf.state_dict().items() if name not in tied}
+    own = {name: p.detach() for name, p in hf.state_dict().items() if name not in tied}
+    weights = as_stored(hf, own)
     tokenizer, source = folder / "tokenizer", folder / "source"
     made = vocabulary.trained(["the ring of islands around one lagoon"] * 3, 290)
     made.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})

@@ -51,7 +51,7 @@ PACKAGES = {
     "cluster": {"rich", "yaml"},
     "campaign": {"rich", "pydantic", "yaml"},
     "rehearse": set(),
-    "report": {"plotly", "rich"},
+    "report": {"rich"},
     "launch": set(),
     "plan": set(),
 }

@@ -35,6 +35,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "prepare": ("atoll.cluster.prepare", "fetch model and data into one folder that travels"),
     },
     "Facilities": {
+        "init": ("atoll.config.working_folder", "write a working folder, for an installed atoll"),
         "list": ("atoll.cluster.listing", "name facilities, models, data, runs, jobs and others"),
         "doctor": ("atoll.cluster.doctor", "check a facility; with --job its devices and links"),
         "rehearse": ("atoll.rehearse.command", "try a job under a facility's constraints, here"),

@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +108,7 @@ def ledger_file(run_folder: Path) -> Path:
 
 def metrics(run_folder: Path) -> list[dict[str, Any]]:
     """The records of a run so far; a line that is half written is left for the next time."""
-    path = metrics_file(run_folder)
-    text = path.read_text() if path.is_file() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return records(metrics_file(run_folder))
 
 
 def tensorboard(run_folder: Path) -> Path:
@@ -120,7 +120,13 @@ def wandb(run_folder: Path) -> Path:
 
 
 def mlflow(run_folder: Path) -> Path:
-    return run_folder / "mlflow"
+    """The store of all runs of a folder, so that MLflow can compare them."""
+    return run_folder.parent / ".mlflow"
+
+
+def mlflow_run_file(run_folder: Path) -> Path:
+    """The id that a run has in it."""
+    return run_folder / "mlflow.txt"
 
 
 def reference_file(folder: Path) -> Path:
@@ -153,6 +159,11 @@ def export(run_folder: Path) -> Path:
 
 def sample_file(run_folder: Path) -> Path:
     return run_folder / "sample.txt"
+
+
+def untrained_sample_file(run_folder: Path) -> Path:
+    """What the model wrote before its training, where generation.before asks for it."""
+    return run_folder / "sample-before.txt"
 
 
 def prepared(run: Run) -> Path:
@@ -189,6 +200,32 @@ def digest(value: Any, length: int = 10) -> str:
     """A short, stable name for plain JSON values."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:length]
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines; none of a line that was, or is being, cut short."""
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    whole = []
+    for line in lines:
+        with suppress(ValueError):
+            whole.append(json.loads(line))
+    return whole
+
+
+def append_record(path: Path, record: Mapping[str, Any], is_durable: bool = False) -> None:
+    """Add a line in one piece, behind the end of one that a full disk or a kill cut short.
+
+    `is_durable`: it survives a power cut.
+    """
+    line = f"{json.dumps(record)}\n".encode()
+    with open(path, "ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            line = b"\n" + line
+        while line:  # what is left of it, where the disk is full, is for the system to refuse
+            line = line[file.write(line) :]
+        if is_durable:
+            os.fsync(file.fileno())
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -169,6 +169,7 @@ def test_the_report_tells_rounds_bytes_losses_and_weights(
     for part in first.parts:
         assert part.sent_bytes > 2 * part.received_bytes > 0 and part.why == ""
         assert part.seconds("train") is not None and part.losses[-1] < part.losses[0]
+        assert part.seconds("queue") is None  # this machine has none
     assert sum(part.weight or 0.0 for part in first.parts) == pytest.approx(1.0)
     assert first.ended is not None and first.global_loss is not None
 

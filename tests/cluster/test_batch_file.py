@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from atoll.commands import VERBS
+from atoll.health.exclusions import Exclusion, exclude
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """\
@@ -238,6 +239,19 @@ def test_a_refusal_comes_in_slurm_s_own_words_and_leaves_nothing(words, setting,
     assert found == f"atoll: {words.replace('error: ', '')}"
     assert setting in hint
     assert list((clone.root / "runs").iterdir()) == []
+
+
+def test_a_refusal_names_the_nodes_that_the_run_leaves_out(clone):
+    clone.add_program("sbatch", "4711")
+    assert clone.type("facility=generic_slurm").returncode == 0
+    folder = only_run(clone)
+    exclude(folder, {"n2": Exclusion("died", "xid 79", "5", "yesterday")})
+    words = "sbatch: error: Batch job submission failed: Requested node configuration is not ..."
+    done = clone.type("facility=generic_slurm", SLURM_SAYS=words)
+    assert done.returncode == 2
+    hint = done.stderr.splitlines()[1]
+    assert hint.startswith("       see nodes, ranks_per_node, facility.node.cores; without n2 (")
+    assert f"atoll exclusions {folder} --take-back NODE" in hint
 
 
 def bare_path(clone: Clone) -> Path:

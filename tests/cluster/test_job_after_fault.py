@@ -276,16 +276,20 @@ def test_a_launcher_that_waits_for_a_lost_node_is_killed(job):
     assert "--nodelist=n1,n3 " in it.logged("srun")[1]
 
 
-@pytest.mark.parametrize("way", [("spare_nodes=1",), ("facility.requeue=false",)])
-def test_a_job_whose_first_node_is_gone_goes_on_in_another_one(way, job):
+@pytest.mark.parametrize(
+    ("way", "state", "watch_seconds"),
+    [("spare_nodes=1", "down*", 99), ("facility.requeue=false", "allocated*", 4)],
+)
+def test_a_job_whose_first_node_is_gone_goes_on_in_another_one(way, state, watch_seconds, job):
     """With --no-kill Slurm leaves it as it is, without a shell."""
-    it = job(*way)
-    it.script = it.script.replace("run_ranks ", "watch_seconds=2\nrun_ranks ")
+    it = job(way)
+    seconds = f"renew_seconds=1 watch_seconds={watch_seconds}"
+    it.script = it.script.replace("run_ranks ", f"{seconds}\nrun_ranks ")
     it.start(1, text="exec sleep 99")
     process = it.begin(start_new_session=True)
     wait_for(lambda: len(it.logged("srun")) == len(it.logged("beside")) == 1)
     assert it.logged("beside") == ["beside --nodelist=n3"]
-    it.says(sinfo="down*")
+    it.says(sinfo=state)
     os.killpg(process.pid, signal.SIGKILL)
     wait_for(lambda: it.logged("scancel"))
     assert it.logged("scancel") == ["scancel 7"]

@@ -93,7 +93,8 @@ def test_what_was_expected_of_a_strategy_without_a_formula_is_unknown(runs, here
 
 def test_scaling_and_communication(runs, capsys):
     assert report.main(runs) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    _, _, printed = capsys.readouterr().out.partition("\n\n")  # behind the results
+    rows = [line.split() for line in printed.splitlines()]
     assert rows[2] == ["r1", "1", "2.000", "100", "1.00", "100%", "3.5000", "1.5000"]
     assert rows[3] == ["r2", "2", "2.000", "150", "1.50", "75%", "3.5000", "1.5000"]
     assert rows[7][:6] == ["r2", "64", "1.00", "1.02", "+2.0%", "50%"]

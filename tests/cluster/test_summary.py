@@ -48,6 +48,16 @@ def test_the_box_holds_losses_speed_and_places(finished):
     assert str(run_dir.export(finished)) in text and "report.html" not in text
 
 
+def test_the_box_shows_a_sample_from_before_beside_the_one_from_after(finished):
+    run_dir.untrained_sample_file(finished).write_text("qx zz\n\n\tww\x07 " + "y" * 99)
+    lines = summary.summary(finished).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    head, first, second = lines[-4:-1]
+    assert "before training" in head and "after training" in head
+    assert "│ qx zz  " in first and "│ def reads_like_python():" in first
+    assert "    ww? yyyy" in second and "y…" in second
+
+
 @pytest.mark.parametrize(
     ("values", "bars"),
     [([], ""), ([1.0], "▁"), ([2.0, 2.0], "▁▁"), ([3.0, 2.0, 1.0], "█▅▁"), ([1.0] * 100, "▁" * 40)],

@@ -79,6 +79,13 @@ CASES = [
         "model.lora=null",
     ),
     (["data.validation.split=test"], "data.validation.fraction", "settings"),
+    (["model=gpt2", "export.gguf=true"], "export.gguf of a model of type 'gpt2'", "one of llama"),
+    (["export.gguf=q4"], "export.gguf", "f32, f16, bf16, q8_0"),
+    (
+        ["export.gguf=bf16", "tokenizer.kind=characters"],
+        "llama.cpp has no such tokenizer",
+        "tokenizer.kind=bpe",
+    ),
 ]
 
 

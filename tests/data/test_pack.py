@@ -90,6 +90,15 @@ def test_padding_gives_each_document_a_sample_and_truncates_it() -> None:
     assert plan.padding_fraction == pytest.approx(2 / 15)
 
 
+def test_two_documents_a_sample_where_they_are_pairs() -> None:
+    plan = pack(np.array([3, 1, 4, 2]), 8, "pairs")
+    assert plan.piece_start.tolist() == [0, 3, 4, 8]
+    assert plan.piece_length.tolist() == [3, 1, 4, 2]
+    assert plan.sample_first_piece.tolist() == [0, 2, 4]
+    with pytest.raises(AssertionError, match="without its pair"):
+        pack(np.array([3, 1, 4]), 8, "pairs")
+
+
 def test_best_fit_fills_documents_of_many_lengths_almost_without_padding() -> None:
     lengths = np.random.default_rng(0).lognormal(6.0, 1.0, 50_000).astype(np.int64) + 1
     assert pack(lengths, 2048, "best_fit").padding_fraction < 1e-3

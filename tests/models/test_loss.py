@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atoll.models.loss import chunked_cross_entropy
+from atoll.models.loss import chunked_cross_entropy, chunked_log_probabilities
 
 TOKENS, WIDTH, VOCABULARY = 37, 6, 50
 
@@ -27,17 +27,36 @@ def labels() -> torch.Tensor:
 
 @pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_equals_torch(chunk: int, with_bias: bool) -> None:
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_equals_torch(chunk: int, with_bias: bool, softcap: float | None) -> None:
     ours, theirs = inputs(torch.float32), inputs(torch.float32)
     bias = ours[2] if with_bias else None
-    loss = chunked_cross_entropy(ours[0], ours[1], bias, labels(), chunk)
+    loss = chunked_cross_entropy(ours[0], ours[1], bias, labels(), chunk, softcap)
     logits = F.linear(theirs[0], theirs[1], theirs[2] if with_bias else None)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     expected = F.cross_entropy(logits, labels(), reduction="sum")
     torch.testing.assert_close(loss, expected)
     (loss * 0.25).backward()
     (expected * 0.25).backward()
     for a, b in zip(ours[: 2 + with_bias], theirs, strict=False):
         torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_log_probabilities_are_torch_s(chunk: int, with_bias: bool) -> None:
+    ours, theirs = inputs(torch.float32), inputs(torch.float32)
+    bias = ours[2] if with_bias else None
+    logp = chunked_log_probabilities(ours[0], ours[1], bias, labels(), chunk)
+    logits = F.linear(theirs[0], theirs[1], theirs[2] if with_bias else None)
+    expected = -F.cross_entropy(logits, labels(), reduction="none")
+    torch.testing.assert_close(logp, expected)
+    scales = torch.arange(1.0, TOKENS + 1)
+    (logp * scales).sum().backward()
+    (expected * scales).sum().backward()
+    for a, b in zip(ours[: 2 + with_bias], theirs, strict=False):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-4, rtol=1e-4)
 
 
 def test_without_gradients_every_chunk_counts_and_none_are_computed() -> None:

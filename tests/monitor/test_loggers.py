@@ -171,7 +171,7 @@ def test_the_settings_go_along_and_no_secret_does(ranks: RankPool, folder: Path)
     configs = [r.run.config.update for r in wandb_records(file) if r.HasField("run")]
     config = {item.key: json.loads(item.value_json) for item in configs[0]}
     assert config["optimizer"]["learning_rate"] == 0.01
-    written = [p.read_bytes() for p in run_folder.rglob("*") if p.is_file()]
+    written = [p.read_bytes() for p in run_folder.parent.rglob("*") if p.is_file()]
     assert len(written) > 10
     for name, secret in SECRETS.items():
         assert not any(secret.encode() in content for content in written), name
@@ -284,6 +284,40 @@ def without_mlflow(world: World, run: Run) -> tuple[str, str]:
         patch.setattr(train_module, "assemble", assemble)
         small_run.train_here(world, run)
     return error.value.found, error.value.hint
+
+
+def test_all_runs_of_a_folder_share_one_experiment(folder: Path) -> None:
+    for name in ("first", "second"):
+        run = settings(folder, name=name, loggers=["mlflow"])
+        for step in (0, 0, 3):  # begun, begun again, resumed
+            with loggers.opened(loggers.Start(run, run_dir.folder(run), step)) as log:
+                log({"event": "train", "step": step + 1, "loss": 1.0})
+    from mlflow.tracking import MlflowClient
+
+    store = run_dir.mlflow(run_dir.folder(run))
+    assert [path.name for path in store.parent.glob(".mlflow*")] == [".mlflow"]
+    client = MlflowClient(tracking_uri=store.as_uri())
+    runs = client.search_runs([client.get_experiment_by_name("atoll").experiment_id])
+    assert {each.info.run_name for each in runs} == {"first", "second"} and len(runs) == 2
+    assert all(each.info.artifact_uri.startswith(store.as_uri()) for each in runs)
+    history = client.get_metric_history(runs[0].info.run_id, "train/loss")
+    assert [metric.step for metric in history] == [1, 4]
+
+
+def test_tensorboard_shows_settings_charts_and_samples(folder: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = settings(folder, loggers=["tensorboard"])
+    run_folder = run_dir.folder(run)
+    with loggers.opened(loggers.Start(run, run_folder, 0)) as log:
+        log({"event": "train", "step": 1, "loss": 1.0})
+    loggers.add_samples(run, run_folder, 6, {"after training": "the reef of islands"})
+    reader = EventAccumulator(str(run_dir.tensorboard(run_folder)), {"tensors": 0})
+    reader.Reload()
+    assert "_hparams_/session_start_info" in reader.PluginTagToContent("hparams")
+    assert "custom_scalars__config__" in reader.Tags()["tensors"]
+    (sample,) = reader.Tensors("sample/after training/text_summary")
+    assert sample.step == 6 and b"reef of islands" in sample.tensor_proto.string_val[0]
 
 
 def test_a_folder_of_the_name_is_no_library(

@@ -12,7 +12,9 @@ def pins(name: str) -> set[str]:
     return set(re.findall(r"^([A-Za-z0-9._-]+==[^\s;]+)", (LOCKS / name).read_text(), re.M))
 
 
-@pytest.mark.parametrize("name", ["build.txt", "host.txt", "train.txt", "image.txt", "dev.txt"])
+@pytest.mark.parametrize(
+    "name", ["build.txt", "docs.txt", "host.txt", "train.txt", "image.txt", "dev.txt"]
+)
 def test_a_lock_pins_by_hash_and_names_no_address(name: str) -> None:
     text = (LOCKS / name).read_text()
     entries = re.split(r"^(?=[A-Za-z0-9])", text, flags=re.M)[1:]

@@ -27,7 +27,7 @@ TITLES = (
     "Checkpoints",
     "Scaling",
 )
-TABLES = ("Runs", "Checkpoints", "Energy", "Provenance")
+TABLES = ("Results", "Scaling", "Checkpoints", "Energy", "Provenance")
 CELLS = ("estimated: 400 W x time", "0123abcd", "9.000", "0.050", "0.6%")
 
 
@@ -78,9 +78,9 @@ def test_a_browser_draws_every_figure(runs: Path, capsys: pytest.CaptureFixture[
         timeout=120,
     )
     elements = re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
-    drawn = re.findall(r'class="gtitle"[^>]*>([^<]*)<', elements)
+    drawn = re.findall(r"<h3>([^<]*)</h3>", elements)
     assert set(TITLES) <= set(drawn), done.stderr
-    lines = re.findall(r'class="js-line" d="(M[^"]+)"', elements)
+    lines = re.findall(r'class="line" points="([\d.]+,[\d.]+ [^"]+)"', elements)
     assert len(lines) >= 2 * (len(TITLES) - 1)  # checkpoints are points
     assert set(TABLES) <= set(re.findall("<h2>([^<]+)</h2>", elements))
     assert all(cell in elements for cell in CELLS)

@@ -172,6 +172,7 @@ def test_a_save_that_fails_says_what_failed(
     assert "rank 0: RuntimeError: no memory is left to pin" in error.value.found
     assert "name=" not in error.value.hint and "free some space" not in error.value.hint
     assert "goes on from its last checkpoint" in error.value.hint
+    assert os.listdir(run_dir.checkpoints(tmp_path)) == ["step-00000003"]
     monkeypatch.undo()
     assert load(tmp_path, ALONE) == (3, [3.0] * 3)
 
@@ -314,6 +315,7 @@ def test_progress_comes_back_whole(tmp_path: Path) -> None:
     path = checkpoint.latest(tmp_path)
     assert path is not None and path.name == "step-00000003"
     assert checkpoint.load_progress(path) == written
+    assert written.samples_behind(7, 10) == 24 + (7 - 3) * 10
 
 
 def test_a_step_that_is_saved_again_takes_the_place_of_the_old(tmp_path: Path) -> None:
@@ -343,6 +345,7 @@ def test_the_manifest_states_size_and_digest_of_each_file(tmp_path: Path) -> Non
     [
         (lambda path: path.unlink(), "__0_0.distcp is missing"),
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), r"has (\d+) bytes, (\d+) were"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"has (\d+) bytes, (\d+) were"),
         (lambda path: path.write_bytes(b"\0" * path.stat().st_size), "have the sha256"),
     ],
 )
@@ -396,8 +399,23 @@ def test_there_is_room_for_those_kept_and_the_next(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
     checkpoint.check_space(tmp_path, tensors, 2)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
-    with pytest.raises(UserError, match="2 are kept while the next is written"):
+    with pytest.raises(UserError, match=r"2 are kept while the next is written: 0\.01 GiB"):
         checkpoint.check_space(tmp_path, tensors, 2)
+    with pytest.raises(UserError, match=r"2 are kept while the next is written: 12\.00 GiB"):
+        checkpoint.check_space(tmp_path, {"a": torch.empty(2**30, device="meta")}, 2)
+
+
+@pytest.mark.parametrize(("saved_by", "reads_own"), [(1, True), (2, False)])
+def test_as_many_ranks_as_saved_read_their_own_metadata_alone(
+    saved_by: int, reads_own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = []
+    tensors = state(ALONE, 4.0)
+    written = progress(4, saved_by)
+    checkpoint.finish(checkpoint.start_save(tmp_path, tensors, written, 2, ALONE))
+    monkeypatch.setattr(checkpoint, "read_own", lambda *words: metadata.append(words[-1]))
+    checkpoint.load(run_dir.checkpoint(tmp_path, 4), tensors, ALONE)
+    assert [each is not None for each in metadata] == [reads_own]
 
 
 def newest_on_ranks(world: World, folder: Path) -> Path | None:

@@ -15,6 +15,7 @@ from atoll.campaign.average import average
 from atoll.campaign.calls import LOOK_SECONDS
 from atoll.campaign.dry_run import dry_run
 from atoll.campaign.first_model import make_first_model
+from atoll.campaign.progress import shown
 from atoll.campaign.round import go_on
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
 from atoll.commands import VerbParser
@@ -52,7 +53,8 @@ def run(store: CampaignStore) -> int:
     last = campaign.rounds
     for number in range(1, last + 1):
         while not store.has_model(number):
-            collect(store, number)
+            with shown(store, number):
+                collect(store, number)
             average(store, number)
         print(round_line(store, number), flush=True)
         if _reached_target(store, number):

@@ -20,11 +20,10 @@ sent, received, averaged    bytes and seconds, for the report
 """
 
 import fcntl
-import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,24 +47,17 @@ class Journal:
         """Add a line that survives a power cut; one that a kill cut off before it is ended."""
         record = {"event": event, "time": round(time.time(), 3), **facts}
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab+") as file:
+        with open(self.path, "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            size = file.seek(0, os.SEEK_END)
-            torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
-            file.write(("\n" if torn else "").encode() + f"{json.dumps(record)}\n".encode())
-            file.flush()
-            os.fsync(file.fileno())
-        if size == 0:
+            is_new = file.seek(0, os.SEEK_END) == 0
+            run_dir.append_record(self.path, record, is_durable=True)
+        if is_new:
             run_dir.sync_folder(self.folder)
         return record
 
     def records(self, *events: str) -> list[Record]:
         """Its lines in order, of all events or of these; one that was cut off is left out."""
-        lines = self.path.read_bytes().splitlines() if self.path.is_file() else []
-        records = []
-        for line in lines:
-            with suppress(ValueError):
-                records.append(json.loads(line))
+        records = run_dir.records(self.path)
         return [record for record in records if not events or record["event"] in events]
 
     def last(self, event: str) -> Record:

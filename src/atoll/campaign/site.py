@@ -36,7 +36,7 @@ from atoll.cluster.status import remembered_status, status
 from atoll.commands import VerbParser, run_command
 from atoll.config.compose import compose, path_word
 from atoll.errors import UserError
-from atoll.settings import Run
+from atoll.settings import Run, load_run
 from atoll.settings.exchange import read_request
 
 ANOTHER_IS_AT_IT = "is running already"
@@ -305,11 +305,13 @@ def _measured(here: Path) -> dict[str, Any]:
     """What the coordinator wants to know beside the update: losses, and where the time went."""
     job = Journal(here).last("submitted")
     records = run_dir.metrics(Path(job["run"])) if job else []
+    run = load_run(run_dir.settings_file(Path(job["run"]))) if records else None
+    is_queued = run is not None and run.facility.scheduler != "none"
     return {
         "losses": [
             r["loss"] for r in records if r["event"] == "evaluation" and math.isfinite(r["loss"])
         ],
-        "submitted": job.get("time"),
+        "submitted": job.get("time") if is_queued else None,  # else it waited in no queue
         "started": records[0].get("time") if records else None,
         "ended": records[-1].get("time") if records else None,
         "node_seconds": goodput(Path(job["run"])) if records else {},

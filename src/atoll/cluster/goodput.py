@@ -4,7 +4,6 @@ Node-seconds, since a job holds all its nodes whatever one of them does. The col
 add up to what the jobs held.
 """
 
-import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -87,10 +86,8 @@ def effective(columns: Mapping[str, float]) -> float:
 
 
 def ledger(run_folder: Path) -> list[Line]:
-    """The lines of a run's ledger; one that is half written is left out."""
-    file = run_dir.ledger_file(run_folder)
-    text = file.read_text() if file.is_file() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    """The lines of a run's ledger."""
+    return run_dir.records(run_dir.ledger_file(run_folder))
 
 
 def ranks_starts(lines: Iterable[Line]) -> list[RanksStart]:

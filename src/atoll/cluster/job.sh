@@ -289,14 +289,17 @@ go_on() { # BEGAN KNOWN: sets `answer`, the words of atoll go-on
 # On another node of a job that outlives its nodes (--no-kill): without its first one, which has this
 # shell, the job would hold the others until its time is over.
 outlive() { # FILE of the lease, NODE of the shell
-    local before='' now since=$SECONDS state words
+    local before='' now since=$SECONDS silent state words
     while [[ -e $1 ]]; do
         sleep 5
         now=$(cat "$1" 2> /dev/null) || continue
         [[ ${now%%$'\n'*} != *\ ended ]] || return 0
         if [[ $now != "$before" ]]; then before=$now since=$SECONDS && continue; fi
+        silent=$((SECONDS - since))
+        ((silent >= 5 * renew_seconds / 2)) || continue # two renewals are missing: ask Slurm
         state=$(sinfo --noheader --Node "--nodes=$2" --format=%T 2> /dev/null | head -n 1)
-        if ((SECONDS - since < watch_seconds)) || [[ ! $state =~ ^(down|fail)|\*$ ]]; then continue; fi
+        # a node that does not answer (*) may be out of reach only
+        [[ $state =~ ^(down|fail) || ($state == *\* && $silent -ge $watch_seconds) ]] || continue
         words=("--began=$began" "--known-faults=$(fault_count)" "--job=$job" "--down=$2=$state")
         words+=("--nodes=$2,$(nodes_of_job | paste -sd, -)" --time-is-over)
         if [[ $(atoll go-on "$run_folder" "${words[@]}") == *"@atoll again"* ]]; then
@@ -308,7 +311,8 @@ outlive() { # FILE of the lease, NODE of the shell
     done
 }
 keep_beside() { # NODES of the job
-    local names=(run_folder scheduler job faults_file excluded_file watch_seconds) other=${*: -1}
+    local names=(run_folder scheduler job faults_file excluded_file renew_seconds watch_seconds)
+    local other=${*: -1}
     local functions=(outlive fault_count nodes_of_job left_out note_job requeue atoll) began
     began=$(newest_step)
     [[ $other != "$node" ]] || other=$1

@@ -59,11 +59,11 @@ def preparation(run: Run, run_folder: Path) -> list[list[str]]:
 
 def training(run: Run, run_folder: Path) -> list[list[str]]:
     """The commands of a training job: prepare the tokens, train, sample, say where."""
-    atoll = atoll_command(run)
+    atoll, both = atoll_command(run), ["--both"] if run.generation.before else []
     return [
         [*atoll, "tokenize", str(run_folder)],
         _ranks(run, run_folder, None),
-        *([[*atoll, "generate", str(run_folder)]] if writes_text(run) else []),
+        *([[*atoll, "generate", str(run_folder), *both]] if writes_text(run) else []),
         _last_words(run, run_folder),
     ]
 

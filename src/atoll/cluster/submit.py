@@ -252,7 +252,8 @@ def _made(run: Run) -> str:
     """What a finished run made, with its sample."""
     folder = run_dir.folder(run)
     sample = run_dir.sample_file(folder)
-    text = f"{sample.read_text()}\n" if sample.is_file() else ""
+    in_box = run_dir.untrained_sample_file(folder).is_file()
+    text = f"{sample.read_text()}\n" if sample.is_file() and not in_box else ""
     return f"run {run.name} is finished; here is what it made\n\n{text}{summary(folder)}"
 
 
@@ -263,9 +264,12 @@ def _queue(composition: Composition, environment: Mapping[str, str], entrypoint:
     run_dir.restarts_file(folder).unlink(missing_ok=True)  # a person starts the count anew
     try:
         job = queued(_submission(run), without_outer_job(environment))
-    except UserError:
+    except UserError as error:
         if not known:  # nothing that its corrected form would trip over
             _discard(folder)
+        if nodes := excluded(folder):  # which may be what leaves too few
+            undo = f"without {', '.join(nodes)} (atoll exclusions {folder} --take-back NODE)"
+            raise UserError(error.found, f"{error.hint}; {undo}") from error
         raise
     with open(run_dir.jobs_file(folder), "a") as file:  # for `atoll status`
         file.write(f"{run.facility.scheduler} {job}\n")

@@ -1,7 +1,7 @@
 """What a finished run made, in one box: losses before and after, speed, and where everything is."""
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from atoll.settings import Run, dumped, load_run
 
 BARS = "▁▂▃▄▅▆▇█"
 MOST_BARS = 40
+SAMPLE_LINES, SAMPLE_WIDTH = 12, 38
 NO_FIGURES = ("step", "time", "targets", "seconds")  # of an evaluation's record
 
 
@@ -36,7 +37,8 @@ def summary(run_folder: Path) -> str:
     train = [record for record in records if record["event"] == "train"]
     rows = [*_evaluations(records), *_training(train), *_places(run_folder)]
     width = max((len(label) for label, _ in rows), default=0)
-    return boxed(run_folder.name, [f"{label:{width}}  {text}" for label, text in rows])
+    lines = [f"{label:{width}}  {text}" for label, text in rows]
+    return boxed(run_folder.name, [*lines, *_samples(run_folder)])
 
 
 def boxed(title: str, lines: Sequence[str]) -> str:
@@ -44,6 +46,24 @@ def boxed(title: str, lines: Sequence[str]) -> str:
     width = max(len(title) + 2, *(len(line) for line in lines), 1)
     head = f"╭─ {title} {'─' * (width - len(title) - 1)}╮"
     return "\n".join([head, *(f"│ {line:{width}} │" for line in lines), f"╰{'─' * (width + 2)}╯"])
+
+
+def _samples(run_folder: Path) -> list[str]:
+    """What the model wrote before its training beside what it writes now, where both are there."""
+    files = (run_dir.untrained_sample_file(run_folder), run_dir.sample_file(run_folder))
+    if not all(file.is_file() for file in files):
+        return []
+    before, after = ([*_cut(file.read_text())] for file in files)
+    pairs = zip_longest(["before training", *before], ["after training", *after], fillvalue="")
+    return ["", *(f"{left:{SAMPLE_WIDTH}}  │ {right}".rstrip() for left, right in pairs)]
+
+
+def _cut(text: str) -> Iterator[str]:
+    """Its first lines, each as wide as half a box."""
+    lines = [line.expandtabs(4) for line in text.splitlines() if line.strip()]
+    for line in lines[:SAMPLE_LINES]:
+        plain = "".join(letter if letter.isprintable() else "?" for letter in line)
+        yield plain if len(plain) <= SAMPLE_WIDTH else f"{plain[: SAMPLE_WIDTH - 1]}…"
 
 
 def sparkline(values: Sequence[float]) -> str:

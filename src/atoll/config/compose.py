@@ -44,8 +44,10 @@ from atoll.config.paths import (
     with_image_file,
 )
 from atoll.config.provenance import DERIVED, annotated, changed, leaves, origins
+from atoll.config.working_folder import source_folder
 from atoll.errors import UserError
 from atoll.plan.choose import choose, options
+from atoll.plan.gguf_architectures import check_gguf
 from atoll.plan.shapes import (
     Shape,
     check_architecture,
@@ -119,13 +121,8 @@ def overrides_parser(verb: str, about: str, multirun: bool = False) -> VerbParse
 
 
 def config_tree() -> Path:
-    """The clone's `hydra_conf`, or the one installed beside the package."""
-    here = Path(__file__).resolve()
-    trees = [here.parents[3] / "hydra_conf", here.parents[1] / "hydra_conf"]
-    for tree in trees:
-        if (tree / "run.yaml").is_file():
-            return tree
-    raise UserError(f"no configuration tree at {trees[0]}", "use the package from its clone")
+    """The `hydra_conf` of the clone or working folder."""
+    return source_folder() / "hydra_conf"
 
 
 def compose_all(
@@ -140,7 +137,7 @@ def compose_all(
 
     Raises `UserError` where two of them would share a name, and so a folder.
     """
-    tree = tree or config_tree()
+    tree = tree or (clone / "hydra_conf" if clone else config_tree())
     lines = combinations(overrides, tree) if multirun else [list(overrides)]
     varied = [any(line[at] != word for line in lines) for at, word in enumerate(lines[0])]
     compositions = [
@@ -168,7 +165,7 @@ def compose(
 
     Raises `UserError` for any name or value that the tree or the settings do not know.
     """
-    tree = tree or config_tree()
+    tree = tree or (clone / "hydra_conf" if clone else config_tree())
     if AUTO in overrides:
         return _planned([line for line in overrides if line != AUTO], tree, clone)
     with _hydra(tree) as loader:
@@ -214,6 +211,7 @@ def check_model(run: Run) -> None:
         factor = 1.0 if scaling is None else scaling.factor
         check_positions(int(shape.positions * factor), run.data.sequence_tokens)
         check_architecture(shape, run.sharding)
+        check_gguf(run, config)
 
 
 def campaign_values(overrides: Sequence[str], tree: Path | None = None) -> dict[str, Any]:

@@ -4,8 +4,6 @@ The ranks write it, or the job's shell where the first rank is the one at fault;
 the next start of the run read it.
 """
 
-import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -38,21 +36,13 @@ class Fault:
 
 
 def faults(run_folder: Path) -> list[Fault]:
-    """The faults of a run, the oldest first; a half-written line is left out."""
-    file = run_dir.faults_file(run_folder)
-    text = file.read_text() if file.is_file() else ""
-    return [Fault(**json.loads(line)) for line in text[: text.rfind("\n") + 1].splitlines()]
+    """The faults of a run, the oldest first."""
+    return [Fault(**record) for record in run_dir.records(run_dir.faults_file(run_folder))]
 
 
 def add_fault(run_folder: Path, fault: Fault) -> None:
-    """Write one more fault down, in one piece: several nodes may do so at once."""
-    line = json.dumps(asdict(fault)) + "\n"
-    descriptor = os.open(run_dir.faults_file(run_folder), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    try:
-        os.write(descriptor, line.encode())
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Write one more fault down; several nodes may do so at once."""
+    run_dir.append_record(run_dir.faults_file(run_folder), asdict(fault), is_durable=True)
 
 
 def in_a_line(fault: Fault) -> str:

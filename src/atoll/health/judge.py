@@ -67,8 +67,7 @@ def tell(run_folder: Path, fault: Fault) -> None:
     record = {"event": "fault", **asdict(fault), "time": round(time.time(), 3)}
     with suppress(OSError):  # a full disk, which may be what went wrong
         add_fault(run_folder, fault)
-        with open(run_dir.metrics_file(run_folder), "a") as file:
-            file.write(json.dumps(record) + "\n")
+        run_dir.append_record(run_dir.metrics_file(run_folder), record)
 
 
 def job_of(run_folder: Path) -> str:

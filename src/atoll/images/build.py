@@ -21,7 +21,9 @@ from atoll.images.check import check_inside
 from atoll.images.package_sources import debian_mirror, pip_sources
 from atoll.images.recipe import ARCHITECTURES, COMPRESSIONS, PACKAGE_FOLDERS, Recipe
 
-CLONE = Path(__file__).resolve().parents[3]
+PACKAGE = Path(__file__).resolve().parents[1]
+# an installed package carries what it needs of its clone
+CLONE = next(filter(Path.is_dir, [PACKAGE / "working_folder"]), PACKAGE.parents[1])
 OLDEST = {"apptainer": (1, 3), "singularity": (4, 1)}
 
 
@@ -86,6 +88,8 @@ def build_argv(runtime: str, recipe: Recipe, binds: list[str], map_users: bool) 
 def test(arguments: argparse.Namespace) -> int:
     """Run the clone's tests inside an image, seeing nothing else of the host."""
     image = _image(arguments)
+    if not (CLONE / "tests").is_dir():
+        raise UserError(f"no tests in {CLONE}", "test an image from a clone of Atoll")
     words = [
         *(container_runtime(os.environ), "exec", "--containall", "--no-home"),
         *("--bind", f"{CLONE / 'tests'}:/opt/atoll/tests:ro"),

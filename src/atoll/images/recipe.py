@@ -13,9 +13,9 @@ from atoll.errors import UserError
 
 # The parts of a clone that every image carries, and what of them is not the clone's. Tests are not
 # among them: those of the clone are bound over an empty folder, so that a test changes no image.
-PARTS = ("containers", "hydra_conf", "sbatch", "src")
+PARTS = ("containers", "hydra_conf", "sbatch", "src/atoll")
 FILES = ("LICENSE", "README.md", "pyproject.toml")
-LEFT_OUT = ("__pycache__", "*.egg-info", "*.pyc", "local", ".hypothesis")
+LEFT_OUT = ("__pycache__", "*.egg-info", "*.pyc", "local", ".hypothesis", "working_folder")
 PACKAGE_FOLDERS = 6  # mount points for the machine's own package folders while an image is built
 COMPRESSIONS = {"zstd": "-comp zstd -Xcompression-level 3", "gzip": "-comp gzip"}
 # platform.machine() -> Apptainer's word
@@ -106,16 +106,25 @@ def version(clone: Path) -> str:
 
 def source_files(clone: Path) -> list[Path]:
     """The files of a clone that an image carries, relative to it, in order."""
-    paths = [path for part in PARTS for path in (clone / part).rglob("*") if path.is_file()]
-    names = [Path(name) for name in FILES] + [path.relative_to(clone) for path in paths]
+    names = [Path(name) for name in FILES]
+    for part in PARTS:
+        top = located(clone, Path(part))
+        names += [part / path.relative_to(top) for path in top.rglob("*") if path.is_file()]
     return sorted(name for name in names if not any(map(_is_left_out, name.parts)))
+
+
+def located(clone: Path, path: Path) -> Path:
+    """A file of a clone; where a wheel carries the rest of one, `src/atoll` is the package."""
+    if path.parts[0] != "src" or (clone / "src").is_dir():
+        return clone / path
+    return clone.parents[1] / path.relative_to("src")
 
 
 def source_digest(clone: Path) -> str:
     """A digest of the names, contents and x-bits of what an image carries."""
     hasher = hashlib.sha256()
     for path in source_files(clone):
-        file = clone / path
+        file = located(clone, path)
         executable = bool(file.stat().st_mode & 0o100)
         hasher.update(f"{path}\0{executable}\0{file.stat().st_size}\0".encode())
         hasher.update(file.read_bytes())
@@ -127,7 +136,7 @@ def stage(clone: Path, folder: Path) -> None:
     for path in source_files(clone):
         target = folder / "atoll" / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(clone / path, target)
+        shutil.copy(located(clone, path), target)
     build = folder / "atoll" / ".build"
     for number in range(PACKAGE_FOLDERS):
         (build / str(number)).mkdir(parents=True)

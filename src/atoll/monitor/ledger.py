@@ -3,7 +3,6 @@
 Unlike metrics.jsonl it is only added to: what a resume does again stays in it.
 """
 
-import json
 import os
 import time
 from types import TracebackType
@@ -45,10 +44,9 @@ class Ledger(Observer):
         self.add("end", failed=kind is not None)
 
     def add(self, event: str, **facts: Any) -> None:
-        """Write one line, in one piece."""
+        """Write one line."""
         if self.watched.world.rank != 0:
             return
         line = {"event": event, "time": time.time(), "step": self.step, **facts}
         line["seconds"] = self.watched.heartbeat.seconds
-        with open(run_dir.ledger_file(self.watched.run_folder), "a") as file:
-            file.write(json.dumps(line) + "\n")
+        run_dir.append_record(run_dir.ledger_file(self.watched.run_folder), line)

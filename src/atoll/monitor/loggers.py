@@ -1,4 +1,4 @@
-"""Where a run's figures also go: TensorBoard, Weights & Biases, MLflow, in folders of the run.
+"""Where a run's figures also go: TensorBoard, Weights & Biases, MLflow, in folders beside it.
 
 metrics.jsonl comes first and holds everything; a logger gets the numbers of its lines. All of them
 write files and nothing else: what they would send, collect or ask for of themselves is turned off.
@@ -7,7 +7,6 @@ write files and nothing else: what they would send, collect or ask for of themse
 import importlib.util
 import json
 import math
-import re
 import secrets
 import shutil
 import time
@@ -20,11 +19,26 @@ from typing import Any
 from atoll import run_dir
 from atoll.errors import UserError
 from atoll.launch.preload import environment
+from atoll.monitor.mlflow_store import leaves, opened_run
 from atoll.monitor.observers import Record, Write
 from atoll.settings import Run, dumped
 
 # event -> what its figures are filed under
 FILED_UNDER = {"train": "train", "evaluation": "held_out", "energy": "energy"}
+JUDGED_BY = ("held_out/loss", "train/loss", "train/tokens_per_second")
+# The report's figures, as TensorBoard's custom scalars: heading -> chart -> figures.
+CHARTS = {
+    "Report": {
+        title: ["Multiline", names]
+        for title, names in {
+            "Loss": ["train/loss", "held_out/loss"],
+            "Perplexity": ["train/perplexity", "held_out/perplexity"],
+            "Throughput": ["train/tokens_per_second"],
+            "Model FLOP utilisation": ["train/mfu"],
+            "Memory of a rank": ["train/memory_gib"],
+        }.items()
+    }
+}
 PLACES = ("step", "first_step", "time")  # numbers of a record that are no figures
 
 
@@ -100,6 +114,9 @@ def tensorboard(start: Start) -> Logger:
     writer = SummaryWriter(str(run_dir.tensorboard(start.folder)), purge_step=purge)
     if start.step == 0:
         writer.add_text("settings", f"```json\n{json.dumps(dumped(start.run), indent=1)}\n```")
+        for summary in _hparams(start.run):
+            writer._get_file_writer().add_summary(summary)
+        writer.add_custom_scalars(CHARTS)
 
     def log(record: Record) -> None:
         for name, value in figures(record).items():
@@ -107,6 +124,25 @@ def tensorboard(start: Start) -> Logger:
         writer.flush()
 
     return Logger(log, lambda failed: writer.close())
+
+
+def _hparams(run: Run) -> Iterator[Any]:
+    """TensorBoard's table of settings: what the session's values are, and what it is judged by."""
+    from torch.utils.tensorboard.summary import hparams
+
+    experiment, session, _ = hparams(dict(leaves(dumped(run))), dict.fromkeys(JUDGED_BY, 0.0))
+    yield from (experiment, session)
+
+
+def add_samples(run: Run, run_folder: Path, step: int, texts: Mapping[str, str]) -> None:
+    """Texts that a model wrote, by name, into the event files of a run that has them."""
+    if "tensorboard" not in run.loggers:
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(run_dir.tensorboard(run_folder))) as writer:
+        for name, text in texts.items():
+            writer.add_text(f"sample/{name}", f"```\n{text}\n```", step)
 
 
 # Of a run its figures and settings alone: no code, packages, host, console or git.
@@ -157,17 +193,13 @@ def wandb(start: Start) -> Logger:
 
 
 def mlflow(start: Start) -> Logger:
-    """One run in a store of files: the kind that needs no library of a database.
+    """One run in the store that all runs of a folder share.
 
     It forgets nothing, so what a killed start logged stays, and is not logged again.
     """
     from mlflow.entities import Metric
-    from mlflow.tracking import MlflowClient
 
-    store = run_dir.mlflow(start.folder).absolute()
-    is_new = not store.exists()
-    client = MlflowClient(tracking_uri=store.as_uri())
-    run_id = _new_run(client, start.run) if is_new else _only_run(client)
+    client, run_id = opened_run(start.run, start.folder, start.step == 0)
     client.update_run(run_id, status="RUNNING")
     stored = {
         (name, metric.step)
@@ -191,31 +223,6 @@ LOGGERS: dict[str, Callable[[Start], Logger]] = {
     "wandb": wandb,
     "mlflow": mlflow,
 }
-
-
-def _new_run(client: Any, run: Run) -> str:
-    from mlflow.entities import Param
-
-    created = client.create_run(client.create_experiment("atoll"), run_name=run.name)
-    leaves = _leaves(dumped(run))
-    # MLflow's limits: characters of a name, length of a value, values at once
-    params = [Param(re.sub(r"[^\w\-. /]", "_", name), text[:6000]) for name, text in leaves]
-    for first in range(0, len(params), 100):
-        client.log_batch(created.info.run_id, params=params[first : first + 100])
-    return str(created.info.run_id)
-
-
-def _only_run(client: Any) -> str:
-    experiment = client.get_experiment_by_name("atoll")
-    return str(client.search_runs([experiment.experiment_id])[0].info.run_id)
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        elif value is not None:
-            yield prefix + name, value if isinstance(value, str) else json.dumps(value)
 
 
 def _log_to_all(loggers: dict[str, Logger]) -> Write:
@@ -252,7 +259,7 @@ def _close(name: str, logger: Logger, failed: bool) -> None:
 
 def _forget(run_folder: Path) -> None:
     """A run that begins again writes its metrics.jsonl anew, and so its loggers."""
-    for path in (run_dir.tensorboard, run_dir.wandb, run_dir.mlflow):
+    for path in (run_dir.tensorboard, run_dir.wandb):
         shutil.rmtree(path(run_folder), ignore_errors=True)
 
 

@@ -24,9 +24,9 @@ def begin(run_folder: Path, step: int) -> None:
 
 
 def append(run_folder: Path, record: dict[str, Any]) -> None:
-    """Add one line, written in one piece."""
-    with open(run_dir.metrics_file(run_folder), "a") as file:
-        file.write(json.dumps(_finite(record | {"time": round(time.time(), 3)})) + "\n")
+    """Add one line."""
+    record = _finite(record | {"time": round(time.time(), 3)})
+    run_dir.append_record(run_dir.metrics_file(run_folder), record)
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:

@@ -1,95 +1,110 @@
-"""`atoll report RUN … | CAMPAIGN`: how fast, how it scales, what was sent and should have been."""
+"""`atoll report RUN … | CAMPAIGN`: what came of it, how fast, how it scales, what was sent."""
 
 import json
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from atoll import run_dir
 from atoll.campaign.store import CampaignStore, load_store, settings_file
 from atoll.cluster.status import run_folder
 from atoll.commands import VerbParser
 from atoll.errors import UserError
-from atoll.report import figures, html
-from atoll.report.campaign import campaign_tables, rounds
-from atoll.report.run import RunMetrics, read, run_tables
-from atoll.report.tables import STYLES, Rows
+from atoll.report.contents import Report, of_campaign, of_runs
+from atoll.report.results import NoSteps, without_steps
+from atoll.report.run import RunMetrics, read
+from atoll.report.tables import STYLES, comma_separated
+from atoll.report.watch import DEFAULT_PORT, serve
 
-ABOUT = """Tables of runs (folders, or names in runs/): devices, time, tokens/s, speed-up over
-the one of fewest devices, efficiency, loss per epoch; and the bytes a rank sent in a step, expected
-from shapes and mesh, observed on the wire and at the collectives. The first line of a run is left
-out of all rates: it warms up. Of a campaign (its folder, or its name in campaigns/): what each
-facility did in each round, seconds, bytes, losses, weights, and who was left out and why. Beside
-them report.html, in the folder of the first: figures that open anywhere, offline."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What is printed, and what more the page in `folder` shows."""
-
-    folder: Path
-    tables: dict[str, Rows]
-    figures: Callable[[], Iterable[Any]]  # made for the page alone: they need plotly
-    settings: dict[str, Path]  # title -> file
+ABOUT = """Tables of runs (folders, or names in runs/): losses, tokens/s, time, energy, the best
+first, under the settings in which they differ; the bytes a rank sent in a step, expected from
+shapes and mesh, observed on the wire and at the collectives; of one job at several sizes, speed-up
+and efficiency over the one of fewest devices. The first line of a run is left out of all rates: it
+warms up. A run without a step is named with what ended it. Of a campaign (its folder, or its name
+in campaigns/): what each facility did in each round, seconds, bytes, losses, weights, and who was
+left out and why. Beside them report.html, in the folder of the first: one file of figures and
+tables that opens anywhere, offline."""
 
 
 def main(argv: list[str]) -> int:
-    """Print the tables, and write the figures beside the first run or the campaign."""
+    """Print the tables, and write the page beside the first run or the campaign."""
     parser = VerbParser("report", ABOUT)
     parser.add_argument("names", nargs="+", metavar="RUN|CAMPAIGN")
     style = parser.add_mutually_exclusive_group()
-    for name in ("csv", "markdown", "json"):
+    kept = "write each table, and the values of each figure, as a file in report/ beside the page"
+    style.add_argument("--csv", action="store_const", dest="style", const="csv", help=kept)
+    for name in ("markdown", "json"):
         style.add_argument(f"--{name}", action="store_const", dest="style", const=name)
+    style.add_argument(
+        "--watch", action="store_const", dest="style", const="watch", help="serve the page here"
+    )
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="of --watch: %(default)s")
+    parser.add_argument("--compare", action="store_true", help="mark what differs between two runs")
     arguments = parser.read(argv)
-    store = _campaign(arguments.names)
-    if store is None:
-        runs = [read(run_folder(name)) for name in arguments.names]
-        report = of_runs(sorted(runs, key=lambda run: run.devices))
-    else:
-        report = of_campaign(store)
+    names, is_compared = arguments.names, arguments.compare
+    if is_compared and len(names) != 2:
+        raise UserError(f"--compare is given {len(names)} runs", "name two of them")
+    if arguments.style == "watch":
+        return serve(lambda: report_of(names, is_compared).page(is_watched=True), arguments.port)
+    report = report_of(names, is_compared)
     if arguments.style == "json":
         print(json.dumps(report.tables, indent=1, ensure_ascii=False))
-        return 0
-    written = STYLES[arguments.style or "text"]
-    print("\n\n".join(f"{title}\n{written(rows)}" for title, rows in report.tables.items()))
+    elif arguments.style == "csv":
+        _write_csv(report)
+    else:
+        written = STYLES[arguments.style or "text"]
+        print("\n\n".join(f"{title}\n{written(rows)}" for title, rows in report.tables.items()))
     if arguments.style is None:
-        _write_page(report)
+        run_dir.write_whole(report.file, report.page())
+        print(f"\nfigures: {report.file}")
     return 0
 
 
-def of_runs(runs: Sequence[RunMetrics]) -> Report:
-    """Of runs, those of fewest devices first."""
-    tables = {title: rows for title, rows in run_tables(runs).items() if rows}
-    settings = {f"Settings of {run.name}": run_dir.settings_file(run.folder) for run in runs}
-    return Report(runs[0].folder, tables, lambda: figures.of_runs(runs), settings)
+def report_of(names: Sequence[str], is_compared: bool = False) -> Report:
+    """The report of runs or of a campaign, as they stand now.
+
+    Raises `UserError` where there is none, and where none of the runs has taken a step.
+    """
+    store = _campaign(names)
+    if store is not None:
+        return of_campaign(store)
+    runs, others = _runs(names)
+    return of_runs(sorted(runs, key=lambda run: run.devices), others, is_compared)
 
 
-def of_campaign(store: CampaignStore) -> Report:
-    """Of all rounds that have begun; `UserError` if none has."""
-    begun = rounds(store)
-    if not begun:
-        raise UserError(f"campaign {store.campaign.name} has begun no round", "atoll federate …")
-    settings = {"Settings": settings_file(store.folder)}
-    tables = {title: rows for title, rows in campaign_tables(begun).items() if rows}
-    return Report(store.folder, tables, lambda: figures.of_campaign(begun), settings)
+def _runs(names: Sequence[str]) -> tuple[list[RunMetrics], list[NoSteps]]:
+    """Those that have taken a step, and those that have not; what is no run is left out."""
+    runs: list[RunMetrics] = []
+    others: list[NoSteps] = []
+    for name in names:
+        try:
+            folder = run_folder(name)
+        except UserError as error:
+            if len(names) == 1:
+                raise
+            print(f"left out: {error.found}", file=sys.stderr)
+            continue
+        try:
+            runs.append(read(folder))
+        except (UserError, ValueError) as error:
+            if len(names) == 1:
+                raise
+            others.append(without_steps(folder, str(error)))
+    if not runs:
+        whys = "; ".join(f"{run.name} {run.state}: {run.why}" for run in others)
+        raise UserError(f"none of these runs has steps to report; {whys}", "atoll status RUN")
+    return runs, others
 
 
-def _write_page(report: Report) -> None:
-    """The page, or a line that says how to have it."""
-    try:
-        drawn = html.figures(report.figures())
-    except UserError as error:
-        print(f"\nno figures: {error.found}; {error.hint}")
-        return
-    tables = [html.table(title, rows) for title, rows in report.tables.items()]
-    texts = [html.folded(title, path.read_text()) for title, path in report.settings.items()]
-    about = time.strftime("Written by atoll report on %Y-%m-%d, %H:%M UTC", time.gmtime())
-    page = html.page(f"Report of {report.folder.absolute().name}", about, [drawn, *tables, *texts])
-    file = report.folder / "report.html"
-    run_dir.write_whole(file, page)
-    print(f"\nfigures: {file}")
+def _write_csv(report: Report) -> None:
+    """One tidy file for each table: numbers bare, shares between 0 and 1."""
+    folder = report.file.parent / "report"
+    values = {f"figure {each.title}": each.rows() for each in report.figures}
+    for title, rows in (report.tables | values).items():
+        words = "".join(c if c.isalnum() else " " for c in title.lower()).split()
+        file = folder / f"{'-'.join(words)}.csv"
+        run_dir.write_whole(file, comma_separated(rows) + "\n")
+        print(file)
 
 
 def _campaign(names: Sequence[str]) -> CampaignStore | None:

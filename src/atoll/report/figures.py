@@ -1,29 +1,31 @@
 """The figures of runs and of campaigns."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from atoll.cluster.goodput import COLUMNS, goodput
+from atoll.cluster.goodput import COLUMNS
 from atoll.plan.traffic import total
 from atoll.report.campaign import Part, Round, spent
-from atoll.report.html import COLOURS, new_figure
+from atoll.report.drawing import Bars, Curves, Figure, Point, Series, Span
+from atoll.report.results import is_scaling_series, labels
 from atoll.report.run import Record, RunMetrics
 
-# What a facility does in a round, in this order, each with its colour.
-SPANS = {"send": COLOURS[5], "queue": COLOURS[6], "train": COLOURS[0], "fetch": COLOURS[4]}
-AVERAGE = COLOURS[3]
-SPENT = (*COLOURS, "#332288", "#882255", "#DDCC77")  # a colour for each column of the goodput
-FACILITIES = tuple(colour for colour in COLOURS if colour != AVERAGE)
+# What a facility does in a round, in this order, and the average; each with its colour.
+SPANS = {"send": 5, "queue": 6, "train": 0, "fetch": 4, "average": 3}
+AVERAGE = SPANS["average"]
+SPENT = {name: colour for colour, name in enumerate(COLUMNS)}
 
 
-def of_runs(runs: Sequence[RunMetrics]) -> Iterator[Any]:
-    """Loss, perplexity and rates of each run; scaling where they have different sizes."""
-    yield _curves(runs, "Training loss", "tokens", "loss", "loss")
-    yield _curves(runs, "Training loss over time", "minutes", "loss", "loss")
+def of_runs(runs: Sequence[RunMetrics]) -> Iterator[Figure]:
+    """Loss, perplexity and rates of each run; scaling where they are one job at several sizes."""
+    yield _curves(runs, "Training loss", "tokens", "loss", "loss", log=True)
+    yield _curves(runs, "Training loss over time", "minutes", "loss", "loss", log=True)
     records = [line for run in runs for line in run.evaluations]
     quality = "perplexity" if all("perplexity" in line for line in records) else "loss"
-    yield _curves(runs, f"Held-out {quality}", "tokens", quality, quality, _evaluations)
-    yield _curves(runs, f"Held-out {quality} over time", "minutes", quality, quality, _evaluations)
+    for title, x in (
+        (f"Held-out {quality}", "tokens"),
+        (f"Held-out {quality} over time", "minutes"),
+    ):
+        yield _curves(runs, title, x, quality, quality, _evaluations, log=True)
     yield _curves(runs, "Throughput", "step", "tokens/s", "tokens_per_second")
     yield _curves(runs, "Model FLOP utilisation", "step", "share of peak", "mfu")
     yield _curves(runs, "Memory of a rank", "step", "GiB", "memory_gib")
@@ -31,9 +33,16 @@ def of_runs(runs: Sequence[RunMetrics]) -> Iterator[Any]:
         yield _checkpoints(runs)
     if any(run.communication for run in runs):
         yield _communication(runs)
-    yield _goodput({run.name: goodput(run.folder) for run in runs})
-    if len({run.devices for run in runs}) > 1:
+    names = labels(runs)
+    yield _goodput({names[run.folder]: run.goodput for run in runs if run.goodput})
+    if is_scaling_series(runs):
         yield _scaling(runs)
+
+
+def legend(runs: Sequence[RunMetrics]) -> dict[str, int]:
+    """Each run's name on the page, and its colour in all figures."""
+    names = labels(runs)
+    return {names[run.folder]: position for position, run in enumerate(runs)}
 
 
 def _training(run: RunMetrics) -> list[Record]:
@@ -54,14 +63,15 @@ def _curves(
     unit: str,
     key: str,
     records: Callable[[RunMetrics], list[Record]] = _training,
-) -> Any:
+    log: bool = False,
+) -> Curves:
     """A line for each run, of the records that have both values."""
-    figure = new_figure(title, x, unit)
-    for run in runs:
+    series = []
+    for name, (colour, run) in zip(legend(runs), enumerate(runs), strict=True):
         pairs = ((_position(run, line, x), line.get(key)) for line in records(run))
         known = [(a, b) for a, b in pairs if a is not None and b is not None]
-        _line(figure, run.name, known, marker={"size": 5})
-    return figure
+        series.append(Series(name, colour, known, key=name))
+    return Curves(title, x, unit, series, log_y=log)
 
 
 def _position(run: RunMetrics, line: Record, x: str) -> float | None:
@@ -70,53 +80,58 @@ def _position(run: RunMetrics, line: Record, x: str) -> float | None:
     return line.get(x)
 
 
-def _line(figure: Any, name: str, points: Iterable[tuple[Any, Any]], **style: Any) -> None:
-    x, y = [list(values) for values in zip(*points, strict=True)] or ([], [])
-    figure.add_scatter(x=x, y=y, name=name, **{"mode": "lines+markers"} | style)
-
-
-def _checkpoints(runs: Sequence[RunMetrics]) -> Any:
+def _checkpoints(runs: Sequence[RunMetrics]) -> Curves:
     """Until each was complete, and how long training stood still for it."""
-    figure = new_figure("Checkpoints", "step", "seconds")
-    for number, run in enumerate(runs):
-        for name, key, symbol in (("saved", "save", "circle"), ("blocked", "blocked", "x")):
+    series = []
+    for name, (colour, run) in zip(legend(runs), enumerate(runs), strict=True):
+        for ending, key, style in (
+            (", saved", "save", "points"),
+            (", blocked", "blocked", "rings"),
+        ):
             points = [(line["step"], line[f"{key}_seconds"]) for line in run.checkpoints]
-            marker = {"color": COLOURS[number % len(COLOURS)], "symbol": symbol, "size": 8}
-            _line(figure, f"{run.name}, {name}", points, mode="markers", marker=marker)
-    return figure.update_yaxes(type="log")
+            series.append(Series(name + ending, colour, points, style, name))
+    caption = "Filled: until it was complete. Open: how long training stood still for it."
+    return Curves("Checkpoints", "step", "seconds", series, log_y=True, caption=caption)
 
 
-def _communication(runs: Sequence[RunMetrics]) -> Any:
-    figure = new_figure("Communication per rank and step", "", "MiB", barmode="group")
-    profiles = {run.name: run.communication[-1] for run in runs if run.communication}
-    expected = [(total(line["expected_bytes"]) or 0) / 2**20 for line in profiles.values()]
-    wire = [line["wire_bytes"] / 2**20 for line in profiles.values()]
-    figure.add_bar(x=list(profiles), y=expected, name="expected")
-    return figure.add_bar(x=list(profiles), y=wire, name="observed on the wire")
+def _communication(runs: Sequence[RunMetrics]) -> Bars:
+    spans, names = [], labels(runs)
+    for run in runs:
+        for profile in run.communication[-1:]:
+            expected = (total(profile["expected_bytes"]) or 0) / 2**20
+            sizes = {"expected": expected, "on the wire": profile["wire_bytes"] / 2**20}
+            row = names[run.folder]
+            spans += [Span(f"{kind}, {row}", kind, 0.0, size) for kind, size in sizes.items()]
+    colours = {"expected": 0, "on the wire": 1}
+    return Bars("Communication per rank and step", "MiB", spans, colours)
 
 
-def _goodput(spent: Mapping[str, Mapping[str, float]]) -> Any:
+def _goodput(spent: Mapping[str, Mapping[str, float]]) -> Bars:
     """What became of each node-minute, a bar for each run or facility."""
-    figure = new_figure("Goodput", "node-minutes", "", barmode="stack")
-    for position, name in enumerate(COLUMNS):
-        minutes = [columns.get(name, 0.0) / 60 for columns in spent.values()]
-        style = {"orientation": "h", "marker": {"color": SPENT[position]}}
-        figure.add_bar(y=list(spent), x=minutes, name=name, **style)
-    return figure
+    spans = []
+    for row, columns in spent.items():
+        at = 0.0
+        for name in COLUMNS:
+            minutes = columns.get(name, 0.0) / 60
+            if minutes:
+                spans.append(Span(row, name, at, at + minutes))
+            at += minutes
+    return Bars("Goodput", "node-minutes", spans, SPENT)
 
 
-def _scaling(runs: Sequence[RunMetrics]) -> Any:
+def _scaling(runs: Sequence[RunMetrics]) -> Curves:
     """Tokens per second against devices, and the line of a perfect speed-up over the smallest."""
-    figure = new_figure("Scaling", "devices", "tokens/s")
     devices, rates = [run.devices for run in runs], [run.tokens_per_second for run in runs]
     ideal = [rates[0] * count / devices[0] for count in devices]
-    _line(figure, "observed", zip(devices, rates, strict=True))
-    figure.add_scatter(x=devices, y=ideal, name="ideal", line={"dash": "dot"})
-    figure.update_xaxes(type="log", tickvals=devices)
-    return figure.update_yaxes(type="log")
+    series = [
+        Series("observed", 0, list(zip(map(float, devices), rates, strict=True))),
+        Series("ideal", 6, list(zip(map(float, devices), ideal, strict=True)), "dashed"),
+    ]
+    ticks = sorted(set(devices))
+    return Curves("Scaling", "devices", "tokens/s", series, log_x=True, log_y=True, ticks=ticks)
 
 
-def of_campaign(rounds: Sequence[Round]) -> Iterator[Any]:
+def of_campaign(rounds: Sequence[Round]) -> Iterator[Figure]:
     """Who was at what when; losses, bytes and weights, round by round."""
     yield _timeline(rounds)
     yield _goodput(spent(rounds))
@@ -127,54 +142,61 @@ def of_campaign(rounds: Sequence[Round]) -> Iterator[Any]:
     yield _by_facility(rounds, "Weight in the round's model", "share", lambda p: p.weight or 0)
 
 
-def _timeline(rounds: Sequence[Round]) -> Any:
-    figure = new_figure("Timeline", "minutes", "", barmode="overlay")
+def facility_colours(rounds: Sequence[Round]) -> dict[str, int]:
+    """Each facility's colour; the global model has one of its own."""
+    free = [colour for colour in range(10) if colour != AVERAGE]
+    names = dict.fromkeys(part.facility for each in rounds for part in each.parts)
+    return {name: free[position % len(free)] for position, name in enumerate(names)}
+
+
+def _timeline(rounds: Sequence[Round]) -> Bars:
+    began = rounds[0].began
+
+    def span(row: str, name: str, begin: float, end: float, number: int) -> Span:
+        return Span(row, name, (begin - began) / 60, (end - began) / 60, f"min, round {number}")
+
     parts = [part for each in rounds for part in each.parts]
-    bars = {
-        name: [(p.facility, p.round, *p.spans[name]) for p in parts if name in p.spans]
+    spans = [
+        span(part.facility, name, *part.spans[name], part.round)
+        for part in parts
         for name in SPANS
-    }
-    bars["average"] = [
-        ("average", each.number, each.ended - (each.average_seconds or 0.0), each.ended)
+        if name in part.spans
+    ]
+    spans += [
+        span(
+            "average",
+            "average",
+            each.ended - (each.average_seconds or 0.0),
+            each.ended,
+            each.number,
+        )
         for each in rounds
         if each.ended
     ]
-    for name, spans in bars.items():
-        figure.add_bar(
-            y=[row for row, *_ in spans],
-            x=[(end - begin) / 60 for *_, begin, end in spans],
-            base=[(begin - rounds[0].began) / 60 for *_, begin, _ in spans],
-            customdata=[number for _, number, *_ in spans],
-            hovertemplate="round %{customdata}: %{x:.2f} min",
-            name=name,
-            orientation="h",
-            marker={"color": SPANS.get(name, AVERAGE)},
-        )
-    return figure
+    return Bars("Timeline", "minutes", spans, SPANS)
 
 
-def _losses(rounds: Sequence[Round]) -> Any:
+def _losses(rounds: Sequence[Round]) -> Curves:
     """Held-out losses: each facility's after its training, and the global model's over them."""
-    figure = new_figure("Held-out loss", "round", "loss")
-    for facility, colour, parts in _facilities(rounds):
-        points = [(part.round, part.losses[-1]) for part in parts if part.losses]
-        _line(figure, f"{facility}, trained", points, line={"color": colour, "dash": "dot"})
+    series = []
+    for facility, colour in facility_colours(rounds).items():
+        parts = [part for each in rounds for part in each.parts if part.facility == facility]
+        points: list[Point] = [(part.round, part.losses[-1]) for part in parts if part.losses]
+        series.append(Series(f"{facility}, trained", colour, points, "dashed", facility))
     ends = [(each.number, each.global_loss) for each in rounds if each.global_loss is not None]
-    _line(figure, "global", ends, line={"color": AVERAGE, "width": 3})
-    return figure.update_xaxes(dtick=1)
+    series.append(Series("global", AVERAGE, ends, key="global"))
+    numbers = [each.number for each in rounds]
+    return Curves("Held-out loss", "round", "loss", series, log_y=True, ticks=numbers)
 
 
 def _by_facility(
     rounds: Sequence[Round], title: str, unit: str, value: Callable[[Part], float]
-) -> Any:
-    figure = new_figure(title, "round", unit, barmode="stack")
-    for facility, colour, parts in _facilities(rounds):
-        numbers, values = [part.round for part in parts], [value(part) for part in parts]
-        figure.add_bar(x=numbers, y=values, name=facility, marker={"color": colour})
-    return figure.update_xaxes(dtick=1)
-
-
-def _facilities(rounds: Sequence[Round]) -> Iterator[tuple[str, str, list[Part]]]:
-    """Each facility's name, its colour, and its part in each round."""
-    for position, parts in enumerate(zip(*(each.parts for each in rounds), strict=True)):
-        yield parts[0].facility, FACILITIES[position % len(FACILITIES)], list(parts)
+) -> Bars:
+    spans = []
+    for each in rounds:
+        at = 0.0
+        for part in each.parts:
+            size = value(part)
+            spans += [Span(f"round {each.number}", part.facility, at, at + size)] if size else []
+            at += size
+    return Bars(title, unit, spans, facility_colours(rounds))

@@ -1,81 +1,142 @@
-"""One HTML file that opens offline: figures that can be pointed at, tables, light and dark.
+"""One HTML file that opens offline: figures, tables, light and dark, nothing fetched.
 
-Colours are those that colour-blind people can tell apart (Okabe and Ito 2008).
+The colours are told apart by colour-blind people (after Okabe and Ito 2008), each of a contrast of
+4.5:1 or more to its page.
 """
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any
 
-from atoll.errors import UserError
+from atoll.report.drawing import COLOURS, Figure
 from atoll.report.tables import Rows, columns_and_cells
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
+LIGHT = {"page": "#ffffff", "ink": "#1b1f24", "faint": "#57606a", "line": "#d7dce1"}
+DARK = {"page": "#14181c", "ink": "#e6e9ec", "faint": "#a3adb7", "line": "#3a4149"}
+ON_LIGHT = ("#0063a0", "#b34700", "#00734f", "#a1467a", "#855c00")  # of the first series, …
+ON_LIGHT_TOO = ("#1f6f9e", "#5f666e", "#332288", "#882255", "#5c6400")
+ON_DARK = ("#5ab4f0", "#ff8a4c", "#3dd6a3", "#e9a0cc", "#f0b93a")
+ON_DARK_TOO = ("#9adcf5", "#b4bcc4", "#a9a0ff", "#f08ab0", "#d6de70")
+LONG = 40  # letters of a cell that is given room
 PAGE = Path(__file__).with_name("page.html")
 NUMBER = re.compile(r"[-+\d.,]*(e[-+]?\d+)?%?")
 
 
-def page(title: str, about: str, sections: Iterable[str]) -> str:
-    """The whole file; sections are made by `table`, `figures` and `folded`."""
-    from plotly.offline import get_plotlyjs
+def themes() -> tuple[dict[str, str], dict[str, str]]:
+    """The colours of the light and of the dark page, by name; c0 … c9 are those of series."""
+    light = enumerate((*ON_LIGHT, *ON_LIGHT_TOO))
+    dark = enumerate((*ON_DARK, *ON_DARK_TOO))
+    return LIGHT | {f"c{n}": c for n, c in light}, DARK | {f"c{n}": c for n, c in dark}
 
-    texts = {"title": escape(title), "about": escape(about), "sections": "\n".join(sections)}
-    return Template(PAGE.read_text()).substitute(texts, plotly=get_plotlyjs())
+
+def page(title: str, about: str, sections: Iterable[str], is_watched: bool = False) -> str:
+    """The whole file; sections are made by the functions below."""
+    light, dark = themes()
+    rules = (f".c{n}{{color:var(--c{n});fill:var(--c{n})}}" for n in range(COLOURS))
+    return Template(PAGE.read_text()).substitute(
+        title=escape(title),
+        about=escape(about),
+        sections="\n".join(sections),
+        light=_variables(light),
+        dark=_variables(dark),
+        series="".join(rules),
+        light_json=json.dumps(light),
+        watched="data-watched" if is_watched else "",
+    )
+
+
+def _variables(theme: Mapping[str, str]) -> str:
+    return ";".join(f"--{name}:{colour}" for name, colour in theme.items())
 
 
 def table(title: str, rows: Rows) -> str:
     """Columns of numbers stand to the right."""
-    columns, cells = columns_and_cells(rows)
-    numbers = [all(map(NUMBER.fullmatch, column)) for column in zip(*cells, strict=True)]
+    return f"<h2>{escape(title)}</h2>{_wide(title, cells(rows))}"
 
-    def line(row: Sequence[str], tag: str) -> str:
+
+def _wide(title: str, inside: str) -> str:
+    """What may be wider than the window, and can then be scrolled by keyboard."""
+    return f'<div class=wide tabindex=0 role=region aria-label="{escape(title)}">{inside}</div>'
+
+
+def cells(rows: Rows, keys: Sequence[str] = ()) -> str:
+    """The table alone; keys: of each row, the key of its series in the page's legend."""
+    columns, texts = columns_and_cells(rows)
+    numbers = [all(map(NUMBER.fullmatch, column)) for column in zip(*texts, strict=True)]
+
+    def line(row: Sequence[str], tag: str, key: str = "") -> str:
         kinds = (" class=number" if is_number else "" for is_number in numbers)
-        marked = (f"<{tag}{kind}>{escape(cell)}" for kind, cell in zip(kinds, row, strict=True))
-        return f"<tr>{''.join(marked)}"
+        longer = (
+            " class=long" if len(cell) > LONG and not kind else kind
+            for cell, kind in zip(row, kinds, strict=True)
+        )
+        marked = (f"<{tag}{kind}>{escape(cell)}" for kind, cell in zip(longer, row, strict=True))
+        named = f' data-key="{escape(key)}"' if key else ""
+        return f"<tr{named}>{''.join(marked)}"
 
-    head, body = line(columns, "th"), "\n".join(line(row, "td") for row in cells)
-    inside = f"<thead>{head}<tbody>{body}"
-    return f"<h2>{escape(title)}</h2><div class=wide><table>{inside}</table></div>"
+    of_rows = keys or [""] * len(texts)
+    body = "\n".join(line(row, "td", key) for row, key in zip(texts, of_rows, strict=True))
+    return f"<table><thead>{line(columns, 'th scope=col')}<tbody>{body}</table>"
 
 
-def folded(title: str, text: str) -> str:
-    """Something long, behind its title."""
-    inside = f"<div class=wide><pre>{escape(text)}</pre></div>"
+def cards(values: Mapping[str, str]) -> str:
+    """Few facts, each under its name."""
+    inside = (f"<div><dt>{escape(k)}<dd>{escape(v)}</div>" for k, v in values.items())
+    return f"<dl class=cards>{''.join(inside)}</dl>"
+
+
+def texts(title: str, named: Mapping[str, str]) -> str:
+    """Short texts beside each other, as written."""
+    inside = (
+        f"<figure><figcaption>{escape(k)}</figcaption><pre>{escape(v)}</pre></figure>"
+        for k, v in named.items()
+    )
+    return f"<h2>{escape(title)}</h2><div class=beside>{''.join(inside)}</div>"
+
+
+def folded(title: str, text: str, marked: Iterable[str] = ()) -> str:
+    """Something long, behind its title; lines of these numbers of it are marked."""
+    lines = set(marked)
+    shown = (
+        f"<mark>{escape(line)}</mark>" if line in lines else escape(line)
+        for line in text.splitlines()
+    )
+    inside = _wide(title, f"<pre>{chr(10).join(shown)}</pre>")
     return f"<details><summary>{escape(title)}</summary>{inside}</details>"
 
 
-def figures(drawn: Iterable[Any]) -> str:
-    """Figures beside each other where the window is wide enough."""
-    config = {"displaylogo": False, "responsive": True, "displayModeBar": False}
-    plain = {"full_html": False, "include_plotlyjs": False, "config": config}
-    parts = (f"<div class=figure>{each.to_html(**plain)}</div>" for each in drawn)
-    return f"<div class=figures>{''.join(parts)}</div>"
-
-
-def new_figure(title: str, x: str, y: str, **layout: Any) -> Any:
-    """An empty figure in the report's dress; `UserError` without plotly, which draws."""
-    try:
-        from plotly.graph_objects import Figure
-    except ImportError:
-        raise UserError(
-            "the report is drawn by plotly, which is not here", "pip install plotly"
-        ) from None
-    axis = {"gridcolor": "#d7dce1", "zeroline": False}
-    clear = "rgba(0,0,0,0)"
-    figure = Figure()
-    figure.update_layout(
-        title={"text": title, "font": {"size": 15}, "x": 0, "xanchor": "left"},
-        xaxis={"title": {"text": x}, **axis},
-        yaxis={"title": {"text": y}, **axis},
-        paper_bgcolor=clear,
-        plot_bgcolor=clear,
-        colorway=COLOURS,
-        margin={"l": 60, "r": 15, "t": 40, "b": 45},
-        height=320,
-        legend={"orientation": "h", "y": -0.25},
-        **layout,
+def legend(names: Mapping[str, int]) -> str:
+    """The one of the page: a box for each run, which shows or hides it in every figure."""
+    boxes = (
+        f'<label><input type=checkbox checked data-key="{escape(name)}">'
+        f"<span class=c{colour % COLOURS}>{'▬' if colour < COLOURS else '╌'}</span>"
+        f"{escape(name)}</label>"
+        for name, colour in names.items()
     )
-    return figure
+    return f"<fieldset class=legend><legend>Shown</legend>{''.join(boxes)}</fieldset>"
+
+
+def figures(drawn: Iterable[Figure]) -> str:
+    """Figures beside each other where the window is wide enough."""
+    return f"<div class=figures>{''.join(figure(each.drawn()) for each in drawn)}</div>"
+
+
+def figure(drawn: Figure) -> str:
+    """The figure under its title, with its values as a table, and a button that saves it."""
+    title = escape(drawn.title)
+    names = "".join(
+        f"<span><b class=c{colour % COLOURS}>■</b> {escape(name)}</span>"
+        for name, colour in drawn.own_legend.items()
+    )
+    caption = f"<p>{escape(drawn.caption)}</p>" if drawn.caption else ""
+    data = cells(drawn.rows(), drawn.keys()) if drawn.rows() else "<p>No values."
+    return (
+        f"<figure class=figure><h3>{title}</h3>{drawn.svg()}"
+        f"<p class=point aria-live=polite>&nbsp;</p><figcaption>{names}{caption}</figcaption>"
+        f'<button type=button class=save aria-label="Save {title} as SVG">Save SVG</button>'
+        f"<details><summary>Values<span class=unseen> of {title}</span></summary>"
+        f"{_wide(f'Values of {drawn.title}', data)}</details></figure>"
+    )

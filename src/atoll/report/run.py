@@ -3,11 +3,12 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
-from atoll.cluster.goodput import goodput
+from atoll.cluster import goodput as ledger
 from atoll.cluster.status import queued_jobs, slurm_energy
 from atoll.errors import UserError
 from atoll.health.faults import Fault, faults
@@ -66,6 +67,17 @@ class RunMetrics:
         return float(statistics.median(line["tokens_per_second"] for line in self.steady))
 
     @property
+    def seconds(self) -> float:
+        """From its start to the last line it wrote, with the pauses between its jobs."""
+        times = [line["time"] for line in (self.start, *self.train) if "time" in line]
+        return float(max(times) - min(times)) if times else 0.0
+
+    @cached_property
+    def goodput(self) -> dict[str, float]:
+        """Node-seconds by column; empty where its ranks never began."""
+        return ledger.goodput(self.folder)
+
+    @property
     def step_seconds(self) -> float:
         return statistics.fmean(line["step_seconds"] for line in self.steady)
 
@@ -83,16 +95,15 @@ def read(folder: Path) -> RunMetrics:
     return RunMetrics(settings, folder, *(events[kind] for kind in EVENTS))
 
 
-def run_tables(runs: Sequence[RunMetrics]) -> dict[str, Rows]:
-    """Title -> rows. Speed-up and efficiency are over the first run, that of fewest devices."""
+def run_tables(runs: Sequence[RunMetrics], is_series: bool = True) -> dict[str, Rows]:
+    """Title -> rows. Of a series: speed-up and efficiency over the run of fewest devices."""
+    speed = [_scaling(run, runs[0]) if is_series else _speed(run) for run in runs]
     return {
-        "Runs": [_scaling(run, runs[0]) for run in runs],
+        "Scaling" if is_series else "Speed": speed,
         "Communication per rank and step, MiB": [_sent(run) for run in runs if run.communication],
         "Checkpoints": [_checkpoints(run) for run in runs if run.checkpoints],
         "Goodput, node-minutes": [
-            {"run": run.name, **in_minutes(columns)}
-            for run in runs
-            if (columns := goodput(run.folder))
+            {"run": run.name, **in_minutes(columns)} for run in runs if (columns := run.goodput)
         ],
         "Energy": [row for run in runs for row in _energy(run)],
         "Faults": [_fault(run, fault) for run in runs for fault in faults(run.folder)],
@@ -140,18 +151,30 @@ def _preflight(run: RunMetrics) -> Rows:
     ]
 
 
+def _speed(run: RunMetrics) -> dict[str, str]:
+    return _rate(run) | _epochs(run)
+
+
 def _scaling(run: RunMetrics, base: RunMetrics) -> dict[str, str]:
     speed_up = run.tokens_per_second / base.tokens_per_second
-    losses = {f"loss {n}": number(loss, 4) for n, loss in enumerate(epoch_losses(run), 1)}
+    shares = {
+        "speed-up": number(speed_up, 2),
+        "efficiency": f"{speed_up * base.devices / run.devices:.0%}",
+    }
+    return _rate(run) | shares | _epochs(run)
+
+
+def _rate(run: RunMetrics) -> dict[str, str]:
     return {
         "run": run.name,
         "devices": str(run.devices),
         "step s": number(run.step_seconds, 3),
         "tokens/s": f"{run.tokens_per_second:,.0f}",
-        "speed-up": number(speed_up, 2),
-        "efficiency": f"{speed_up * base.devices / run.devices:.0%}",
-        **losses,
     }
+
+
+def _epochs(run: RunMetrics) -> dict[str, str]:
+    return {f"loss {n}": number(loss, 4) for n, loss in enumerate(epoch_losses(run), 1)}
 
 
 def epoch_losses(run: RunMetrics) -> list[float]:
@@ -202,21 +225,21 @@ def _energy(run: RunMetrics) -> Rows:
         {
             "run": run.name,
             "of": part,
-            "kWh": f"{joules / 3.6e6:.4g}",
-            "J per token": f"{joules / run.train[-1]['tokens']:.3g}",
+            "kWh": f"{energy / 3.6e6:.4g}",
+            "J per token": f"{energy / run.train[-1]['tokens']:.3g}",
             "how": source,
         }
-        for part, (joules, source) in _joules(run).items()
+        for part, (energy, source) in joules(run).items()
     ]
 
 
-def _joules(run: RunMetrics) -> dict[str, tuple[float, str]]:
+def joules(run: RunMetrics) -> dict[str, tuple[float, str]]:
     """What is known, over all starts of a run."""
-    joules = {}
+    energy = {}
     for part in ("device", "package"):
         known = [line for line in run.energy if line[f"{part}_joules"] is not None]
         if known:
             sources = sorted({line[f"{part}_source"] for line in known})
-            joules[f"{part}s"] = sum(line[f"{part}_joules"] for line in known), "; ".join(sources)
+            energy[f"{part}s"] = sum(line[f"{part}_joules"] for line in known), "; ".join(sources)
     nodes = slurm_energy(queued_jobs(run.folder))
-    return joules | ({"nodes": nodes} if nodes else {})
+    return energy | ({"nodes": nodes} if nodes else {})

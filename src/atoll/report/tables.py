@@ -21,7 +21,7 @@ def text(rows: Rows) -> str:
 
 
 def comma_separated(rows: Rows) -> str:
-    """Numbers without the commas that a person reads them by."""
+    """Numbers without the commas that a person reads them by; percentages as shares of 1."""
     columns, cells = columns_and_cells(rows)
     file = io.StringIO()
     lines = [columns, *([_plain(cell) for cell in row] for row in cells)]
@@ -57,6 +57,8 @@ def in_minutes(node_seconds: Mapping[str, float]) -> dict[str, str]:
 def _plain(cell: str) -> str:
     bare = cell.replace(",", "")
     try:
+        if bare.endswith("%"):
+            return f"{float(bare[:-1]) / 100:.6g}"
         float(bare)
     except ValueError:
         return cell

@@ -303,12 +303,22 @@ class Export(Settings):
     dtype: Literal["bfloat16", "float16", "float32"]
     max_file_gib: Positive
     untrained: bool = False  # also of a run of no steps: a model to begin a campaign with
+    # a file for llama.cpp beside it; true: in the format of `dtype`
+    gguf: Literal[True, False, "f32", "f16", "bf16", "q8_0"] = False
+
+    @property
+    def gguf_format(self) -> str | None:
+        of_dtype = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[self.dtype]
+        if isinstance(self.gguf, str):
+            return self.gguf
+        return of_dtype if self.gguf else None
 
 
 class Generation(Settings):
     """The sentence sampled from the export."""
 
     prompt: str | None  # null: the run ends without a sample
+    before: bool = False  # also of the model as it was before the training, to see the difference
     max_new_tokens: Count = 48
     temperature: Positive = 0.8
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95

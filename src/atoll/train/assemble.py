@@ -35,6 +35,7 @@ from atoll.sharding.tensor import split_matrices
 from atoll.train.optimizer import NamedOptimizer, make_optimizer
 from atoll.train.precision import compute_dtype
 from atoll.train.tasks import TASKS
+from atoll.train.write_gguf import check_writable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,8 @@ def assemble(
     validation = run_on_all_ranks(world, lambda: open_samples(run.data, prepared, "validation"))
     task = TASKS[run.task.name]
     config = run_on_all_ranks(world, lambda: task.config(run, manifest.vocabulary))
+    if run.export.gguf_format is not None:
+        run_on_all_ranks(world, lambda: check_writable(config.to_dict(), prepared / "tokenizer"))
     if verdict := run_on_all_ranks(world, lambda: self_check(config)):
         say(world, verdict)
     dtype, reason = run_on_all_ranks(world, lambda: compute_dtype(run.precision, world.device))

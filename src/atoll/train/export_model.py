@@ -1,6 +1,7 @@
 """The trained model as a Hugging Face folder, written by all ranks."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from atoll.models.classifier import new_head
 from atoll.models.source import source_folder
 from atoll.models.stored_names import as_stored, names_as_stored
 from atoll.models.weights import stored_buffers
+from atoll.settings import Run
 from atoll.sharding.process_group import gathered, run_on_all_ranks, say
 from atoll.train.assemble import TrainState
 from atoll.train.state_dict import parameters_of
+from atoll.train.write_gguf import write_gguf
 
 
 def export_model(train_state: TrainState) -> None:
@@ -79,10 +82,17 @@ def _export(train_state: TrainState) -> None:
             source_folder(train_state.run.model),
             _end_ids(train_state),
         )
-        export.publish(partial, final)
+        _publish(train_state.run, partial, final)
 
     run_on_all_ranks(world, lambda: rest() if first else None)
     say(world, f"exported to {final}")
+
+
+def _publish(run: Run, partial: Path, final: Path) -> None:
+    """Write the file for llama.cpp, where it is asked for, of what is whole now; then rename."""
+    if (gguf := run.export.gguf_format) is not None:
+        write_gguf(partial, gguf, run.name)
+    export.publish(partial, final)
 
 
 def _end_ids(train_state: TrainState) -> list[int]:

@@ -1,8 +1,11 @@
 """`atoll generate WHERE`: continue prompts with a run, a checkpoint, an export or an adapter."""
 
 import argparse
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -10,16 +13,19 @@ from transformers.utils import logging
 
 from atoll import run_dir
 from atoll.commands import VerbParser
+from atoll.data.shards import tokenizer_folder
 from atoll.data.tokenize import open_prepared
 from atoll.errors import UserError
 from atoll.models.adapter import adapt, adapted_reader
 from atoll.models.build import weights_for
 from atoll.models.text_generator import TextGenerator, continue_text, from_folder
 from atoll.models.weights import fill, fill_buffers, materialize
+from atoll.monitor.loggers import add_samples
 from atoll.settings import Generation, Run, load_run
 from atoll.sharding.process_group import World
 from atoll.train import checkpoint
 from atoll.train.tasks import TASKS
+from atoll.train.untrained import write_untrained
 
 
 def main(argv: list[str]) -> int:
@@ -35,13 +41,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--chat", action="store_true", help="prompts are what a user says; as data.format=chat"
     )
+    parser.add_argument(
+        "--both", action="store_true", help="of a run: also before its training; kept, not printed"
+    )
     arguments = parser.read(argv)
     logging.disable_progress_bar()  # of transformers, which shows one without a terminal too
     run = run_of(arguments.where)
     settings = _settings(run, arguments)
     prompts = _prompts(arguments, settings)
     seed = arguments.seed if arguments.seed is not None else (run.seed if run else 0)
+    is_whole_run = run_dir.settings_file(arguments.where).is_file() and arguments.out is None
+    has_both = is_whole_run and arguments.both
     generator, printed = text_generator_of(arguments.where, run), arguments.out is None
+    printed = printed and not has_both  # `atoll summary` shows them beside each other
     if arguments.chat or (run is not None and run.data.holds_conversations):
         generator = generator._replace(chat=True)
     texts = continue_prompts(generator, prompts, settings, seed, printed)
@@ -49,11 +61,40 @@ def main(argv: list[str]) -> int:
         pairs = zip(prompts, texts, strict=True)
         lines = [json.dumps({"prompt": p, "text": t}, ensure_ascii=False) for p, t in pairs]
         run_dir.write_whole(arguments.out, "\n".join(lines) + "\n")
-    elif run_dir.settings_file(arguments.where).is_file():
-        if generator.chat:
-            texts = [_said(*pair) for pair in zip(prompts, texts, strict=True)]
-        run_dir.write_whole(run_dir.sample_file(arguments.where), "\n".join(texts) + "\n")
+    elif is_whole_run:
+        _keep(run_dir.sample_file(arguments.where), generator, prompts, texts)
+    if has_both and run is not None:
+        untrained = _untrained(run)._replace(chat=generator.chat)
+        texts = continue_prompts(untrained, prompts, settings, seed, False)
+        _keep(run_dir.untrained_sample_file(arguments.where), untrained, prompts, texts)
+    if is_whole_run and run is not None:
+        _log_samples(run, arguments.where)
     return 0
+
+
+def _log_samples(run: Run, folder: Path) -> None:
+    """Where a run has loggers that show texts."""
+    step = max(run_dir.complete_checkpoints(folder), default=0)
+    samples = {
+        "before training": (run_dir.untrained_sample_file(folder), 0),
+        "after training": (run_dir.sample_file(folder), step),
+    }
+    for name, (file, at_step) in samples.items():
+        if file.is_file():
+            add_samples(run, folder, at_step, {name: file.read_text()})
+
+
+def _keep(file: Path, generator: TextGenerator, prompts: list[str], texts: list[str]) -> None:
+    if generator.chat:
+        texts = [_said(*pair) for pair in zip(prompts, texts, strict=True)]
+    run_dir.write_whole(file, "\n".join(texts) + "\n")
+
+
+def _untrained(run: Run) -> TextGenerator:
+    """The model that a run began with."""
+    with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        write_untrained(run, Path(folder) / "model", tokenizer_folder(run_dir.prepared(run)))
+        return from_folder(Path(folder) / "model")
 
 
 def run_of(where: Path) -> Run | None:

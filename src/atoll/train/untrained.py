@@ -6,7 +6,7 @@ no text is read unless the tokenizer is made of it.
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,12 +38,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def write_untrained(run: Run, final: Path) -> None:
+def write_untrained(run: Run, final: Path, ready: Path | None = None) -> None:
     """The folder, whole or not at all; bit for bit what a run of no steps exports.
+
+    ready: the run's tokenizer, where it was made before.
 
     Raises `UserError` where the model or its tokenizer cannot be had, or do not fit each other.
     """
-    with _tokenizer(run) as tokenizer:
+    with _tokenizer(run) if ready is None else nullcontext(ready) as tokenizer:
         _write(run, tokenizer, final)
 
 

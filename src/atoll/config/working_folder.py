@@ -1,0 +1,103 @@
+"""Where the configuration tree, batch file and recipes are; `atoll init` makes such a folder.
+
+A clone has them beside `src`. A wheel carries them inside the package, and a working folder that
+`atoll init` wrote has copies that its user may change and add to.
+"""
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from atoll import run_dir
+from atoll.commands import VerbParser
+from atoll.config.paths import clone_around
+from atoll.errors import UserError
+
+PACKAGE = Path(__file__).resolve().parents[1]
+CLONE = PACKAGE.parents[1]
+CARRIED = PACKAGE / "working_folder"  # made when the wheel is built: see setup.py
+PARTS = (".gitignore", "Makefile", "hydra_conf", "sbatch")
+OWN = Path("hydra_conf", "local")  # never written over
+
+ABOUT = """\
+Write a working folder for an installed atoll: the configuration tree, your own settings
+(hydra_conf/local/default.yaml), the batch file and a Makefile. A clone is one already."""
+EXAMPLES = """\
+examples:
+  atoll init my_models                  then: cd my_models && make demo
+  atoll init --update my_models         after an upgrade; your own settings and files stay"""
+
+
+def main(argv: list[str]) -> int:
+    """Write the folder, and say what comes next."""
+    parser = VerbParser("init", ABOUT)
+    again = "write this version's files over those of an older one"
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--update", action="store_true", help=again)
+    parser.epilog = EXAMPLES
+    arguments = parser.read(argv)
+    folder = Path(os.path.normpath(Path.cwd() / arguments.folder.expanduser()))
+    write_working_folder(folder, arguments.update)
+    print(
+        f"{folder}: your settings go to {OWN / 'default.yaml'}\n"
+        f"next: cd {shlex.quote(str(folder))} && make demo\ndocs: {CARRIED / 'docs'}"
+    )
+    return 0
+
+
+def source_folder() -> Path:
+    """The folder of `hydra_conf`, `sbatch` and `containers`: a clone or a working folder.
+
+    That of the code that runs, if it is a clone's; for an installed package the working folder
+    around this one, or where there is none what the wheel carries.
+    """
+    if _is_source(CLONE):
+        return CLONE
+    around = clone_around(Path.cwd())
+    for folder in (around, CARRIED):
+        if folder is not None and _is_source(folder):
+            return folder
+    raise UserError(f"no configuration tree in {CARRIED}", "install atoll again, or use its clone")
+
+
+def write_working_folder(folder: Path, update: bool) -> None:
+    """Copy what the wheel carries. Raises `UserError` rather than write over other files."""
+    if not CARRIED.is_dir():
+        raise UserError(
+            f"this atoll runs from its clone, {CLONE}, which is a working folder itself",
+            f"use that one (cd {CLONE}), or install the package: pip install {CLONE}",
+        )
+    present = [name for name in PARTS if (folder / name).exists()]
+    if present and not update:
+        raise UserError(
+            f"{folder} has a {' and a '.join(present)} already",
+            "give another folder; or --update, to have this version's files in place of them",
+        )
+    for path in sorted(file for name in PARTS for file in _files(CARRIED / name)):
+        relative = path.relative_to(CARRIED)
+        if relative.is_relative_to(OWN) and (folder / relative).exists():
+            continue
+        run_dir.write_whole(folder / relative, path.read_bytes())
+        shutil.copymode(path, folder / relative)
+    _point_to_environment(folder)
+
+
+def _point_to_environment(folder: Path) -> None:
+    """Have the folder's `sbatch/atoll` find this Python; an environment of its own comes first."""
+    python = folder / ".venv" / "bin" / "python"
+    if (folder / ".venv" / "pyvenv.cfg").exists():
+        return
+    run_dir.write_whole(python, f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+
+
+def _is_source(folder: Path) -> bool:
+    return (folder / "hydra_conf" / "run.yaml").is_file()
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    return [file for file in path.rglob("*") if file.is_file()]

@@ -1,0 +1,102 @@
+"""A wheel installed where there is no clone: all that a clone has beside src is inside it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from atoll.images.recipe import source_digest
+
+ROOT = Path(__file__).parents[2]
+SLURM = ("facility=leonardo", "facility.account=mine", "image=none", "nodes=2")
+
+
+def run(*argv: object, cwd: Path, code: int = 0) -> str:
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    words = [str(part) for part in argv]
+    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an environment that has the wheel, and this one's packages beside it."""
+    home = tmp_path_factory.mktemp("wheel")
+    clone = home / "clone"
+    skip = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for part in ("containers", "docs", "hydra_conf", "sbatch", "setup", "src"):
+        shutil.copytree(ROOT / part, clone / part, ignore=skip)
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, clone)
+    build = "import setuptools.build_meta as b; b.build_wheel('..')"
+    run(sys.executable, "-c", build, cwd=clone)
+    shutil.rmtree(clone)
+    venv.create(home / "env", symlinks=True)
+    [packages] = (home / "env").glob("lib/python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    [wheel] = home.glob("*.whl")
+    install = [sys.executable, "-m", "pip", "--python", home / "env", "install", "--quiet"]
+    run(*install, "--no-deps", "--no-index", "--no-compile", wheel, cwd=home)
+    return home
+
+
+@pytest.fixture(scope="module")
+def folder(home: Path) -> Path:
+    run(home / "env" / "bin" / "atoll", "init", "größe 1", cwd=home)
+    return home / "größe 1"
+
+
+def atoll(home: Path, *words: str, cwd: Path | None = None, code: int = 0) -> str:
+    return run(home / "env" / "bin" / "atoll", *words, cwd=cwd or home, code=code)
+
+
+def test_it_composes_and_submits_without_a_clone(home: Path) -> None:
+    printed = atoll(home, "submit", "--dry-run", *SLURM)
+    batch_file = next((home / "env").rglob("working_folder/sbatch/train.sbatch"))
+    assert printed.startswith("sbatch ") and str(batch_file) in printed
+    assert os.access(batch_file, os.X_OK) and os.access(batch_file.with_name("atoll"), os.X_OK)
+    assert "leonardo" in atoll(home, "list", "facilities")
+
+
+def test_a_working_folder_queues_by_its_own_batch_file(home: Path, folder: Path) -> None:
+    batch_file = folder / "sbatch" / "train.sbatch"
+    printed = run(batch_file, "--dry-run", *SLURM, cwd=folder)
+    assert str(batch_file) in printed
+    assert f"{folder}/runs/" in run(batch_file, "--dry-run", *SLURM, cwd=home), "wherever typed"
+    assert atoll(home, "submit", "--dry-run", *SLURM, cwd=folder) == printed
+    assert "make demo" in run("make", cwd=folder)
+
+
+def test_own_settings_and_own_facilities_of_the_folder_count(home: Path, folder: Path) -> None:
+    local = folder / "hydra_conf" / "local" / "default.yaml"
+    before = local.read_text()
+    local.write_text("# @package _global_\nfacility: {account: from_my_own_file}\n")
+    facilities = folder / "hydra_conf" / "facility"
+    shutil.copy(facilities / "leonardo.yaml", facilities / "mine.yaml")
+    words = ["--dry-run", "facility=mine", "image=none"]
+    assert "--account=from_my_own_file" in atoll(home, "submit", *words, cwd=folder)
+    atoll(home, "init", str(folder), code=2)
+    (facilities / "leonardo.yaml").write_text("of an older version")
+    atoll(home, "init", "--update", str(folder))
+    assert "from_my_own_file" in local.read_text() and (facilities / "mine.yaml").is_file()
+    assert "older" not in (facilities / "leonardo.yaml").read_text()
+    local.write_text(before)
+
+
+def test_an_image_of_the_wheel_is_that_of_the_clone(home: Path) -> None:
+    [carried] = (home / "env").glob("lib/python*/site-packages/atoll/working_folder")
+    assert source_digest(carried) == source_digest(ROOT)
+    assert not list(carried.rglob("default.yaml"))[1:], "a user's own settings stay at home"
+
+
+def test_a_clone_is_a_working_folder_already(tmp_path: Path) -> None:
+    printed = run(sys.executable, "-m", "atoll", "init", tmp_path / "x", cwd=tmp_path, code=2)
+    assert "clone" in printed and len(printed.splitlines()) == 2
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,34 @@
+"""Records a line, when a disk was full in the middle of one."""
+
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from atoll import run_dir
+
+
+def test_a_record_behind_one_that_a_full_disk_cut_short_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.jsonl"
+    run_dir.append_record(file, {"step": 1})
+    file.write_bytes(file.read_bytes() + b'{"step": 2, "seco')
+    assert run_dir.records(file) == [{"step": 1}]
+    run_dir.append_record(file, {"step": 3}, is_durable=True)
+    run_dir.append_record(file, {"step": 4})
+    assert run_dir.records(file) == [{"step": 1}, {"step": 3}, {"step": 4}]
+    assert file.read_bytes().endswith(b'"seco\n{"step": 3}\n{"step": 4}\n')
+    assert run_dir.records(tmp_path / "none") == []
+
+
+def test_a_full_disk_is_an_error_also_after_a_part_of_a_record(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            run_dir.append_record(tmp_path / "x", {"step": 123456})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (tmp_path / "x").stat().st_size == 10
