@@ -90,6 +90,7 @@ class Side:
     step: Callable[[Path], int]  # the last one that it is past, also one to be done again
     ranks: Callable[[Path], list[RankProcess]]
     starts: Callable[[Path], int]
+    step_seconds: Callable[[Path], float]  # the median, where no fault came between two
     is_finished: Callable[[Path], bool]
     typed: list[Path] = field(default_factory=list)  # each time that a person had to
 
@@ -127,6 +128,17 @@ def our_starts(folder: Path) -> int:
     return sum(line["event"] == "start" for line in goodput.ledger(folder))
 
 
+def our_step_seconds(folder: Path) -> float:
+    return per_step(
+        [(x["step"], x["time"]) for x in goodput.ledger(folder) if x["event"] == "steps"]
+    )
+
+
+def per_step(steps: Sequence[tuple[int, float]]) -> float:
+    """The median of the seconds from one step to the next."""
+    return statistics.median(b[1] - a[1] for a, b in pairwise(steps) if b[0] == a[0] + 1)
+
+
 def our_side() -> Side:
     return Side(
         "ours",
@@ -135,6 +147,7 @@ def our_side() -> Side:
         our_step,
         our_ranks,
         our_starts,
+        our_step_seconds,
         lambda folder: run_dir.result_file(folder).exists(),
     )
 
@@ -176,6 +189,7 @@ def peer_side(name: str, command: str, step_seconds: float) -> Side:
         lambda folder: sum(
             step <= before for (before, _), (step, _) in pairwise(peer_steps(folder))
         ),
+        lambda folder: per_step(peer_steps(folder)),
         lambda folder: False,
     )
 
@@ -368,9 +382,7 @@ def reference(runs: Path) -> tuple[dict[int, float], float]:
     folder = runs / "unharmed"
     side.submit(folder)
     finished(side, folder)
-    steps = [line for line in goodput.ledger(folder) if line["event"] == "steps"]
-    gaps = [after["time"] - before["time"] for before, after in pairwise(steps)]
-    return losses(folder), statistics.median(gap for gap in gaps if gap > 0)
+    return losses(folder), side.step_seconds(folder)
 
 
 def ours(
@@ -446,8 +458,11 @@ def for_later(folder: Path) -> None:
     shutil.rmtree(run_dir.export(folder), ignore_errors=True)
 
 
-def compared(drawn: Sequence[Drawn], side: Side, runs: Path, step_seconds: float) -> dict[str, Any]:
-    """The same faults at one side: which share of the time was kept."""
+def compared(drawn: Sequence[Drawn], side: Side, runs: Path) -> dict[str, Any]:
+    """The same faults at one side: which share of the time was kept.
+
+    By how long its own steps take: how busy the machine is changes from side to side.
+    """
     folder = runs / f"compared-{side.name.split()[0]}"
     side.submit(folder)
     come_to(side, folder, 0)
@@ -464,7 +479,9 @@ def compared(drawn: Sequence[Drawn], side: Side, runs: Path, step_seconds: float
     wait(lambda: not is_live(side, folder), PATIENCE_SECONDS)
     return {
         "side": side.name,
-        "effective": kept * step_seconds / wall,
+        "effective": kept * side.step_seconds(folder) / wall,
+        "kept_steps": kept,
+        "step_seconds": side.step_seconds(folder),
         "seconds": [each.seconds for each in met],
         "typed_again": len(side.typed),
     }
@@ -507,7 +524,7 @@ def main() -> int:
         is_right = kept(found, [], arguments.seed, step_seconds)  # also where the rest is cut off
         common = draw(arguments.compared, arguments.seed, rank_count, COMMON)
         sides = [our_side(), *peers(step_seconds)] if common else []
-        tried = [compared(common, side, runs, step_seconds) for side in sides]
+        tried = [compared(common, side, runs) for side in sides]
     is_right &= kept({"faults": [], "runs_that_differ": []}, tried, arguments.seed, step_seconds)
     return int(not is_right and arguments.check)
 

@@ -48,8 +48,8 @@ WORDS = {"reduced": "to the first sum", "ended": "to the end", "cpu": "processor
 
 
 CASES = (
-    Case("static", "--local-ranks", 2, 0.6),
-    Case("static_node", "--fork", 8, 0.4),
+    Case("static", "--local-ranks", 2, 0.5),
+    Case("static_node", "--fork", 8, 0.35),
 )
 
 

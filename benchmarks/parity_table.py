@@ -14,7 +14,6 @@ CLONE = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CLONE / "tests"), str(CLONE / "tests" / "sharding")]
 
 import test_parity  # noqa: E402
-import tiny  # noqa: E402
 from rank_pool import RankPool  # noqa: E402
 
 BEGIN, END = "<!-- parity: make bench-parity_table ARGS=--write -->\n", "<!-- end of parity -->"
@@ -35,7 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="into docs/architecture.md")
     arguments = parser.parse_args()
-    families = list(tiny.CONFIGS)
+    families = list(test_parity.CONFIGS)
     rows = [f"| strategy | {' | '.join(families)} |", f"|---|{'---|' * len(families)}"]
     ranks = RankPool()
     try:

@@ -1,5 +1,6 @@
 """Fixtures that all tests share, and pytest's hooks by which a run selects its tests."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,12 @@ __all__ = [
     "pytest_terminal_summary",
     "ranks",
 ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def heed_interrupts() -> None:
+    """In the background a shell has all processes ignore Ctrl-C, and so what the tests start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -157,6 +157,11 @@ def export(run_folder: Path) -> Path:
     return run_folder / "export"
 
 
+def averaged_export(run_folder: Path) -> Path:
+    """Of the average of the weights (optimizer.ema_decay)."""
+    return run_folder / "export_ema"
+
+
 def sample_file(run_folder: Path) -> Path:
     return run_folder / "sample.txt"
 

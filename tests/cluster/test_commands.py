@@ -30,8 +30,9 @@ LAPTOP = f"""\
 # /runs/x/launch.sh
 #!/bin/bash
 # What this run does. Written when it was submitted; started again, it goes on where it stopped.
-set -euo pipefail
 source /runs/x/job.sh /runs/x none
+set -euo pipefail
+unset PYTHONHOME PYTHONPATH PYTHONSTARTUP SLURM_EXPORT_ENV
 {PYTHON} -m atoll tokenize /runs/x
 {PYTHON} -m atoll launch --fork 2 /runs/x
 {PYTHON} -m atoll generate /runs/x
@@ -50,7 +51,9 @@ GENERIC_SLURM = f"""\
 # /runs/x/launch.sh
 #!/bin/bash
 # What this run does. Written when it was submitted; started again, it goes on where it stopped.
+source /runs/x/job.sh /runs/x slurm
 set -euo pipefail
+unset PYTHONHOME PYTHONPATH PYTHONSTARTUP SLURM_EXPORT_ENV
 atoll() {{
     {PYTHON} -m atoll "$@"
 }}
@@ -59,7 +62,6 @@ requeue() {{
     for name in "${{!SLURM_@}}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
     note_job "$({CHAINED})"
 }}
-source /runs/x/job.sh /runs/x slurm
 export NCCL_SOCKET_IFNAME=hsn0,hsn1
 {PYTHON} -m atoll tokenize /runs/x
 run_ranks srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 \

@@ -80,7 +80,8 @@ class Job:
 
     def begin(self, **how: bool) -> subprocess.Popen:
         pipe = subprocess.PIPE
-        words = ["bash", "-c", self.script]
+        run_dir.write_whole(run_dir.launch_script(self.folder), self.script)
+        words = ["bash", str(run_dir.launch_script(self.folder))]
         return subprocess.Popen(
             words, env=self.environment, stdout=pipe, stderr=pipe, text=True, **how
         )
@@ -283,7 +284,7 @@ def test_a_launcher_that_waits_for_a_lost_node_is_killed(job):
 def test_a_job_whose_first_node_is_gone_goes_on_in_another_one(way, state, watch_seconds, job):
     """With --no-kill Slurm leaves it as it is, without a shell."""
     it = job(way)
-    seconds = f"renew_seconds=1 watch_seconds={watch_seconds}"
+    seconds = f"renew_seconds=2 watch_seconds={watch_seconds}"
     it.script = it.script.replace("run_ranks ", f"{seconds}\nrun_ranks ")
     it.start(1, text="exec sleep 99")
     process = it.begin(start_new_session=True)

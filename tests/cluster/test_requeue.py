@@ -52,7 +52,8 @@ def job(composed, tmp_path):
         # the tokens are prepared already
         lines = [text for text in script.splitlines() if " tokenize " not in text]
         environment = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-        process = subprocess.Popen(["bash", "-c", "\n".join(lines)], env=environment)
+        run_dir.write_whole(run_dir.launch_script(folder), "\n".join(lines))
+        process = subprocess.Popen(["bash", run_dir.launch_script(folder)], env=environment)
         deadline = time.monotonic() + 20
         while not log.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -90,6 +91,15 @@ def test_ranks_that_fail_are_not_started_again(job):
     process.send_signal(signal.SIGUSR2)
     assert process.wait(20) == 143
     assert "requeue" not in log.read_text()
+
+
+def test_a_warning_is_heard_whatever_the_job_s_shell_is_at(job):
+    """Bash 5.2 cannot run a trap while it expands $( ), of which placing the ranks has some."""
+    process, _ = job("facility=generic_slurm")
+    while process.poll() is None:
+        process.send_signal(signal.SIGUSR2)
+        time.sleep(0.002)
+    assert process.returncode == run_dir.REQUEUED_CODE
 
 
 def test_pbs_looks_at_the_clock_and_chains_a_job(job):

@@ -224,6 +224,13 @@ AXES = [
     (["sharding=ddp", "sharding.offload=true"], "sharding.offload=true: sharding=ddp keeps"),
     (["sharding.stages_per_rank=2"], "stages_per_rank=2 needs a pipeline"),
     (["model=gpt2_tiny", "sharding.tensor=2"], "query, key and value in one transposed matrix"),
+    (["sharding.expert=2"], "llama has no experts that could be divided"),
+    (["sharding.expert=3"], "the shard group (2 ranks) must be divisible by sharding.expert (3)"),
+    (["sharding.expert=2", "model.config.num_experts=3"], "experts (3) cannot be divided"),
+    (["sharding.expert=2", "sharding.tensor=2"], "sharding.expert=2 with sharding.tensor=2"),
+    (["sharding.expert=2", "training.compile=true"], "training.compile=true with sharding.exp"),
+    (["sharding.expert=2", "model.lora.rank=4"], "model.lora with sharding.expert=2: its weights"),
+    (["sharding=deepspeed_zero3", "sharding.expert=2"], "sharding.expert=2: sharding=deepspeed"),
 ]
 
 

@@ -63,6 +63,18 @@ CASES = [
     (["name=${nowhere}"], "nowhere", "name"),
     (["data.template=none"], "{text}", "settings"),
     (["training.epochs=1"], "and both are set", "training.steps=null training.epochs=1"),
+    (
+        ["training.z_loss=1e-4", "task=classification", "data=glue_rte"],
+        "training.z_loss=0.0001 with task=classification",
+        "training.z_loss=0",
+    ),
+    (["optimizer.cooldown_steps=9"], "cooldown_steps=9 with decay=cosine", "optimizer.decay=wsd"),
+    (
+        ["checkpoint.initial_load_path=runs/x/checkpoints/step-00000500", "training.steps=400"],
+        "training.steps=400, and checkpoint.initial_load_path is of step 500",
+        "training.steps=600",
+    ),
+    (["checkpoint.initial_load_path=runs/x"], "runs/x is no checkpoint", "step-00000500"),
     (["training.global_batch_samples=3"], "(3)", "settings"),
     (["training.device_batch_samples=3"], "(64) is not", "set one of them, the other to null"),
     (["training.global_batch_samples=null"], "a step has no samples", "device_batch_samples=4"),

@@ -55,6 +55,7 @@ def failed(error: str, moved: float = 49.0) -> dict[str, Any]:
 FREE: dict[str, Any] = {"pending": [], "entered": {"0": 39}}
 STOPPED: dict[str, Any] = {"process": "T", "answered": False, "pending": [], "stack": []}
 DEAD: dict[str, Any] = {"process": GONE, "answered": False, "pending": [], "stack": []}
+CRASHED: dict[str, Any] = {**DEAD, "killed_by": 11, "phase": "communication"}
 OTHER = {"pending": [{"name": "nccl:all_gather", "number": 40, "group": "0"}]}
 INPUT = {**FREE, "phase": "input", "stack": ["loader.py:3 in next_share"]}
 CASES: list[tuple[str, dict[int, dict[str, Any]], tuple[Any, ...], str]] = [
@@ -87,6 +88,19 @@ CASES: list[tuple[str, dict[int, dict[str, Any]], tuple[Any, ...], str]] = [
         (0, "died", "code"),
         "it failed: ValueError: 3",
     ),
+    (
+        "killed, then a peer crashes where it waits for it",
+        {0: CRASHED, 1: DEAD, 3: failed(CLOSED)},
+        (1, "died", "node"),
+        "its process is gone",
+    ),
+    (
+        "an error, then a peer crashes where it waits for it",
+        {0: CRASHED, 2: failed("ValueError: 3")},
+        (2, "died", "code"),
+        "it failed: ValueError: 3",
+    ),
+    ("a crash in an exchange alone", {2: CRASHED}, (2, "died", "unknown"), "gone by SIGSEGV"),
     ("device", {1: failed(ECC)}, (1, "died", "node"), "uncorrectable ECC"),
     (
         "absent on a device",

@@ -43,6 +43,23 @@ def test_equals_torch(chunk: int, with_bias: bool, softcap: float | None) -> Non
         torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [8, 1000])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_z_loss_is_in_the_gradients_alone(chunk: int, softcap: float | None) -> None:
+    ours, theirs = inputs(torch.float32), inputs(torch.float32)
+    loss = chunked_cross_entropy(*ours, labels(), chunk, softcap, z_loss=0.01)
+    logits = F.linear(*theirs)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    plain = F.cross_entropy(logits, labels(), reduction="sum")
+    torch.testing.assert_close(loss, plain)
+    log_z = logits[labels() != -100].logsumexp(-1)
+    loss.backward()
+    (plain + 0.01 * log_z.square().sum()).backward()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_log_probabilities_are_torch_s(chunk: int, with_bias: bool) -> None:

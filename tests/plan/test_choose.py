@@ -15,6 +15,16 @@ from atoll.plan.traffic import bytes_sent, total
 from atoll.settings import Run
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 4096}
+MIXTRAL = {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+}
 TREE = {
     file.stem: yaml.safe_load(file.read_text().replace("${ranks_per_node}", "8"))
     for file in (Path(__file__).parents[2] / "hydra_conf" / "sharding").glob("*.yaml")
@@ -29,10 +39,9 @@ def run_of(device_memory_gib: float | None, nodes: int = 1, **more: Any) -> Run:
         nodes=nodes,
         facility={"name": "big", "scheduler": "slurm", "node": node | {"memory_gib": 1000}},
         launcher={"name": "static"},
-        model__config=LLAMA,
         data__sequence_tokens=4096,
         training__global_batch_samples=64,
-        **({"precision__compute": "bf16"} | more),
+        **({"precision__compute": "bf16", "model__config": LLAMA} | more),
     )
 
 
@@ -90,6 +99,29 @@ def test_each_axis_takes_its_part(shape: Shape) -> None:
     assert memory(offload=True).peak < base.peak
     assert memory(offload=True).host > 0
     assert memory(shard="node").parameters > base.parameters
+
+
+def test_ranks_divide_the_experts_of_a_mixture() -> None:
+    mixture = shape_of(MIXTRAL)
+
+    def of(expert: int) -> Run:
+        return run_of(80, sharding=TREE["full_shard"] | {"expert": expert}, model__config=MIXTRAL)
+
+    (whole, sent), (parts, rows) = (
+        (memory_of(run, mixture), bytes_sent(run, mixture)) for run in (of(1), of(8))
+    )
+    assert parts.parameters == whole.parameters, "every rank keeps an eighth either way"
+    experts = mixture.layers * mixture.expert_parameters
+    assert mixture.expert_parameters == 8 * 3 * 4096 * 14336
+    assert parts.gathered < whole.gathered / 4
+    rows_of_plan = [option.overrides for option in options(of(1), mixture, TREE)]
+    assert ("sharding=full_shard", "sharding.expert=8") in rows_of_plan
+    passes = of(8).microbatches
+    gathered = 2 * 2 * passes * 7 / 8 * experts  # twice, in bf16, all but a rank's own
+    assert sent["parameters"] - rows["parameters"] == pytest.approx(gathered)
+    # two experts for each token, in bf16: there and back, forward and backward
+    tokens = passes * 2 * 4096
+    assert rows["expert"] == 2 * 2 * 2 * 2 * mixture.layers * tokens * 4096 * 7 / 8
 
 
 @pytest.mark.parametrize(("ranks", "factor"), [(1, 0.0), (2, 1.0), (4, 1.5)])

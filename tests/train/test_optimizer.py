@@ -16,6 +16,7 @@ from transformers import get_linear_schedule_with_warmup
 from atoll.settings import Optimizer
 from atoll.sharding.process_group import World
 from atoll.train.optimizer import (
+    averaged,
     learning_rate,
     load_step_counts,
     make_optimizer,
@@ -59,6 +60,21 @@ def test_linear_decay_begins_at_the_peak_and_ends_above_its_last_value() -> None
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.55, 0.11, 0.1, 0.1])
 
 
+def test_wsd_holds_the_peak_and_cools_down_at_the_end() -> None:
+    chosen = settings(learning_rate=1.0, warmup_steps=10, decay="wsd", final_fraction=0.1)
+    rates = [learning_rate(chosen, step, 100, 4) for step in (5, 10, 50, 80, 85, 100, 120)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 1.0, 0.1 + 0.9 * 0.5, 0.1, 0.1])
+    chosen = chosen.model_copy(update={"cooldown_steps": 99})
+    assert learning_rate(chosen, 10, 100, 4) == 1.0 > learning_rate(chosen, 11, 100, 4)
+
+
+def test_inverse_sqrt_does_not_ask_when_training_ends() -> None:
+    chosen = settings(learning_rate=1.0, warmup_steps=4, decay="inverse_sqrt", final_fraction=0.1)
+    rates = [learning_rate(chosen, step, total, 4) for step, total in ((4, 9), (16, 20), (16, 99))]
+    assert rates == [1.0, 0.5, 0.5]
+    assert learning_rate(chosen, 10_000, 99, 4) == 0.1
+
+
 @pytest.mark.parametrize(("scale", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
 def test_scales_with_ranks(scale: str, factor: float) -> None:
     chosen = settings(name="adamw", learning_rate=0.5, decay="constant", scale_with_ranks=scale)
@@ -90,6 +106,23 @@ def test_clipping_bounds_the_update_and_reports_the_norm_before() -> None:
     moment = optimizer_state_dict(optimizer)["weight/exp_avg"]
     assert moment.tolist() == [pytest.approx([0.06, 0.08])]
     assert net.weight.grad is None
+
+
+def test_the_average_follows_the_weights_step_by_step() -> None:
+    net = model()
+    expected = [p.detach().clone() for p in net.parameters()]
+    optimizer = make_optimizer(settings(name="adamw", learning_rate=0.1, ema_decay=0.9), net)
+    for _ in range(3):
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        take_step(optimizer, 0.1, None)
+        expected = [
+            0.9 * e + 0.1 * p.detach() for e, p in zip(expected, net.parameters(), strict=True)
+        ]
+    weights = [p.detach().clone() for p in net.parameters()]
+    with averaged(optimizer):
+        torch.testing.assert_close([p.detach() for p in net.parameters()], expected)
+    assert all(torch.equal(a, p) for a, p in zip(weights, net.parameters(), strict=True))
 
 
 def test_making_the_state_changes_no_weight() -> None:

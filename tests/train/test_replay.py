@@ -104,6 +104,7 @@ STRATEGIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.matrix(always=lambda strategy: strategy == "full_shard")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_replays_change_no_loss(ranks: RankPool, folder: Path, strategy: str) -> None:
     size = {"single": 1, "hybrid_shard_zero2": 4}.get(strategy, 2)

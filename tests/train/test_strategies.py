@@ -37,6 +37,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "hybrid_shard": {"tensor": 2},
     "shard_grad_op": {"tensor": 2, "pipeline": 2},
 }
+MIXTURE = CONFIG | {"model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 2}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_a_tied_model_goes_through_a_pipeline(ranks: RankPool, folder: Path, str
         ranks.run(small_run.train_here, again)
         assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-4), first
         held_out = small_run.records(run_folder, "evaluation")[-1]["loss"]
-        assert plain_loss(again, run_folder) == pytest.approx(held_out, abs=1e-4)
+        assert plain_loss(again, run_dir.export(run_folder)) == pytest.approx(held_out, abs=1e-4)
         names = {
             name
             for file in run_dir.export(run_folder).glob("*.safetensors")
@@ -118,6 +119,22 @@ def test_a_run_goes_on_under_another_strategy(
         assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-4), first
         last = small_run.records(run_folder, "evaluation")[-1]
         assert last["loss"] == pytest.approx(held_out, abs=1e-4)
+        assert plain_loss(again, run_dir.export(run_folder)) == pytest.approx(held_out, abs=1e-4)
+
+
+@pytest.mark.full
+def test_a_mixture_goes_on_with_its_experts_divided(ranks: RankPool, folder: Path) -> None:
+    """Between experts on all ranks, on two of four, and whole ones: checkpoints, exports."""
+    expected = small_run.losses(reference(ranks, folder, MIXTURE, "mixture"))
+    for first, second in ((4, 1), (1, 2), (2, 4)):
+        name = f"experts_{first}_to_{second}"
+        run = spread(folder, "full_shard", MIXTURE, name=name, sharding__expert=first)
+        run_folder = small_run.ready(run)
+        ranks.run(stop_after, run, 2)
+        again = spread(folder, "full_shard", MIXTURE, name=name, sharding__expert=second)
+        ranks.run(small_run.train_here, again)
+        assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-4), name
+        held_out = small_run.records(run_folder, "evaluation")[-1]["loss"]
         assert plain_loss(again, run_folder) == pytest.approx(held_out, abs=1e-4)
 
 

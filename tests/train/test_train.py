@@ -69,9 +69,9 @@ def trained(ranks: RankPool, run: Run) -> Path:
     return run_folder
 
 
-def plain_loss(run: Run, run_folder: Path) -> float:
+def plain_loss(run: Run, export: Path) -> float:
     """The held-out loss under transformers alone: each piece of a document by itself."""
-    model = AutoModelForCausalLM.from_pretrained(run_dir.export(run_folder), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
     samples = open_samples(run.data, run_dir.prepared(run), "validation")
     total, count = 0.0, 0
     for sample in range(len(samples)):
@@ -98,7 +98,26 @@ def test_export_has_the_loss_of_the_trainer(
     before, after = small_run.records(run_folder, "evaluation")
     assert after["loss"] < before["loss"] - 0.1
     assert after["perplexity"] == pytest.approx(math.exp(after["loss"]))
-    assert plain_loss(run, run_folder) == pytest.approx(after["loss"], abs=1e-5)
+    assert plain_loss(run, run_dir.export(run_folder)) == pytest.approx(after["loss"], abs=1e-5)
+
+
+def test_the_average_of_the_weights_is_exported_beside_them(
+    ranks: RankPool, folder: Path, whole: Path
+) -> None:
+    changes: dict[str, Any] = {"optimizer__ema_decay": 0.7, "export__dtype": "float32"}
+    run = small_run.settings(folder, 2, name="averaged", **changes)
+    straight = trained(ranks, run)
+    assert small_run.losses(straight) == small_run.losses(whole)
+    result = json.loads(run_dir.result_file(straight).read_text())
+    average = run_dir.averaged_export(straight)
+    assert abs(result["ema"]["loss"] - result["loss"]) > 1e-4
+    assert plain_loss(run, average) == pytest.approx(result["ema"]["loss"], abs=1e-5)
+    again = small_run.settings(folder, 2, name="again", **changes)
+    stopped = small_run.ready(again)
+    ranks.run(stop_after, again, 3, world=2)
+    ranks.run(small_run.train_here, again, world=2)
+    for file in sorted(average.glob("*.safetensors")):
+        assert file.read_bytes() == (run_dir.averaged_export(stopped) / file.name).read_bytes()
 
 
 def test_export_is_a_hugging_face_folder(ranks: RankPool, folder: Path) -> None:
@@ -245,6 +264,38 @@ def test_a_run_goes_on_when_steps_are_added(ranks: RankPool, folder: Path, whole
     run_folder = trained(ranks, small_run.settings(folder, 2, training__steps=8))
     assert sorted(small_run.losses(run_folder)) == list(range(1, 9))
     assert json.loads(run_dir.result_file(run_folder).read_text())["steps"] == 8
+
+
+def test_a_run_that_holds_its_peak_is_cooled_down_by_another_one(
+    ranks: RankPool, folder: Path
+) -> None:
+    """The branch has the losses of one run that did both."""
+    held = {"optimizer__warmup_steps": 1, "optimizer__decay": "wsd"}
+    both = small_run.settings(
+        folder, 2, name="both", training__steps=6, optimizer__cooldown_steps=3, **held
+    )
+    trunk = small_run.settings(
+        folder, 2, name="trunk", training__steps=4, optimizer__cooldown_steps=1, **held
+    )
+    origin = run_dir.checkpoint(trained(ranks, trunk), 3)
+    branch = small_run.settings(
+        folder,
+        2,
+        name="branch",
+        training__steps=6,
+        optimizer__cooldown_steps=3,
+        checkpoint__initial_load_path=origin,
+        **held,
+    )
+    small_run.ready(branch)
+    ranks.run(stop_after, branch, 5, world=2)
+    losses = small_run.losses(trained(ranks, branch))  # its own checkpoint comes first by now
+    assert losses == {step: small_run.losses(trained(ranks, both))[step] for step in (4, 5, 6)}
+    lost = branch.checkpoint.model_copy(update={"initial_load_path": origin / "step-00000009"})
+    lost_run = branch.model_copy(update={"name": "lost", "checkpoint": lost})
+    small_run.ready(lost_run)
+    answers = ranks.run(mistake, lost_run, world=2)
+    assert all("is no complete checkpoint" in answer for answer in answers)
 
 
 @pytest.mark.matrix

@@ -7,8 +7,6 @@ stop_file=$run_folder/stop restart_file=$run_folder/restart lease_folder=$run_fo
 faults_file=$run_folder/faults.jsonl ending_faults='"kind": "(died|stalled|unfit)"'
 excluded_file=$run_folder/excluded.json
 renew_seconds=10 watch_seconds=60 ending_seconds=60 lease='' fault='' cancelled='' excluded=''
-# A site's settings of Python would reach into the image; sbatch --export=NONE would reach srun.
-unset PYTHONHOME PYTHONPATH PYTHONSTARTUP SLURM_EXPORT_ENV
 
 case $scheduler in
     slurm) job=${SLURM_JOB_ID:-0} ;;
@@ -291,7 +289,7 @@ go_on() { # BEGAN KNOWN: sets `answer`, the words of atoll go-on
 outlive() { # FILE of the lease, NODE of the shell
     local before='' now since=$SECONDS silent state words
     while [[ -e $1 ]]; do
-        sleep 5
+        sleep "$((renew_seconds / 2))"
         now=$(cat "$1" 2> /dev/null) || continue
         [[ ${now%%$'\n'*} != *\ ended ]] || return 0
         if [[ $now != "$before" ]]; then before=$now since=$SECONDS && continue; fi
@@ -364,7 +362,6 @@ queue_again() {
 }
 at_end() {
     local code=$?
-    trap '' USR2
     if [[ -n ${lease:-} ]] && (($(newest_lease) <= ${lease##*/})); then
         write_lease "$owner ended" || true
         (printf 'ended\n' >&"$pipe") 2> /dev/null || true # it may be gone
@@ -375,11 +372,25 @@ at_end() {
             "$(newest_step)" "$run_folder/launch.sh" >&2
     exit "$code"
 }
-trap at_end EXIT
+# Bash 5.2 ends with a syntax error where a signal that has a trap arrives while it expands $( ). So
+# the shell of a job hears signals and does nothing else; another one does the work.
+hear_signals() {
+    local worker code=0
+    trap 'touch "$stop_file"' USR2
+    ATOLL_HEARS=$$ bash "$0" <&0 &
+    worker=$!
+    trap 'kill -TERM "$worker" 2> /dev/null || true' TERM
+    while kill -0 "$worker" 2> /dev/null; do wait "$worker" || true; done
+    wait "$worker" || code=$?
+    exit "$code"
+}
 if [[ $scheduler == none ]]; then
     trap 'exit 130' INT
+elif [[ ${ATOLL_HEARS:-} != "$PPID" ]]; then
+    hear_signals
 else
+    unset ATOLL_HEARS
     trap 'exit 143' TERM
-    trap 'touch "$stop_file"' USR2
 fi
+trap at_end EXIT
 hold_run

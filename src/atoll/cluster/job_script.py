@@ -13,6 +13,8 @@ HEADER = """#!/bin/bash
 # What this run does. Written when it was submitted; started again, it goes on where it stopped.
 """
 STRICT = "set -euo pipefail\n"
+# A site's settings of Python would reach into the image; sbatch --export=NONE would reach srun.
+ALONE = "unset PYTHONHOME PYTHONPATH PYTHONSTARTUP SLURM_EXPORT_ENV\n"
 # A module system greets with unset variables and failing commands, so strictness comes after it.
 MODULES = "source /etc/profile\n"
 # scheduler -> the shell function by which a job requeues the run.
@@ -40,10 +42,11 @@ def launch_script(
     asks = f'atoll() {{\n    {shlex.join(atoll_command(run))} "$@"\n}}\n'
     return (
         HEADER
+        + _around(run, run_folder)
         + (MODULES + _lines(modules) if modules else "")
         + STRICT
+        + ALONE
         + (asks + REQUEUE[scheduler](run, run_folder, batch_file) if queued else "")
-        + _around(run, run_folder)
         + _lines(preparation(run, run_folder))
         + _lines([_ranks(run, run_folder, entrypoint)] if entrypoint else training(run, run_folder))
     )

@@ -177,10 +177,13 @@ def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
 
 
 def check_source(run: Run) -> None:
-    """Refuse a model's folder that is not on this machine, where the run takes place on it."""
+    """Refuse a folder that is not on this machine, where the run takes place on it."""
     source = run.model.source
     if source is not None and source.startswith("/") and not Path(source).is_dir():
         raise UserError(f"no such folder: model.source={source}", "check the path")
+    origin = run.checkpoint.initial_load_path
+    if origin is not None and not origin.is_dir():
+        raise UserError(f"no such folder: checkpoint.initial_load_path={origin}", "check the path")
 
 
 def check_environment(run: Run) -> None:

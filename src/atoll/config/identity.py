@@ -21,6 +21,8 @@ FIXED = (
     "optimizer",
     "precision",
     "training.global_batch_samples",
+    "training.z_loss",
+    "checkpoint.initial_load_path",
 )
 FREE = ("data.workers",)
 

@@ -37,6 +37,7 @@ def with_absolute_paths(run: Run, start: Path, home: Path) -> Run:
         "image": {"file": path(image.file), "verify_key": path(image.verify_key)},
         "facility": {"hosts_file": path(run.facility.hosts_file)},
         "model": {"source": path_or_name(model.source, start)},
+        "checkpoint": {"initial_load_path": path(run.checkpoint.initial_load_path)},
         "tokenizer": {
             "path": path_or_name(tokenizer.path, start),
             "chat_template": template_text(tokenizer.chat_template, start),

@@ -58,9 +58,18 @@ def first_end(places: Sequence[Place]) -> Fault | None:
     """The first rank that is gone, or that failed by itself."""
     gone = [place for place in places if place[1].is_gone]
     own = [(n, r) for n, r in places if r.error and not PEER_ERROR.search(r.error)]
-    ends = [(n.time - LATE_SECONDS, gone_fault(n, r, gone)) for n, r in gone]
+    causes = [place for place in gone if not crashed_in_exchange(place[1])]
+    ends = [
+        (n.time - LATE_SECONDS, gone_fault(n, r, gone))
+        for n, r in (causes if causes or own else gone)
+    ]
     ends += [(r.moved, error_fault(n, r)) for n, r in own]
     return min(ends, key=lambda end: end[0])[1] if ends else None
+
+
+def crashed_in_exchange(rank: RankState) -> bool:
+    """As gloo and NCCL may when a peer goes away."""
+    return rank.killed_by in CRASHES and (rank.phase == "communication" or bool(rank.pending))
 
 
 def gone_fault(node: NodeRecord, rank: RankState, gone: Sequence[Place]) -> Fault:

@@ -33,11 +33,14 @@ class CausalLM(nn.Module):
     and `stages` are set by layouts that divide tokens or layers among ranks.
     """
 
-    def __init__(self, hf: nn.Module, parts: Parts, loss_chunk_tokens: int) -> None:
+    def __init__(
+        self, hf: nn.Module, parts: Parts, loss_chunk_tokens: int, z_loss: float = 0.0
+    ) -> None:
         super().__init__()
         self.hf = hf
         self.parts = parts
         self.loss_chunk_tokens = loss_chunk_tokens
+        self.z_loss = z_loss
         self.token_split: TokenSplit | None = None
         self.stages: Any = None
 
@@ -91,6 +94,7 @@ class CausalLM(nn.Module):
             self.own_labels(batch).flatten(),
             self.loss_chunk_tokens,
             getattr(config, "final_logit_softcapping", None),
+            self.z_loss,
         )
 
     @property

@@ -20,10 +20,13 @@ def chunked_cross_entropy(
     labels_N: Tensor,
     chunk_tokens: int,
     softcap: float | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """The summed cross-entropy in fp32; at no time are more than C x V logits held.
 
-    Labels of -100 do not count. softcap: logits x become softcap * tanh(x / softcap) (Gemma 2). The
+    Labels of -100 do not count. softcap: logits x become softcap * tanh(x / softcap) (Gemma 2).
+    z_loss: times the squared log of each target's normaliser, which pulls it to 1 (PaLM, Chowdhery
+    et al. 2022); it is in the gradients alone, so that losses stay cross-entropies. The
     gradients are computed chunk by chunk in the forward pass, so nothing is recomputed (as in
     Liger-Kernel's fused linear cross-entropy, Hsu et al. 2024).
     """
@@ -37,7 +40,8 @@ def chunked_cross_entropy(
         hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
         bias_V = None if bias_V is None else bias_V.to(dtype)
     with torch.autocast(device, enabled=False):
-        loss: Tensor = _Chunked.apply(hidden_ND, weight_VD, bias_V, labels_N, chunk_tokens, softcap)
+        terms = (chunk_tokens, softcap, z_loss)
+        loss: Tensor = _Chunked.apply(hidden_ND, weight_VD, bias_V, labels_N, *terms)
     return loss
 
 
@@ -81,6 +85,7 @@ class _Chunked(torch.autograd.Function):
         labels_N: Tensor,
         chunk_tokens: int,
         softcap: float | None,
+        z_loss: float,
     ) -> Tensor:
         learns = any(ctx.needs_input_grad)
         grad_hidden = torch.empty_like(hidden_ND) if learns else None
@@ -102,7 +107,11 @@ class _Chunked(torch.autograd.Function):
             if grad_hidden is None or grad_weight is None:
                 continue
             minus_C1 = logp_CV.new_full(targets_C1.shape, -1.0)
-            grad_CV = logp_CV.exp_().scatter_add_(1, targets_C1, minus_C1)
+            log_z_C1 = logits_CV[:, :1].float() - logp_CV[:, :1] if z_loss else None
+            grad_CV = logp_CV.exp_()
+            if log_z_C1 is not None:
+                grad_CV *= 1 + 2 * z_loss * log_z_C1
+            grad_CV.scatter_add_(1, targets_C1, minus_C1)
             if softcap is not None:
                 grad_CV *= 1 - share_CV.square_()
             grad_CV = grad_CV.to(weight_VD.dtype)
@@ -124,7 +133,7 @@ class _Chunked(torch.autograd.Function):
             for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
         ]
         ctx.grads = ()
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from atoll.errors import UserError
 from atoll.plan.memory import Memory, memory_of
-from atoll.plan.shapes import Shape, check_architecture
+from atoll.plan.shapes import FAMILIES, Shape, check_architecture
 from atoll.plan.traffic import Sent, bytes_sent, is_known, total
 from atoll.settings import Run, checked, dumped
 
@@ -24,6 +24,8 @@ ORDER: tuple[tuple[str, dict[str, Any]], ...] = (
     ("full_shard", {"sync_every_microbatch": True}),
     ("full_shard", {"tensor": "node"}),
     ("full_shard", {"tensor": "node", "pipeline": 2}),
+    ("full_shard", {"expert": "node"}),
+    ("hybrid_shard", {"expert": "node"}),
     ("full_shard_offload", {"sync_every_microbatch": True}),
 )
 ACTIVATION_CHECKPOINTING = ("none", "full")
@@ -54,6 +56,8 @@ def options(run: Run, shape: Shape, tree: Mapping[str, Mapping[str, Any]]) -> It
             sized = {axis: run.ranks_per_node if v == "node" else v for axis, v in changes.items()}
             if any(size is not True and size == 1 for size in sized.values()):
                 continue
+            if "expert" in sized and shape.family not in FAMILIES:
+                continue  # how it keeps its experts is known when it is loaded
             try:
                 candidate = _with(run, dict(tree[name]) | sized, checkpointing)
                 check_architecture(shape, candidate.sharding)

@@ -65,10 +65,11 @@ def microbatches_in_flight(ranks: int, per_rank: int, microbatches: int, rank: i
 def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     sharding, axes, c = run.sharding, run.axes, compute_bytes(run)
     shards = 1 if "fsdp" not in sharding.layouts else axes.shard * axes.context
-    block = _block_parameters(shape, axes.tensor)
+    whole_block = _block_parameters(shape, axes.tensor)
+    block = whole_block - shape.expert_parameters * (1 - 1 / axes.expert)  # that a rank computes
     layers = -(-shape.layers // axes.pipeline)
     rest = _rest_parameters(shape, stage, axes.pipeline)
-    own = layers * block / shards + rest / (shards * axes.tensor)
+    own = layers * whole_block / shards + rest / (shards * axes.tensor)
     zero3 = sharding.reshard_after_forward is not False
     sharded = shards > 1 or axes.tensor > 1
     kept_blocks = (2 if zero3 else layers) if sharded else 0
@@ -91,18 +92,19 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     logits = _logits(run, shape) if has_head else 0
     moments = own * MOMENT_BYTES[run.optimizer.name]
     runtime = RUNTIME_GIB.get(run.facility.node.device, 0.0) * 2**30
-    state = own * FP32 + moments
+    average = own * FP32 if run.optimizer.ema_decay else 0
+    state = own * FP32 + moments + average
     offloaded = (state + gradients) if sharding.offload else 0
     resident = 0 if sharding.offload else state
     accumulated = gradients if run.microbatches > 1 and not waits else 0
     forward_end = activations + logits + waiting + (0 if sharding.offload else accumulated)
     backward_end = (0 if sharding.offload else gradients) + block_kept + waiting + buffers
     peak = runtime + resident + gathered + max(forward_end, backward_end)
-    largest = max(block, shape.head_parameters)
+    largest = max(whole_block, shape.head_parameters)
     return Memory(
         parameters=round(own * FP32),
         gradients=round(gradients + waiting),
-        optimizer=round(moments),
+        optimizer=round(moments + average),
         gathered=round(gathered),
         buffers=round(buffers),
         activations=round(full),
@@ -122,6 +124,8 @@ def block_activations(run: Run, shape: Shape) -> float:
     all_tokens = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.context
     own_tokens, h, i = all_tokens / tensor, shape.hidden, shape.expert_width
     gathered = 2 * h * c * all_tokens if tensor > 1 else 0
+    if run.axes.expert > 1:  # hidden states as they come to the experts, and as they come back
+        gathered += 2 * h * c * all_tokens * shape.active_experts
     # queries, keys, values; what attention gives, and the same put together from its segments
     attention = (h + 2 * shape.query_width + 2 * shape.kv_width) * c + FP32 * shape.heads
     if family_of(shape.family).gated:

@@ -11,7 +11,7 @@ from atoll.plan.memory import memory_of
 from atoll.plan.shapes import Shape, check_architecture
 from atoll.settings import Run, checked, dumped
 
-AXES = ("tensor", "context", "pipeline", "stages_per_rank")
+AXES = ("tensor", "context", "pipeline", "stages_per_rank", "expert")
 # Spread further with each; the changes are those that need not be typed.
 SHARDINGS = ("hybrid_shard_zero2", "hybrid_shard", "full_shard", "full_shard_offload")
 # What a change costs: less of a batch at once costs next to nothing, another way to spread the

@@ -87,6 +87,12 @@ class Shape:
         return sum(family_of(self.family).block(self))
 
     @property
+    def expert_parameters(self) -> int:
+        """Of a block's experts together, which ranks of the expert axis divide."""
+        matrices = 3 if family_of(self.family).gated else 2
+        return self.experts * matrices * self.hidden * self.expert_width
+
+    @property
     def block_vectors(self) -> int:
         """Parameters of a block that no tensor rank splits: norms and biases of its outputs."""
         return family_of(self.family).block(self)[2]
@@ -283,6 +289,20 @@ def check_architecture(shape: Shape, sharding: Sharding) -> None:
                 "lower sharding.tensor or sharding.context",
             )
     _check_stages(shape, stages * sharding.stages_per_rank)
+    _check_experts(shape, sharding.expert)
+
+
+def _check_experts(shape: Shape, ranks: int) -> None:
+    if ranks > 1 and not shape.experts:
+        raise UserError(
+            f"sharding.expert={ranks}: {shape.family} has no experts that could be divided",
+            "sharding.expert=1: every way of sharding goes",
+        )
+    if shape.experts % ranks:
+        raise UserError(
+            f"the model's experts ({shape.experts}) cannot be divided by sharding.expert ({ranks})",
+            "lower sharding.expert",
+        )
 
 
 def _undivided(shape: Shape) -> str:

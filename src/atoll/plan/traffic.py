@@ -62,8 +62,11 @@ def _sharded(run: Run, shape: Shape) -> dict[str, float]:
     """Gathered parameters, scattered gradients, and copies of shards averaged (HSDP)."""
     axes, sharding, c = run.axes, run.sharding, compute_bytes(run)
     shards, passes = axes.shard * axes.context, run.microbatches
-    vectors, matrices = shape.block_vectors, shape.block_parameters - shape.block_vectors
-    blocks = shape.layers * (matrices / axes.tensor + vectors) / axes.pipeline
+    layers, vectors = shape.layers / axes.pipeline, shape.block_vectors
+    matrices = shape.block_parameters - vectors - shape.expert_parameters
+    blocks = layers * (matrices / axes.tensor + vectors)
+    experts = layers * shape.expert_parameters / axes.tensor / axes.expert
+    once = ring(shards) * blocks + ring(shards // axes.expert) * experts
     # the ends of a pipeline have what is in no block, each about half of it
     rest = shape.rest_parameters / axes.pipeline
     gathers = 2  # of a block's parameters: for its forward pass, and for its backward pass
@@ -73,10 +76,10 @@ def _sharded(run: Run, shape: Shape) -> dict[str, float]:
     scatter = 2 if run.facility.node.device == "cpu" else 1
     rest_ring = ring(shards * axes.tensor)
     return {
-        "parameters": passes * c * (gathers * ring(shards) * blocks + rest_ring * rest),
-        "gradients": scatter * scatters * FP32 * (ring(shards) * blocks + rest_ring * rest)
+        "parameters": passes * c * (gathers * once + rest_ring * rest),
+        "gradients": scatter * scatters * FP32 * (once + rest_ring * rest)
         # copies of a shard are averaged once
-        + 2 * ring(axes.replicate) * FP32 * (blocks / shards + rest / shards),
+        + 2 * ring(axes.replicate) * FP32 * (blocks + experts * axes.expert + rest) / shards,
     }
 
 
@@ -90,7 +93,7 @@ FORMULAS: dict[str, Callable[[Run, Shape], dict[str, float]]] = {
 
 
 def _within_samples(run: Run, shape: Shape) -> dict[str, float]:
-    """Hidden states between tensor ranks, heads between context ranks, stages between stages."""
+    """Hidden states between tensor, expert and stages' ranks, heads between context ranks."""
     axes, c, passes = run.axes, compute_bytes(run), run.microbatches
     tokens = run.training.microbatch_samples * run.data.sequence_tokens
     layers = shape.layers / axes.pipeline
@@ -103,6 +106,10 @@ def _within_samples(run: Run, shape: Shape) -> dict[str, float]:
     if axes.context > 1:
         heads = (2 * shape.query_width + 2 * shape.kv_width) / shape.hidden / axes.tensor
         sent["context"] = passes * layers * heads * (1 + forwards) * ring(axes.context) * hidden
+    if axes.expert > 1:
+        # to a token's experts and back, of tokens that go to all of them alike
+        rows = 2 * shape.active_experts * hidden
+        sent["expert"] = passes * layers * (1 + forwards) * ring(axes.expert) * rows
     if axes.pipeline > 1:
         stages = axes.pipeline * run.sharding.stages_per_rank
         sent["pipeline"] = passes * 2 * (stages - 1) / axes.pipeline * hidden / axes.tensor

@@ -13,7 +13,9 @@ class Axes:
 
     pipeline: stages, each with some of the layers. replicate, shard: ranks with samples of their
     own, whose parameters are copies (replicate) or parts (shard). context: parts of a sample's
-    tokens. tensor: parts of each layer's matrices, and of the tokens between them.
+    tokens. tensor: parts of each layer's matrices, and of the tokens between them. expert: ranks
+    among those of shard and context that have each some of a mixture's experts; it multiplies
+    nothing.
     """
 
     pipeline: int
@@ -21,6 +23,7 @@ class Axes:
     shard: int
     context: int
     tensor: int
+    expert: int = 1
 
     @property
     def data(self) -> int:
@@ -76,4 +79,10 @@ def axes_of(run: "Run") -> Axes:
         whole = f"the ranks with samples of their own ({data} of {world})"
         who = f"world size ({world})" if taken == 1 else whole
         raise ValueError(f"{who} must be divisible by sharding.shard ({shard})")
-    return Axes(sharding.pipeline, data // shard, shard, sharding.context, sharding.tensor)
+    if (shard * sharding.context) % sharding.expert:
+        raise ValueError(
+            f"the shard group ({shard * sharding.context} ranks) must be divisible by "
+            f"sharding.expert ({sharding.expert})"
+        )
+    divided = (sharding.context, sharding.tensor, sharding.expert)
+    return Axes(sharding.pipeline, data // shard, shard, *divided)

@@ -1,5 +1,7 @@
 """What is learned, from which text, and how: the settings that no machine has a say in."""
 
+import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -215,6 +217,15 @@ class Task(Settings):
     margin: Annotated[float, Field(ge=0.0)] = 0.0  # of simpo: by how much the better is to lead
 
 
+class ParameterGroup(Settings):
+    """Parameters that learn otherwise than the rest; the first group that names one has it."""
+
+    names: str  # as in the Hugging Face model; * stands for any part
+    learning_rate_factor: Positive = 1.0
+    weight_decay: Annotated[float, Field(ge=0.0)] | None = None  # null: as the rest
+    frozen: bool = False  # it stays as it was
+
+
 class Optimizer(Settings):
     """The optimizer, its schedule and its clipping."""
 
@@ -225,11 +236,28 @@ class Optimizer(Settings):
     weight_decay: Annotated[float, Field(ge=0.0)]
     clip_norm: Positive | None
     warmup_steps: CountOrZero
-    decay: Literal["cosine", "linear", "constant"]
+    decay: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
+    cooldown_steps: Count | None = None  # of wsd, at the end; null: a fifth of all steps
     final_fraction: Fraction
     scale_with_ranks: Literal["none", "sqrt", "linear"]
+    groups: list[ParameterGroup] = []
+    # of an average of the weights over the steps, exported beside them; null: none
+    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     # of a term that pulls towards the weights the run began with (FedProx, Li et al. 2020)
     proximal: Annotated[float, Field(ge=0.0)] = 0.0
+
+    @model_validator(mode="after")
+    def _cooldown_has_a_decay(self) -> "Optimizer":
+        if self.cooldown_steps is not None and self.decay != "wsd":
+            raise ValueError(
+                f"optimizer.cooldown_steps={self.cooldown_steps} with decay={self.decay}",
+                "optimizer.decay=wsd holds the peak, then cools down",
+            )
+        return self
+
+    def cooldown(self, total_steps: int) -> int:
+        """The steps at the end in which wsd comes down from the peak."""
+        return self.cooldown_steps or max(1, total_steps // 5)
 
 
 class Precision(Settings):
@@ -251,6 +279,8 @@ class Training(Settings):
     compile: bool
     activation_checkpointing: Literal["none", "selective", "full"]
     loss_chunk_tokens: Count = 512
+    # of causal_lm: times the squared log of the normaliser, in the gradients (PaLM takes 1e-4)
+    z_loss: Annotated[float, Field(ge=0.0)] = 0.0
     consumed_samples: CountOrZero = 0  # of the endless order: taken by earlier rounds
     timeout_minutes: Positive
 
@@ -275,6 +305,24 @@ class Checkpoint(Settings):
     every_steps: CountOrZero | Literal["auto"]
     keep: Count
     asynchronous: bool
+    # a checkpoint of another run, which this one goes on from as if it were its own: with another
+    # schedule or length, as the cooldown of a run that holds its peak
+    initial_load_path: Path | None = None
+
+    @model_validator(mode="after")
+    def _is_a_checkpoint(self) -> "Checkpoint":
+        path = self.initial_load_path
+        if path is not None and not re.fullmatch(r"step-\d{8}", path.name):
+            raise ValueError(
+                f"checkpoint.initial_load_path={path} is no checkpoint",
+                "give the folder of one: runs/NAME/checkpoints/step-00000500",
+            )
+        return self
+
+    @property
+    def initial_step(self) -> int:
+        """The step that the run goes on from; 0: it begins by itself."""
+        return 0 if self.initial_load_path is None else int(self.initial_load_path.name[5:])
 
 
 class Guard(Settings):

@@ -106,12 +106,10 @@ class Run(Settings):
                 "log-probabilities",
                 "choose ddp or full_shard",
             )
-        used = {"tensor": self.sharding.tensor, "context": self.sharding.context}
-        used |= {"pipeline": self.sharding.pipeline}
-        wide = [f"sharding.{name}={size}" for name, size in used.items() if size > 1]
+        wide = self.sharding.axes_used
         if task != "causal_lm" and wide:
             raise ValueError(
-                f"task={task} with {', '.join(wide)}: its ranks share no sample",
+                f"task={task} with {wide}: its ranks share no sample and no layer",
                 "choose ddp, full_shard, all_reduce or gather_scatter",
             )
         return self
@@ -120,12 +118,66 @@ class Run(Settings):
     def _adapters_are_whole(self) -> "Run":
         if self.model.lora is None:
             return self
-        divided = self.axes.data < self.axes.world or self.sharding.engine != "plain"
+        axes = self.sharding.axes_used
+        divided = axes or self.sharding.engine != "plain"
         if divided or (self.model.quantisation != "none" and "fsdp" in self.sharding.layouts):
             what = f"model.quantisation={self.model.quantisation}" if not divided else "model.lora"
             raise ValueError(
-                f"{what} with sharding={self.sharding.name}: its weights are not divided so",
-                "choose ddp or single" + (", or full_shard" if divided else ""),
+                f"{what} with {axes or f'sharding={self.sharding.name}'}: its weights are not "
+                "divided so",
+                "choose ddp or single" + (", or full_shard alone" if divided else ""),
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_are_not_compiled(self) -> "Run":
+        if self.sharding.expert > 1 and self.training.compile:
+            raise ValueError(
+                f"training.compile=true with sharding.expert={self.sharding.expert}: how many "
+                "tokens a rank sends and receives changes with each batch",
+                "training.compile=false",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _goes_beyond_its_origin(self) -> "Run":
+        step, steps = self.checkpoint.initial_step, self.training.steps
+        if step and steps is not None and steps <= step:
+            raise ValueError(
+                f"training.steps={steps}, and checkpoint.initial_load_path is of step {step}",
+                f"training.steps={step + (self.optimizer.cooldown_steps or 100)}: steps are "
+                "counted from where that run began",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_have_their_engine(self) -> "Run":
+        groups, divided = self.optimizer.groups, self.axes.data < self.axes.world
+        frozen = any(group.frozen for group in groups)
+        if groups and (self.sharding.engine != "plain" or (frozen and divided)):
+            what = "optimizer.groups with frozen=true" if frozen else "optimizer.groups"
+            raise ValueError(
+                f"{what} with sharding={self.sharding.name}: it cannot carry them",
+                "choose ddp, full_shard or hybrid_shard, or optimizer.groups=[]",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _average_has_its_engine(self) -> "Run":
+        if self.optimizer.ema_decay is not None and self.sharding.engine != "plain":
+            raise ValueError(
+                f"optimizer.ema_decay={self.optimizer.ema_decay:g} with sharding="
+                f"{self.sharding.name}: {self.sharding.engine} keeps the weights",
+                "choose full_shard, or optimizer.ema_decay=null",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _z_loss_has_its_task(self) -> "Run":
+        if self.training.z_loss and self.task.name != "causal_lm":
+            raise ValueError(
+                f"training.z_loss={self.training.z_loss:g} with task={self.task.name}",
+                "task=causal_lm, or training.z_loss=0",
             )
         return self
 

@@ -21,6 +21,7 @@ class Sharding(Settings):
     offload: bool = False  # parameters, gradients and optimizer live in the host's memory
     tensor: Count = 1
     context: Count = 1
+    expert: Count = 1
     pipeline: Count = 1
     stages_per_rank: Count = 1
     deepspeed: dict[str, Any] = {}
@@ -35,14 +36,25 @@ class Sharding(Settings):
         """What takes a step: a pipeline is one of several ranks, whatever else is chosen."""
         return "pipeline" if self.pipeline > 1 else self.engine
 
+    @property
+    def axes_used(self) -> str:
+        """Those that divide layers, matrices, tokens or experts, as they are typed."""
+        sizes = {name: getattr(self, name) for name in ("tensor", "context", "pipeline", "expert")}
+        return ", ".join(f"sharding.{name}={size}" for name, size in sizes.items() if size > 1)
+
     @model_validator(mode="after")
     def _axes_go_together(self) -> "Sharding":
-        cut = {name: getattr(self, name) for name in ("tensor", "context", "pipeline")}
-        used = ", ".join(f"sharding.{name}={size}" for name, size in cut.items() if size > 1)
+        used = self.axes_used
         if used and "fsdp" not in self.layouts:
             raise ValueError(
                 f"{used}: sharding={self.name} spreads samples alone",
                 "these axes go with full_shard, shard_grad_op and the hybrid ones",
+            )
+        if self.expert > 1 and self.tensor > 1:
+            raise ValueError(
+                f"sharding.expert={self.expert} with sharding.tensor={self.tensor}: mixtures have "
+                "no plan for tensor ranks",
+                "sharding.tensor=1: context and pipeline go",
             )
         if self.stages_per_rank > 1 and self.pipeline == 1:
             raise ValueError(

@@ -6,11 +6,12 @@ hydra_conf/sharding/. What it sends is unknown until plan/traffic.py has its for
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from atoll.errors import UserError
 from atoll.models.parts import blocks_of
 from atoll.settings import Sharding
+from atoll.sharding.expert import beside_experts, experts_of
 from atoll.sharding.mesh import Meshes
 
 
@@ -50,6 +52,8 @@ def fsdp(model: Any, meshes: Meshes, context: ShardingContext) -> Any:
     if context.sharding.offload:
         common["offload_policy"] = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
     for block in blocks_of(model.hf, model.parts):
+        if meshes.same_experts is not None:
+            _shard_experts(block, meshes.same_experts, reshard is not False, common)
         if any(True for _ in block.parameters()):
             fully_shard(
                 block,
@@ -65,6 +69,23 @@ def fsdp(model: Any, meshes: Meshes, context: ShardingContext) -> Any:
         root.set_gradient_divide_factor(float(meshes.axes.averaged))
         root.set_force_sum_reduction_for_comms(True)  # gloo has no sum of products
     return root
+
+
+def _shard_experts(
+    block: Any, same_experts: DeviceMesh, reshard: bool, common: dict[str, Any]
+) -> None:
+    """A rank's experts, over the ranks that have the same ones."""
+    # the weights of a token's experts stay in the router's own arithmetic
+    policy = replace(common["mp_policy"], cast_forward_inputs=False)
+    ranks = same_experts.size(-1)
+    for experts in experts_of(block).values():
+        fully_shard(
+            experts,
+            mesh=same_experts,
+            reshard_after_forward=reshard,
+            shard_placement_fn=lambda parameter: beside_experts(parameter, ranks),
+            **(common | {"mp_policy": policy}),
+        )
 
 
 def ddp(model: Any, meshes: Meshes, context: ShardingContext) -> Any:

@@ -17,6 +17,7 @@ class Meshes:
 
     data: (replicate, shard) of this rank's blocks; a sample's context ranks are part of shard.
     rest: the same for what is not in a block, whose shard axis takes in the tensor ranks too.
+    expert: those that have the other experts of a mixture; same_experts: as data, of one's own.
     """
 
     axes: Axes
@@ -26,6 +27,8 @@ class Meshes:
     tensor: DeviceMesh | None
     context: Any
     pipeline: Any
+    expert: DeviceMesh | None = None
+    same_experts: DeviceMesh | None = None
 
 
 def make_meshes(run: Run, device: torch.device, rank: int) -> Meshes | None:
@@ -43,6 +46,9 @@ def make_meshes(run: Run, device: torch.device, rank: int) -> Meshes | None:
     if axes.context > 1:
         ways = (axes.world // axes.tokens, axes.context, axes.tensor)
         context = init_device_mesh(kind, ways, mesh_dim_names=("others", "context", "tensor"))
+    experts = None
+    if axes.expert > 1:
+        experts = _mesh(kind, sizes | {"shard": shard // axes.expert, "expert": axes.expert})
     return Meshes(
         axes=axes,
         rank=rank,
@@ -51,6 +57,8 @@ def make_meshes(run: Run, device: torch.device, rank: int) -> Meshes | None:
         tensor=blocks["tensor"] if axes.tensor > 1 else None,
         context=None if context is None else context["context"].get_group(),
         pipeline=_connected(blocks["pipeline"].get_group(), device) if axes.pipeline > 1 else None,
+        expert=None if experts is None else experts["expert"],
+        same_experts=None if experts is None else _data(experts),
     )
 
 

@@ -26,6 +26,7 @@ from atoll.plan.traffic import Sent, bytes_sent
 from atoll.settings import Run
 from atoll.sharding.context_parallel import split_tokens
 from atoll.sharding.deepspeed import initialize
+from atoll.sharding.expert import check_experts, split_experts
 from atoll.sharding.layouts import AFTER_WEIGHTS, BEFORE_WEIGHTS, ShardingContext, apply_layouts
 from atoll.sharding.mesh import Meshes, make_meshes
 from atoll.sharding.pipeline import split_layers
@@ -33,6 +34,7 @@ from atoll.sharding.process_group import World, run_on_all_ranks, say
 from atoll.sharding.step_plan import StepPlan
 from atoll.sharding.tensor import split_matrices
 from atoll.train.optimizer import NamedOptimizer, make_optimizer
+from atoll.train.parameter_groups import freeze
 from atoll.train.precision import compute_dtype
 from atoll.train.tasks import TASKS
 from atoll.train.write_gguf import check_writable
@@ -131,6 +133,7 @@ def build_sharded(
     """Meta, sharded, given memory, filled slice by slice, then wrapped."""
     run_on_all_ranks(world, lambda: check_device(run.model.quantisation, world.device))
     run_on_all_ranks(world, lambda: adapt(model.hf, run.model))
+    run_on_all_ranks(world, lambda: freeze(run.optimizer, model))
     if run.training.compile:
         run_on_all_ranks(world, lambda: check_compiler(world))
         for block in blocks_of(model.hf, model.parts):
@@ -157,8 +160,11 @@ def divide(run: Run, model: Any, meshes: Meshes | None) -> None:
     """Give this rank its layers, its part of their matrices and its part of the tokens."""
     if meshes is not None:
         check_architecture(shape_of(model.hf.config.to_dict()), run.sharding)
+        if run.sharding.expert > 1:
+            check_experts(model.hf, blocks_of(model.hf, model.parts))
         split_layers(model, meshes, run.sharding.stages_per_rank)
         split_matrices(model, meshes)
+        split_experts(model, meshes)
         split_tokens(model, meshes)
 
 

@@ -327,6 +327,8 @@ def _publish(partial: Path, content: dict[str, Any], keep: int) -> None:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
+    if not (path / MANIFEST).is_file():
+        raise UserError(f"{path} is no complete checkpoint", f"name one that has a {MANIFEST}")
     try:
         content: dict[str, Any] = json.loads((path / MANIFEST).read_text())
     except ValueError as error:

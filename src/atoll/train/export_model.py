@@ -17,18 +17,25 @@ from atoll.models.weights import stored_buffers
 from atoll.settings import Run
 from atoll.sharding.process_group import gathered, run_on_all_ranks, say
 from atoll.train.assemble import TrainState
+from atoll.train.optimizer import averaged
 from atoll.train.state_dict import parameters_of
 from atoll.train.write_gguf import write_gguf
 
 
 def export_model(train_state: TrainState) -> None:
-    """Write the Hugging Face folder: weights by all ranks, the rest by one, then one rename."""
+    """Write the Hugging Face folder: weights by all ranks, the rest by one, then one rename.
+
+    And before it that of the weights' average, where there is one.
+    """
     with train_state.heartbeat.at("export"):
-        _export(train_state)
+        if train_state.optimizer.averages:
+            with averaged(train_state.optimizer):
+                _export(train_state, run_dir.averaged_export(train_state.run_folder))
+        _export(train_state, run_dir.export(train_state.run_folder))
 
 
-def _export(train_state: TrainState) -> None:
-    world, final = train_state.world, run_dir.export(train_state.run_folder)
+def _export(train_state: TrainState, final: Path) -> None:
+    world = train_state.world
     dtype = getattr(torch, train_state.run.export.dtype)
     plain, lora = parameters_of(train_state), train_state.run.model.lora
     head = new_head(train_state.config)

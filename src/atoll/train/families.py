@@ -10,6 +10,7 @@ from atoll.models.build import skeleton
 from atoll.models.parts import PARTS, blocks_of, parts_of
 from atoll.models.self_check import TRIED, self_check
 from atoll.models.tiny_copy import tiny_copy
+from atoll.sharding.expert import check_experts
 from atoll.sharding.pipeline import check_between
 from atoll.sharding.tensor import plan_of
 
@@ -45,6 +46,7 @@ def row_of(family: str) -> Row:
         "family": family,
         "experts": getattr(config, "num_experts_per_tok", None) is not None,
         "tensor": _refusal(lambda: plan_of(block, config)),
+        "expert": _refusal(lambda: check_experts(hf, blocks_of(hf, parts_of(hf)))),
         "pipeline": _refusal(lambda: check_between(config)),
         "classifier": None if classifies(family) else "transformers has no classifier of it",
         "tried": verdict or "by tests, against transformers",
@@ -79,8 +81,8 @@ def classifies(family: str) -> bool:
 
 def table(rows: list[Row]) -> str:
     """In Markdown, as docs/models.md has it."""
-    columns = ("tensor", "pipeline", "classifier")
-    lines = [f"| family | kind | {' | '.join(columns)} |", "|---|---|---|---|---|"]
+    columns = ("tensor", "expert", "pipeline", "classifier")
+    lines = [f"| family | kind | {' | '.join(columns)} |", "|---|---|---|---|---|---|"]
     for row in rows:
         cells = ["no" if row[column] else "yes" for column in columns]
         kind = "mixture" if row["experts"] else "dense"

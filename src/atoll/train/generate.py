@@ -24,6 +24,7 @@ from atoll.monitor.loggers import add_samples
 from atoll.settings import Generation, Run, load_run
 from atoll.sharding.process_group import World
 from atoll.train import checkpoint
+from atoll.train.parameter_groups import freeze
 from atoll.train.tasks import TASKS
 from atoll.train.untrained import write_untrained
 
@@ -129,9 +130,10 @@ def from_checkpoint(path: Path, run: Run) -> TextGenerator:
     config = task.config(run, manifest.vocabulary)
     model = task.model(config, run, manifest.vocabulary)
     adapt(model.hf, run.model.model_copy(update={"quantisation": "none"}))
+    freeze(run.optimizer, model)
     shapes = {name: tuple(p.shape) for name, p in model.hf.named_parameters()}
     materialize(model, cpu)
-    if run.model.lora is not None:  # the weights that stay are not in a checkpoint
+    if not all(p.requires_grad for p in model.parameters()):  # what stays is in no checkpoint
         with weights_for(run.model, config, run.seed) as read:
             fill(model.hf, adapted_reader(read, run.seed, shapes))
     fill_buffers(model.hf)

@@ -1,7 +1,8 @@
 """The optimizer, its learning-rate schedule, and the update itself."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from atoll.errors import UserError
 from atoll.settings import Optimizer
 from atoll.sharding.tied_ends import copied_names
+from atoll.train.parameter_groups import optimizer_groups
 
 RANK_SCALES: dict[str, Callable[[int], float]] = {
     "none": lambda ranks: 1.0,
@@ -26,6 +28,8 @@ DECAYS: dict[str, Callable[[int, int], float]] = {
     "cosine": lambda step, steps: 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / steps))),
     # as Hugging Face's: the first step takes the peak, the last what stands one step before zero
     "linear": lambda step, steps: max(0.0, (steps - step + 1) / steps),
+    # behind the steps that hold the peak: 1 - sqrt (Hägele et al. 2024)
+    "wsd": lambda step, steps: 1.0 - math.sqrt(min(1.0, step / steps)),
 }
 
 
@@ -42,29 +46,37 @@ class NamedOptimizer:
     # the weights a proximal term pulls to, and how strongly (FedProx, Li et al. 2020)
     anchors: dict[str, Tensor] = field(default_factory=dict)
     proximal: float = 0.0
+    # the weights' average over the steps, and how much of it each step keeps
+    averages: dict[str, Tensor] = field(default_factory=dict)
+    ema_decay: float = 0.0
     copies: frozenset[str] = frozenset()  # of weights that another stage of a pipeline counts
 
 
 def make_optimizer(settings: Optimizer, model: nn.Module) -> NamedOptimizer:
-    """AdamW over the model's parameters; vectors (norms, biases) are not decayed."""
+    """AdamW over the parameters that learn, each with the settings of its group."""
     local = settings.name == "adamw_8bit"
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
     pairs = {name: (p, _own_shard(p) if local else p) for name, p in learning.items()}
-    groups = []
+    groups: list[dict[str, Any]] = []
     # one kernel takes all parameters of a group, so those of another mesh are another group
+    names = {id(own): name for name, (_, own) in pairs.items()}
     for same in by_mesh([own for _, own in pairs.values()]):
-        decayed = [own for own in same if own.ndim >= 2]
-        others = [own for own in same if own.ndim < 2]
-        groups.append({"params": decayed, "weight_decay": settings.weight_decay})
-        groups.append({"params": others, "weight_decay": 0.0})
+        groups += optimizer_groups(settings, [(names[id(own)], own) for own in same])
     rate, betas, epsilon = settings.learning_rate, settings.betas, settings.epsilon
-    filled = [group for group in groups if group["params"]]
-    optimizer = KINDS[settings.name]()(filled, lr=rate, betas=betas, eps=epsilon)
-    anchors = {}
-    if settings.proximal:
-        anchors = {name: p.detach().clone() for name, p in learning.items()}
-    copies = frozenset(copied_names(model))
-    return NamedOptimizer(optimizer, pairs, anchors, settings.proximal, copies)
+    optimizer = KINDS[settings.name]()(groups, lr=rate, betas=betas, eps=epsilon)
+
+    def as_they_begin(wanted: object) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in learning.items()} if wanted else {}
+
+    return NamedOptimizer(
+        optimizer,
+        pairs,
+        anchors=as_they_begin(settings.proximal),
+        proximal=settings.proximal,
+        averages=as_they_begin(settings.ema_decay),
+        ema_decay=settings.ema_decay or 0.0,
+        copies=frozenset(copied_names(model)),
+    )
 
 
 def learning_rate(settings: Optimizer, step: int, total_steps: int, ranks: int) -> float:
@@ -75,8 +87,14 @@ def learning_rate(settings: Optimizer, step: int, total_steps: int, ranks: int) 
     peak = settings.learning_rate * RANK_SCALES[settings.scale_with_ranks](ranks)
     if step <= settings.warmup_steps:
         return peak * step / settings.warmup_steps
-    decay_steps = max(1, total_steps - settings.warmup_steps)
-    share = DECAYS[settings.decay](step - settings.warmup_steps, decay_steps)
+    if settings.decay == "inverse_sqrt":  # Vaswani et al. 2017; no step but the warm-up's counts
+        share = math.sqrt(max(1, settings.warmup_steps) / step)
+        return peak * max(settings.final_fraction, share)
+    held = total_steps - settings.cooldown(total_steps) if settings.decay == "wsd" else 0
+    begin = max(settings.warmup_steps, held)
+    if step <= begin:
+        return peak
+    share = DECAYS[settings.decay](step - begin, max(1, total_steps - begin))
     return peak * (settings.final_fraction + (1.0 - settings.final_fraction) * share)
 
 
@@ -112,10 +130,32 @@ def take_step(
         if own is not parameter and parameter.grad is not None:
             own.grad = _local(parameter.grad)
     for group in optimizer.inner.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["learning_rate_factor"]
     _update(optimizer.inner, skipped)
     clear_gradients(optimizer)
+    for name, average in optimizer.averages.items():
+        parameter, _ = optimizer.parameters[name]
+        _local(average).lerp_(_local(parameter.detach()), 1.0 - optimizer.ema_decay)
     return norm
+
+
+@contextmanager
+def averaged(optimizer: NamedOptimizer) -> Iterator[None]:
+    """The model with the average of its weights in their place."""
+    _swap(optimizer)
+    try:
+        yield
+    finally:
+        _swap(optimizer)
+
+
+@torch.no_grad()
+def _swap(optimizer: NamedOptimizer) -> None:
+    for name, average in optimizer.averages.items():
+        weights, average = _local(optimizer.parameters[name][0].detach()), _local(average)
+        kept = weights.clone()
+        weights.copy_(average)
+        average.copy_(kept)
 
 
 def _update(inner: Any, skipped: Tensor | None) -> None:

@@ -32,7 +32,11 @@ def state_dict(train_state: TrainState) -> dict[str, Tensor]:
             for word, value in optimizer_state_dict(train_state.optimizer).items()
         )
     }
-    return parameters | moments
+    averages = {
+        f"ema/{copies.get(name, name)}": value
+        for name, value in train_state.optimizer.averages.items()
+    }
+    return parameters | moments | averages
 
 
 def load_state_dict(train_state: TrainState, state: dict[str, Tensor]) -> None:

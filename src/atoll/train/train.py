@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from atoll import run_dir
 from atoll.errors import UserError
@@ -33,7 +34,7 @@ from atoll.train.evaluate import Evaluation, evaluate
 from atoll.train.export_model import export_model
 from atoll.train.guard import Trouble, note
 from atoll.train.loop import LoopEnd, loop
-from atoll.train.optimizer import load_step_counts
+from atoll.train.optimizer import averaged, load_step_counts
 from atoll.train.reference import set_reference
 from atoll.train.state_dict import load_state_dict, state_dict
 from atoll.train.stop_signals import INTERRUPTED, TIME_IS_OVER, StopCode, note_restart, stop_signals
@@ -151,7 +152,12 @@ def take_remaining_steps(
         if end.stop_code:
             note_stop(train_state, end)
             return end.stop_code
-    write_result(train_state, evaluate(train_state, train_state.total_steps, observers))
+    final = evaluate(train_state, train_state.total_steps, observers)
+    average = None
+    if train_state.optimizer.averages:
+        with averaged(train_state.optimizer):
+            average = evaluate(train_state, train_state.total_steps, ())
+    write_result(train_state, final, average)
     export_model(train_state)
     return 0
 
@@ -162,9 +168,13 @@ def is_finished(train_state: TrainState, start: checkpoint.Progress) -> bool:
     return all_steps and run_dir.result_file(train_state.run_folder).is_file()
 
 
-def write_result(train_state: TrainState, final: Evaluation) -> None:
+def write_result(
+    train_state: TrainState, final: Evaluation, average: Evaluation | None = None
+) -> None:
+    """average: of the average of the weights."""
     if train_state.world.rank == 0:
-        result = {"steps": train_state.total_steps, **final.record()}
+        result: dict[str, Any] = {"steps": train_state.total_steps, **final.record()}
+        result |= {"ema": average.record()} if average else {}
         file = run_dir.result_file(train_state.run_folder)
         run_dir.write_whole(file, json.dumps(result, indent=1))
 
@@ -184,15 +194,18 @@ def resume(train_state: TrainState) -> checkpoint.Progress:
     world = train_state.world
     folder, keep = train_state.run_folder, train_state.run.checkpoint.keep
     path = checkpoint.newest_intact(folder, world)
+    is_verified = path is not None
     if path is None:
         run_on_all_ranks(
             world, lambda: checkpoint.check_space(folder, state_dict(train_state), keep)
         )
+        path = train_state.run.checkpoint.initial_load_path
+    if path is None:
         return checkpoint.Progress(0, 0, 0, world.size, {})
     progress = run_on_all_ranks(world, lambda: checkpoint.load_progress(path))
     run_on_all_ranks(world, lambda: check_resumable(train_state, progress))
     state = state_dict(train_state)
-    checkpoint.load(path, state, world, is_verified=True)
+    checkpoint.load(path, state, world, is_verified)
     load_state_dict(train_state, state)
     load_step_counts(train_state.optimizer, progress.step_counts)
     say(world, f"resumed from {path} (step {progress.step})")
