@@ -72,9 +72,7 @@ def alone(export: Path, tasks: Path) -> dict[str, Any]:
     )["results"]["colours"]
 
 
-def test_scores_are_those_of_the_harness_alone(
-    tasks: Path, tmp_path: Path
-) -> None:
+def test_scores_are_those_of_the_harness_alone(tasks: Path, tmp_path: Path) -> None:
     export = small_model(tmp_path)
     assert scores.main([str(export), "--tasks=colours", f"--tasks-folder={tasks}"]) == 0
     expected = alone(export, tasks)
@@ -83,6 +81,7 @@ def test_scores_are_those_of_the_harness_alone(
     assert written == {name: expected[f"{name},none"] for name in written}
 
 
+@pytest.mark.full  # the harness reads its own 10,000 files
 def test_a_task_that_nobody_knows_is_refused(tasks: Path) -> None:
     with pytest.raises(UserError, match="no task hues"):
         scores.main([str(tasks), "--tasks=hues", f"--tasks-folder={tasks}"])
