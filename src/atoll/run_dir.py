@@ -162,6 +162,11 @@ def averaged_export(run_folder: Path) -> Path:
     return run_folder / "export_ema"
 
 
+def scored_model(run_folder: Path) -> Path:
+    """The model of a step while all ranks read it, to score it (evaluation.tasks)."""
+    return run_folder / ".scored"
+
+
 def sample_file(run_folder: Path) -> Path:
     return run_folder / "sample.txt"
 

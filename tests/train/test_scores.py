@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_run
 import tiny
+from rank_pool import RankPool
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from atoll import run_dir
 from atoll.errors import UserError
+from atoll.settings import Evaluation
+from atoll.sharding.process_group import World
 from atoll.train import harness, scores
 
 SIZES = tiny.CONFIGS["llama"] | {"vocab_size": 300, "hidden_size": 64}
@@ -24,6 +29,16 @@ doc_to_text: "{{{{question}}}}"
 doc_to_choice: "{{{{choices}}}}"
 doc_to_target: "{{{{answer}}}}"
 metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+WHOLE_TEXT = """\
+task: texts
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{question}}}}"
+metric_list: [{{metric: bits_per_byte}}, {{metric: word_perplexity}}]
 """
 
 
@@ -44,7 +59,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(7)
     ]
     (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "colours.yaml").write_text(TASK.format(data=folder / "test.jsonl"))
+    for name, text in (("colours", TASK), ("texts", WHOLE_TEXT)):
+        (folder / f"{name}.yaml").write_text(text.format(data=folder / "test.jsonl"))
     return folder
 
 
@@ -67,18 +83,56 @@ def alone(export: Path, tasks: Path) -> dict[str, Any]:
 
     return simple_evaluate(
         model=HFLM(pretrained=str(export), device="cpu"),
-        tasks=["colours"],
+        tasks=["colours", "texts"],
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
-    )["results"]["colours"]
+    )["results"]
+
+
+def numbers(results: dict[str, Any]) -> harness.Figures:
+    """The harness's own results, as we name them."""
+    return {task: harness._numbers(values) for task, values in results.items()}
+
+
+def scored(world: World, export: Path, asked: Evaluation) -> harness.Figures:
+    """What a rank of the pool runs."""
+    return scores.scores_of(export, asked, world)
 
 
 def test_scores_are_those_of_the_harness_alone(tasks: Path, tmp_path: Path) -> None:
     export = small_model(tmp_path)
-    assert scores.main([str(export), "--tasks=colours", f"--tasks-folder={tasks}"]) == 0
-    expected = alone(export, tasks)
-    written = json.loads((export / scores.FILE_NAME).read_text())["tasks"]["colours"]
-    assert set(written) == {"acc", "acc_stderr", "acc_norm", "acc_norm_stderr"}
-    assert written == {name: expected[f"{name},none"] for name in written}
+    words = ["--tasks=colours,texts", f"--tasks-folder={tasks}"]
+    assert scores.main([str(export), *words]) == 0
+    written = json.loads((export / scores.FILE_NAME).read_text())["tasks"]
+    assert set(written["colours"]) == {"acc", "acc_stderr", "acc_norm", "acc_norm_stderr"}
+    assert set(written["texts"]) == {"bits_per_byte", "word_perplexity"}
+    assert written == numbers(alone(export, tasks))
+
+
+def test_ranks_score_together_as_one_process(tasks: Path, tmp_path: Path, ranks: RankPool) -> None:
+    export = small_model(tmp_path)
+    asked = Evaluation(
+        every_steps=0, max_samples=None, tasks=["colours", "texts"], tasks_folder=str(tasks)
+    )
+    of_first, *_ = ranks.run(scored, export, asked, world=3)
+    assert of_first == numbers(alone(export, tasks))
+
+
+def test_a_run_scores_what_it_exports(tasks: Path, tmp_path: Path, ranks: RankPool) -> None:
+    small_run.write_text(tmp_path)
+    evaluation = {"every_steps": 3, "tasks": ["colours"], "tasks_folder": str(tasks)}
+    changes: dict[str, Any] = {"evaluation": evaluation, "export": {"dtype": "float32"}}
+    run = small_run.settings(tmp_path, 2, **changes)
+    folder = small_run.ready(run)
+    ranks.run(small_run.train_here, run, world=2)
+    lines = map(json.loads, run_dir.metrics_file(folder).read_text().splitlines())
+    evaluations = [line for line in lines if line["event"] == "evaluation"]
+    assert [line["step"] for line in evaluations] == [0, 3, 6]
+    expected = numbers(alone(run_dir.export(folder), tasks))["colours"]
+    assert {f"colours/{name}": value for name, value in expected.items()}.items() <= evaluations[
+        -1
+    ].items()
+    assert json.loads(run_dir.result_file(folder).read_text())["colours/acc"] == expected["acc"]
+    assert not run_dir.scored_model(folder).exists()
 
 
 @pytest.mark.full  # the harness reads its own 10,000 files

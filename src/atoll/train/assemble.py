@@ -33,6 +33,7 @@ from atoll.sharding.pipeline import split_layers
 from atoll.sharding.process_group import World, run_on_all_ranks, say
 from atoll.sharding.step_plan import StepPlan
 from atoll.sharding.tensor import split_matrices
+from atoll.train.harness import tasks_of
 from atoll.train.optimizer import NamedOptimizer, make_optimizer
 from atoll.train.parameter_groups import freeze
 from atoll.train.precision import compute_dtype
@@ -58,6 +59,7 @@ class TrainState:
     communication_bytes: Sent  # expected, sent by one rank in a step
     shape: Shape
     heartbeat: Heartbeat
+    scored_tasks: Any = None  # the harness's, of evaluation.tasks
 
     @property
     def pipeline_group(self) -> Any:
@@ -79,6 +81,7 @@ def assemble(
     prepared = run_dir.prepared(run)
     training = run_on_all_ranks(world, lambda: open_samples(run.data, prepared, "train"))
     validation = run_on_all_ranks(world, lambda: open_samples(run.data, prepared, "validation"))
+    tasks = run_on_all_ranks(world, lambda: tasks_of(run.evaluation))
     task = TASKS[run.task.name]
     config = run_on_all_ranks(world, lambda: task.config(run, manifest.vocabulary))
     if run.export.gguf_format is not None:
@@ -117,6 +120,7 @@ def assemble(
         communication_bytes=bytes_sent(as_computed(run, dtype), shape),
         shape=shape,
         heartbeat=heartbeat or unwatched(world.rank),
+        scored_tasks=tasks,
     )
 
 

@@ -14,7 +14,6 @@ from atoll.models.classifier import new_head
 from atoll.models.source import source_folder
 from atoll.models.stored_names import as_stored, names_as_stored
 from atoll.models.weights import stored_buffers
-from atoll.settings import Run
 from atoll.sharding.process_group import gathered, run_on_all_ranks, say
 from atoll.train.assemble import TrainState
 from atoll.train.optimizer import averaged
@@ -35,6 +34,12 @@ def export_model(train_state: TrainState) -> None:
 
 
 def _export(train_state: TrainState, final: Path) -> None:
+    write_export(train_state, final, train_state.run.export.gguf_format)
+    say(train_state.world, f"exported to {final}")
+
+
+def write_export(train_state: TrainState, final: Path, gguf: str | None = None) -> None:
+    """The model as it is now; gguf: the format of a file for llama.cpp beside it."""
     world = train_state.world
     dtype = getattr(torch, train_state.run.export.dtype)
     plain, lora = parameters_of(train_state), train_state.run.model.lora
@@ -89,17 +94,11 @@ def _export(train_state: TrainState, final: Path) -> None:
             source_folder(train_state.run.model),
             _end_ids(train_state),
         )
-        _publish(train_state.run, partial, final)
+        if gguf is not None:
+            write_gguf(partial, gguf, train_state.run.name)
+        export.publish(partial, final)
 
     run_on_all_ranks(world, lambda: rest() if first else None)
-    say(world, f"exported to {final}")
-
-
-def _publish(run: Run, partial: Path, final: Path) -> None:
-    """Write the file for llama.cpp, where it is asked for, of what is whole now; then rename."""
-    if (gguf := run.export.gguf_format) is not None:
-        write_gguf(partial, gguf, run.name)
-    export.publish(partial, final)
 
 
 def _end_ids(train_state: TrainState) -> list[int]:

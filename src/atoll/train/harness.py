@@ -7,16 +7,22 @@ import importlib
 import json
 import math
 import os
+import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from atoll import run_dir
 from atoll.errors import UserError, first_line
 from atoll.settings import Evaluation
+from atoll.sharding.process_group import World
 
 Figures = dict[str, dict[str, float]]  # task -> figure -> value
 
@@ -34,10 +40,12 @@ def check_installed() -> None:
 
 
 def tasks_of(asked: Evaluation) -> Any:
-    """The harness's tasks, with those of a folder; all that is asked for is there.
+    """The harness's tasks, with those of a folder; all that is asked for is there, if anything is.
 
     Raises `UserError` for a name that none of them has, and for data that are not on this machine.
     """
+    if not asked.tasks:
+        return None
     check_installed()
     _stay_offline()
     from lm_eval.tasks import TaskManager
@@ -56,18 +64,33 @@ def tasks_of(asked: Evaluation) -> Any:
     return _with_data(manager, asked.tasks)
 
 
-def figures_of(model: Any, asked: Evaluation, manager: Any) -> Figures:
-    """What the harness gives for a model of its own kind, to the last digit."""
+def figures_of(
+    model: Any,
+    tokenizer: Any,
+    asked: Evaluation,
+    manager: Any,
+    world: World,
+    beat: Callable[[], None] = lambda: None,
+) -> Figures:
+    """What the harness alone gives for a model that each rank has whole, to the last digit.
+
+    beat: called before each pass of the model.
+    """
     from lm_eval import simple_evaluate
 
-    results = simple_evaluate(
-        model=model,
-        tasks=list(asked.tasks),
-        task_manager=manager,
-        num_fewshot=asked.fewshot,
-        limit=asked.task_samples,
-        log_samples=False,
-    )
+    from atoll.train.harness_model import ModelOnRanks
+
+    with _own_random_numbers():
+        results = simple_evaluate(
+            model=ModelOnRanks(model, tokenizer, world, beat),
+            tasks=list(asked.tasks),
+            task_manager=manager,
+            num_fewshot=asked.fewshot,
+            limit=asked.task_samples,
+            log_samples=False,
+            # it starts as many processes as there are cores; the first rank's figures count
+            **({} if world.rank == 0 else {"bootstrap_iters": 0}),
+        )
     return {str(task): _numbers(values) for task, values in results["results"].items()}
 
 
@@ -114,6 +137,16 @@ def _with_data(manager: Any, names: Sequence[str]) -> Any:
             f"{', '.join(unsafe)} runs code that the model writes", "choose another task"
         )
     return manager
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """The harness sets seeds, which are a run's as well: they go on from where they were."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
 
 
 def _stay_offline() -> None:

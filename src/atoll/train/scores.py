@@ -1,13 +1,32 @@
 """`atoll evaluate WHERE --tasks NAMES`: scores of EleutherAI's lm-evaluation-harness, offline."""
 
 import argparse
+import os
+import socket
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from atoll.commands import VerbParser
 from atoll.errors import UserError
+from atoll.launch import (
+    Placement,
+    device_index,
+    placement_from,
+    start_local_ranks,
+    threads_per_rank,
+    with_port,
+)
 from atoll.settings import Evaluation
+from atoll.sharding.process_group import (
+    SharedError,
+    World,
+    beside_each_other,
+    run_on_all_ranks,
+    say,
+)
 from atoll.train import harness
+from atoll.train.generate import run_of, text_generator_of
 
 FILE_NAME = "scores.json"
 
@@ -16,27 +35,53 @@ def main(argv: list[str]) -> int:
     """Score a run, a checkpoint, an export or an adapter; print it, and keep it in scores.json."""
     arguments = _parser().read(argv)
     asked = _asked(arguments)
-    out = arguments.out or arguments.where / FILE_NAME
-    figures = scores_of(arguments.where, asked)
-    harness.write_scores(out, figures, asked)
-    print("\n".join([*harness.as_lines(figures), f"in {out}"]))
+    placement = placement_from(os.environ, socket.gethostname(), None, "")
+    if arguments.local_ranks is None:
+        return _score(arguments, asked, placement)
+    if placement.world_size > 1:
+        raise UserError(
+            f"--local-ranks={arguments.local_ranks} in a task that is rank {placement.rank} of "
+            f"{placement.world_size} already ({placement.source})",
+            "leave --local-ranks out",
+        )
+    with with_port(placement) as placement:
+        words = ["scores", *_words(arguments, asked)]
+        return start_local_ranks(placement, arguments.local_ranks, words)
+
+
+def _score(arguments: argparse.Namespace, asked: Evaluation, placement: Placement) -> int:
+    """As the one process, or as one of the ranks of a job step."""
+    if placement.world_size > 1:
+        torch.set_num_threads(threads_per_rank(placement, len(os.sched_getaffinity(0)), None))
+    try:
+        with beside_each_other(placement, _device(placement)) as world:
+            figures = scores_of(arguments.where, asked, world)
+            out = arguments.out or arguments.where / FILE_NAME
+            if world.rank == 0:
+                harness.write_scores(out, figures, asked)
+            say(world, "\n".join([*harness.as_lines(figures), f"in {out}"]))
+    except SharedError:
+        if placement.rank == 0:  # every rank has the same error
+            raise
+        return 2
     return 0
 
 
-def scores_of(where: Path, asked: Evaluation) -> harness.Figures:
-    """The scores of the model of a folder, in this process."""
-    manager = harness.tasks_of(asked)
-    return harness.figures_of(own_model(where), asked, manager)
+def _device(placement: Placement) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    index = device_index(placement.local_rank, placement.local_world_size, count)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
-def own_model(where: Path) -> Any:
-    """The model of a folder, as the harness calls one."""
-    from lm_eval.models.huggingface import HFLM
-
-    from atoll.train.generate import run_of, text_generator_of
-
-    generator = text_generator_of(where, run_of(where))
-    return HFLM(pretrained=generator.model, tokenizer=generator.tokenizer)
+def scores_of(where: Path, asked: Evaluation, world: World) -> harness.Figures:
+    """The scores of the model of a folder; on all ranks."""
+    manager = run_on_all_ranks(world, lambda: harness.tasks_of(asked))
+    generator = run_on_all_ranks(world, lambda: text_generator_of(where, run_of(where)))
+    model = generator.model.to(world.device)
+    return harness.figures_of(model, generator.tokenizer, asked, manager, world)
 
 
 def _parser() -> VerbParser:
@@ -47,6 +92,9 @@ def _parser() -> VerbParser:
         "--tasks-folder", type=Path, metavar="FOLDER", help="task YAMLs of your own, local data"
     )
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="default: as the task says")
+    parser.add_argument(
+        "--local-ranks", type=int, metavar="N", help="start N ranks here; srun starts a job's"
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="only so many samples of each task")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: WHERE/{FILE_NAME}")
     return parser
@@ -62,6 +110,8 @@ def _asked(arguments: argparse.Namespace) -> Evaluation:
             raise UserError(f"no such folder: {path}", "check the path")
     if arguments.limit is not None and arguments.limit < 1:
         raise UserError(f"--limit is {arguments.limit}", "give a number above 0")
+    if arguments.local_ranks is not None and arguments.local_ranks < 1:
+        raise UserError(f"--local-ranks is {arguments.local_ranks}", "give 1 or more")
     if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
         raise UserError(f"--num-fewshot is {arguments.num_fewshot}", "give 0 or more")
     folder = arguments.tasks_folder
@@ -73,3 +123,16 @@ def _asked(arguments: argparse.Namespace) -> Evaluation:
         fewshot=arguments.num_fewshot,
         task_samples=arguments.limit,
     )
+
+
+def _words(arguments: argparse.Namespace, asked: Evaluation) -> list[str]:
+    """The command of each local rank."""
+    values = {
+        "--tasks": ",".join(asked.tasks),
+        "--tasks-folder": asked.tasks_folder,
+        "--num-fewshot": asked.fewshot,
+        "--limit": asked.task_samples,
+        "--out": arguments.out,
+    }
+    given = [f"{option}={value}" for option, value in values.items() if value is not None]
+    return [*given, str(arguments.where)]
