@@ -183,6 +183,20 @@ def prepared(run: Run) -> Path:
     return run.folders.prepared / f"{run.data.name}-{prepared_digest(run)}"
 
 
+def bundled_tasks(run: Run) -> Path | None:
+    """The data of the tasks that a run is scored with, where a bundle has them."""
+    return None if run.folders.bundle is None else tasks_folder(run.folders.bundle)
+
+
+def tasks_folder(bundle: Path) -> Path:
+    return bundle / "tasks"
+
+
+def own_tasks(folder: Path) -> Path:
+    """In a bundle's folder of tasks: evaluation.tasks_folder, as it was."""
+    return folder / "own"
+
+
 def bundle_manifest(bundle: Path) -> Path:
     return bundle / "bundle.json"
 

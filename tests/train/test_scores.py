@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from atoll import run_dir
+from atoll.data import harness_tasks
 from atoll.errors import UserError
 from atoll.settings import Evaluation
 from atoll.sharding.process_group import World
@@ -47,7 +49,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """What scoring turns on for its process is off again for the tests behind."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
-    for module, name in harness.OFFLINE.items():
+    for module, name in harness_tasks.OFFLINE.items():
         monkeypatch.setattr(importlib.import_module(module), name, True)
 
 
@@ -94,8 +96,12 @@ def numbers(results: dict[str, Any]) -> harness.Figures:
 
 
 def scored(world: World, export: Path, asked: Evaluation) -> harness.Figures:
-    """What a rank of the pool runs."""
-    return scores.scores_of(export, asked, world)
+    """What a rank of the pool runs, as on a node."""
+    os.environ["LOCAL_RANK"] = str(world.rank)
+    try:
+        return scores.scores_of(export, asked, world)
+    finally:
+        del os.environ["LOCAL_RANK"]
 
 
 def test_scores_are_those_of_the_harness_alone(tasks: Path, tmp_path: Path) -> None:
@@ -113,8 +119,8 @@ def test_ranks_score_together_as_one_process(tasks: Path, tmp_path: Path, ranks:
     asked = Evaluation(
         every_steps=0, max_samples=None, tasks=["colours", "texts"], tasks_folder=str(tasks)
     )
-    of_first, *_ = ranks.run(scored, export, asked, world=3)
-    assert of_first == numbers(alone(export, tasks))
+    expected = numbers(alone(export, tasks))
+    assert ranks.run(scored, export, asked, world=3) == [expected] * 3
 
 
 def test_a_run_scores_what_it_exports(tasks: Path, tmp_path: Path, ranks: RankPool) -> None:
@@ -144,5 +150,22 @@ def test_a_task_that_nobody_knows_is_refused(tasks: Path) -> None:
 def test_a_task_without_its_data_is_refused(tasks: Path) -> None:
     lost = TASK.replace("task: colours", "task: lost").format(data=tasks / "lost.jsonl")
     (tasks / "lost.yaml").write_text(lost)
-    with pytest.raises(UserError, match="data of lost cannot be read offline"):
+    with pytest.raises(UserError, match="data of lost cannot be read"):
         scores.main([str(tasks), "--tasks=lost", f"--tasks-folder={tasks}"])
+
+
+def test_a_bundle_holds_all_that_its_tasks_read(tasks: Path, tmp_path: Path) -> None:
+    """The folder of the data may be gone: the bundle was copied to another machine."""
+    away = tmp_path / "away"
+    away.mkdir()
+    (away / "here.jsonl").write_text((tasks / "test.jsonl").read_text())
+    (away / "colours.yaml").write_text(TASK.format(data=away / "here.jsonl"))
+    asked = Evaluation(every_steps=0, max_samples=None, tasks=["colours"], tasks_folder=str(away))
+    bundle, export = tmp_path / "bundle", small_model(tmp_path / "export")
+    bundle.mkdir()
+    harness_tasks.fetch_tasks(asked, run_dir.tasks_folder(bundle))
+    expected = numbers(alone(export, tasks))["colours"]
+    (away / "here.jsonl").unlink()
+    assert scores.main([str(export), "--tasks=colours", f"--bundle={bundle}"]) == 0
+    written = json.loads((export / scores.FILE_NAME).read_text())["tasks"]["colours"]
+    assert written == expected

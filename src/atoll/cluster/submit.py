@@ -181,6 +181,9 @@ def check_source(run: Run) -> None:
     source = run.model.source
     if source is not None and source.startswith("/") and not Path(source).is_dir():
         raise UserError(f"no such folder: model.source={source}", "check the path")
+    tasks = run.evaluation.tasks_folder
+    if tasks is not None and not Path(tasks).is_dir():
+        raise UserError(f"no such folder: evaluation.tasks_folder={tasks}", "check the path")
     origin = run.checkpoint.initial_load_path
     if origin is not None and not origin.is_dir():
         raise UserError(f"no such folder: checkpoint.initial_load_path={origin}", "check the path")

@@ -73,7 +73,8 @@ def _covers(folder: str, path: str) -> bool:
 
 def _given_files(run: Run) -> list[Path]:
     """The folders of the model, tokenizer and text files that a run names by path."""
-    named = [run.model.source, run.tokenizer.path, *run.data.files, *run.data.validation.files]
+    named = [run.model.source, run.tokenizer.path, run.evaluation.tasks_folder]
+    named += [*run.data.files, *run.data.validation.files]
     others = (run.folders.bundle, run.checkpoint.initial_load_path)
     named += [str(path) for path in others if path]
     paths = [Path(name) for name in named if name and name.startswith("/")]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from atoll import run_dir
+from atoll.data.harness_tasks import HarnessTasks, tasks_of
 from atoll.data.loader import Samples, open_samples
 from atoll.data.tokenize import open_prepared
 from atoll.errors import UserError
@@ -33,7 +34,6 @@ from atoll.sharding.pipeline import split_layers
 from atoll.sharding.process_group import World, run_on_all_ranks, say
 from atoll.sharding.step_plan import StepPlan
 from atoll.sharding.tensor import split_matrices
-from atoll.train.harness import tasks_of
 from atoll.train.optimizer import NamedOptimizer, make_optimizer
 from atoll.train.parameter_groups import freeze
 from atoll.train.precision import compute_dtype
@@ -59,7 +59,7 @@ class TrainState:
     communication_bytes: Sent  # expected, sent by one rank in a step
     shape: Shape
     heartbeat: Heartbeat
-    scored_tasks: Any = None  # the harness's, of evaluation.tasks
+    scored_tasks: HarnessTasks | None = None  # of evaluation.tasks
 
     @property
     def pipeline_group(self) -> Any:
@@ -81,7 +81,7 @@ def assemble(
     prepared = run_dir.prepared(run)
     training = run_on_all_ranks(world, lambda: open_samples(run.data, prepared, "train"))
     validation = run_on_all_ranks(world, lambda: open_samples(run.data, prepared, "validation"))
-    tasks = run_on_all_ranks(world, lambda: tasks_of(run.evaluation))
+    tasks = run_on_all_ranks(world, lambda: tasks_of(run.evaluation, run_dir.bundled_tasks(run)))
     task = TASKS[run.task.name]
     config = run_on_all_ranks(world, lambda: task.config(run, manifest.vocabulary))
     if run.export.gguf_format is not None:

@@ -42,14 +42,8 @@ def write_export(train_state: TrainState, final: Path, gguf: str | None = None) 
     """The model as it is now; gguf: the format of a file for llama.cpp beside it."""
     world = train_state.world
     dtype = getattr(torch, train_state.run.export.dtype)
-    plain, lora = parameters_of(train_state), train_state.run.model.lora
-    head = new_head(train_state.config)
-    adapter = {} if lora is None else gathered_adapter(plain, head)
-    parameters: dict[str, Any] = (
-        plain if lora is None else merged(train_state.model.hf, lora, plain)
-    )
-    hf = train_state.model.hf
-    parameters |= stored_buffers(hf)
+    hf, head = train_state.model.hf, new_head(train_state.config)
+    parameters, adapter = _weights(train_state, head)
     sizes = {name: p.numel() * dtype.itemsize for name, p in parameters.items()}
     limit = int(train_state.run.export.max_file_gib * 2**30)
     axes = train_state.run.axes
@@ -99,6 +93,19 @@ def write_export(train_state: TrainState, final: Path, gguf: str | None = None) 
         export.publish(partial, final)
 
     run_on_all_ranks(world, lambda: rest() if first else None)
+
+
+def _weights(
+    train_state: TrainState, head: str | None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What the whole model's files hold, and those of its adapter, if it has one."""
+    plain, lora = parameters_of(train_state), train_state.run.model.lora
+    hf = train_state.model.hf
+    buffers = stored_buffers(hf)
+    if lora is None:
+        return {**plain, **buffers}, {}
+    adapter = gathered_adapter(plain, head)
+    return {**merged(hf, lora, plain), **buffers}, adapter
 
 
 def _end_ids(train_state: TrainState) -> list[int]:

@@ -1,18 +1,15 @@
-"""EleutherAI's lm-evaluation-harness as we call it: offline, tasks by name, figures as numbers.
+"""Figures of EleutherAI's lm-evaluation-harness, as numbers.
 
 `lm_eval` is imported where it is called: it takes seconds, and only those who score have it.
 """
 
-import importlib
 import json
+import logging
 import math
-import os
 import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,55 +17,18 @@ import numpy as np
 import torch
 
 from atoll import run_dir
-from atoll.errors import UserError, first_line
+from atoll.data.harness_tasks import HarnessTasks, data_of
 from atoll.settings import Evaluation
-from atoll.sharding.process_group import World
+from atoll.sharding.process_group import World, of_first
 
 Figures = dict[str, dict[str, float]]  # task -> figure -> value
-
-# modules that keep the variable's value of when they were imported -> their name for it
-OFFLINE = {"huggingface_hub.constants": "HF_HUB_OFFLINE", "datasets.config": "HF_HUB_OFFLINE"}
-
-
-def check_installed() -> None:
-    """Raises `UserError` where there is no harness."""
-    if find_spec("lm_eval") is None:
-        raise UserError(
-            "there is no lm_eval where the model is, and tasks need it",
-            "pip install 'atoll[scores]'",
-        )
-
-
-def tasks_of(asked: Evaluation) -> Any:
-    """The harness's tasks, with those of a folder; all that is asked for is there, if anything is.
-
-    Raises `UserError` for a name that none of them has, and for data that are not on this machine.
-    """
-    if not asked.tasks:
-        return None
-    check_installed()
-    _stay_offline()
-    from lm_eval.tasks import TaskManager
-
-    # to read its own 10,000 files takes seconds
-    manager = TaskManager(include_path=asked.tasks_folder, include_defaults=False)
-    if not _unknown(manager, asked.tasks):
-        return _with_data(manager, asked.tasks)
-    manager = TaskManager(include_path=asked.tasks_folder)
-    if unknown := _unknown(manager, asked.tasks):
-        raise UserError(
-            f"the harness has no task {', '.join(unknown)}",
-            "`lm-eval ls tasks` lists its own; a folder of yours adds others: "
-            "--tasks-folder=FOLDER, or evaluation.tasks_folder=FOLDER",
-        )
-    return _with_data(manager, asked.tasks)
 
 
 def figures_of(
     model: Any,
     tokenizer: Any,
     asked: Evaluation,
-    manager: Any,
+    tasks: HarnessTasks,
     world: World,
     beat: Callable[[], None] = lambda: None,
 ) -> Figures:
@@ -80,18 +40,21 @@ def figures_of(
 
     from atoll.train.harness_model import ModelOnRanks
 
-    with _own_random_numbers():
+    with _own_random_numbers(), data_of(tasks), _quiet():
         results = simple_evaluate(
             model=ModelOnRanks(model, tokenizer, world, beat),
             tasks=list(asked.tasks),
-            task_manager=manager,
+            task_manager=tasks.manager,
             num_fewshot=asked.fewshot,
             limit=asked.task_samples,
             log_samples=False,
             # it starts as many processes as there are cores; the first rank's figures count
             **({} if world.rank == 0 else {"bootstrap_iters": 0}),
         )
-    return {str(task): _numbers(values) for task, values in results["results"].items()}
+    # it gives nothing to a rank that is not the first of its node
+    named = {} if results is None else results["results"]
+    figures: Figures = of_first(world, {str(name): _numbers(named[name]) for name in named})
+    return figures
 
 
 def write_scores(file: Path, figures: Figures, asked: Evaluation) -> None:
@@ -119,24 +82,20 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _unknown(manager: Any, names: Sequence[str]) -> list[str]:
-    return [name for name in names if name not in manager.all_tasks]
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Its warnings are of what we do on purpose, and each rank would draw bars."""
+    from lm_eval.api import task
 
-
-def _with_data(manager: Any, names: Sequence[str]) -> Any:
-    try:  # before the model, which takes longer
-        tasks = manager.load(list(names))["tasks"]
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"the data of {', '.join(names)} cannot be read offline: {first_line(error)}",
-            "fill HF_HOME where there is a network, or name local data in a task of your own",
-        ) from None
-    unsafe = [name for name, task in tasks.items() if getattr(task, "UNSAFE_CODE", False)]
-    if unsafe:
-        raise UserError(
-            f"{', '.join(unsafe)} runs code that the model writes", "choose another task"
-        )
-    return manager
+    logger, bar = logging.getLogger("lm_eval"), task.tqdm
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    task.tqdm = lambda each, **_: each
+    try:
+        yield
+    finally:
+        task.tqdm = bar
+        logger.setLevel(level)
 
 
 @contextmanager
@@ -147,12 +106,3 @@ def _own_random_numbers() -> Iterator[None]:
         yield
     random.setstate(of_python)
     np.random.set_state(of_numpy)
-
-
-def _stay_offline() -> None:
-    """A node has no network, and the libraries would wait for its answer."""
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        os.environ[name] = "1"
-    for module, name in OFFLINE.items():
-        if module in sys.modules:
-            setattr(importlib.import_module(module), name, True)

@@ -1,5 +1,6 @@
 """A model as the harness calls one, over all ranks: each answers for some of the documents."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,11 @@ class ModelOnRanks(HFLM):
         rank, size = self.ranks.rank, self.ranks.size
         places = [places_of(requests, each, size) for each in range(size)]
         own = [requests[place] for place in places[rank]]
-        answers = answer(own, disable_tqdm=disable_tqdm or rank > 0) if own else []
+        answers = (
+            answer(own, disable_tqdm=disable_tqdm or rank > 0 or not sys.stderr.isatty())
+            if own
+            else []
+        )
         ordered: list[Any] = [None] * len(requests)
         for of_rank, theirs in zip(places, gathered(self.ranks, answers), strict=True):
             for place, each in zip(of_rank, theirs, strict=True):

@@ -2,6 +2,8 @@
 
 import shutil
 
+from transformers.utils import logging
+
 from atoll import run_dir
 from atoll.models.text_generator import from_folder
 from atoll.sharding.process_group import run_on_all_ranks
@@ -16,8 +18,9 @@ def run_scores(train_state: TrainState) -> dict[str, float]:
     Each rank holds the whole model, in the export's type, for as long as it takes.
     """
     run, world = train_state.run, train_state.world
-    if not run.evaluation.tasks:
+    if train_state.scored_tasks is None:
         return {}
+    logging.disable_progress_bar()  # of each rank, as it reads
     folder = run_dir.scored_model(train_state.run_folder)
     write_export(train_state, folder)
     generator = run_on_all_ranks(world, lambda: from_folder(folder))

@@ -6,8 +6,11 @@ import socket
 from pathlib import Path
 
 import torch
+from transformers.utils import logging
 
+from atoll import run_dir
 from atoll.commands import VerbParser
+from atoll.data.harness_tasks import tasks_of
 from atoll.errors import UserError
 from atoll.launch import (
     Placement,
@@ -51,11 +54,12 @@ def main(argv: list[str]) -> int:
 
 def _score(arguments: argparse.Namespace, asked: Evaluation, placement: Placement) -> int:
     """As the one process, or as one of the ranks of a job step."""
+    logging.disable_progress_bar()
     if placement.world_size > 1:
         torch.set_num_threads(threads_per_rank(placement, len(os.sched_getaffinity(0)), None))
     try:
         with beside_each_other(placement, _device(placement)) as world:
-            figures = scores_of(arguments.where, asked, world)
+            figures = scores_of(arguments.where, asked, world, _bundled(arguments))
             out = arguments.out or arguments.where / FILE_NAME
             if world.rank == 0:
                 harness.write_scores(out, figures, asked)
@@ -76,12 +80,15 @@ def _device(placement: Placement) -> torch.device:
     return torch.device("cuda", index)
 
 
-def scores_of(where: Path, asked: Evaluation, world: World) -> harness.Figures:
-    """The scores of the model of a folder; on all ranks."""
-    manager = run_on_all_ranks(world, lambda: harness.tasks_of(asked))
+def scores_of(
+    where: Path, asked: Evaluation, world: World, folder: Path | None = None
+) -> harness.Figures:
+    """The scores of the model of a folder, on all ranks; folder: a bundle's, of the tasks."""
+    tasks = run_on_all_ranks(world, lambda: tasks_of(asked, folder))
+    assert tasks is not None
     generator = run_on_all_ranks(world, lambda: text_generator_of(where, run_of(where)))
     model = generator.model.to(world.device)
-    return harness.figures_of(model, generator.tokenizer, asked, manager, world)
+    return harness.figures_of(model, generator.tokenizer, asked, tasks, world)
 
 
 def _parser() -> VerbParser:
@@ -90,6 +97,9 @@ def _parser() -> VerbParser:
     parser.add_argument("--tasks", required=True, metavar="NAMES", help="with commas between")
     parser.add_argument(
         "--tasks-folder", type=Path, metavar="FOLDER", help="task YAMLs of your own, local data"
+    )
+    parser.add_argument(
+        "--bundle", type=Path, metavar="BUNDLE", help="of atoll prepare, with the tasks' data"
     )
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="default: as the task says")
     parser.add_argument(
@@ -105,7 +115,8 @@ def _asked(arguments: argparse.Namespace) -> Evaluation:
     names = [word.strip() for word in arguments.tasks.split(",") if word.strip()]
     if not names:
         raise UserError(f"--tasks is {arguments.tasks!r}", "name tasks, with commas between")
-    for path in (arguments.where, arguments.tasks_folder):
+    bundled = _bundled(arguments)
+    for path in (arguments.where, arguments.tasks_folder, bundled):
         if path is not None and not path.is_dir():
             raise UserError(f"no such folder: {path}", "check the path")
     if arguments.limit is not None and arguments.limit < 1:
@@ -115,6 +126,8 @@ def _asked(arguments: argparse.Namespace) -> Evaluation:
     if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
         raise UserError(f"--num-fewshot is {arguments.num_fewshot}", "give 0 or more")
     folder = arguments.tasks_folder
+    if folder is None and bundled is not None and run_dir.own_tasks(bundled).is_dir():
+        folder = run_dir.own_tasks(bundled)
     return Evaluation(
         every_steps=0,
         max_samples=None,
@@ -125,11 +138,16 @@ def _asked(arguments: argparse.Namespace) -> Evaluation:
     )
 
 
+def _bundled(arguments: argparse.Namespace) -> Path | None:
+    return None if arguments.bundle is None else run_dir.tasks_folder(arguments.bundle)
+
+
 def _words(arguments: argparse.Namespace, asked: Evaluation) -> list[str]:
     """The command of each local rank."""
     values = {
         "--tasks": ",".join(asked.tasks),
         "--tasks-folder": asked.tasks_folder,
+        "--bundle": arguments.bundle,
         "--num-fewshot": asked.fewshot,
         "--limit": asked.task_samples,
         "--out": arguments.out,
