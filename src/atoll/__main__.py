@@ -17,7 +17,8 @@ examples:
   atoll status                                         every run of this folder
 """
 
-LOADS = {"tokenize", "fetch", "untrained", "generate"}  # of others, with libraries that may ask
+# of others, with libraries that may ask
+LOADS = {"tokenize", "fetch", "untrained", "generate", "scores"}
 
 # what a command was called before -> its name
 RENAMED = {"difference": "make-delta", "rebase": "apply-delta"}

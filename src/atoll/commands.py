@@ -29,7 +29,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "exclusions": ("atoll.health.exclusions", "the nodes a run leaves out, and how to undo it"),
     },
     "Models and data": {
-        "evaluate": ("atoll.cluster.submit:evaluate", "perplexity or metrics of any model"),
+        "evaluate": ("atoll.cluster.submit:evaluate", "perplexity, metrics or scores of any model"),
         "generate": ("atoll.train.generate", "continue a prompt with a run, checkpoint or adapter"),
         "models": ("atoll.train.families", "architectures, and the strategies each can take"),
         "verify": ("atoll.verify.command", "compare a model with what it says made it, offline"),
@@ -50,6 +50,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "go-on": ("atoll.health.go_on", "what a job does after a fault: its shell asks"),
         "over-ssh": ("atoll.launch.over_ssh", "start the ranks of machines without a scheduler"),
         "summary": ("atoll.report.summary", "what a run made, in one box, and its report.html"),
+        "scores": ("atoll.train.scores", "evaluate --tasks: the harness's own, in this process"),
         "fetch": ("atoll.models.fetch", "the half of prepare that runs in the image"),
         "round": ("atoll.campaign.round", "one step of a campaign's round, for its engine"),
         "site": ("atoll.campaign.site", "one round at one facility, a step further"),

@@ -162,6 +162,11 @@ def averaged_export(run_folder: Path) -> Path:
     return run_folder / "export_ema"
 
 
+def scored_model(run_folder: Path) -> Path:
+    """The model of a step while all ranks read it, to score it (evaluation.tasks)."""
+    return run_folder / ".scored"
+
+
 def sample_file(run_folder: Path) -> Path:
     return run_folder / "sample.txt"
 
@@ -176,6 +181,20 @@ def prepared(run: Run) -> Path:
     if run.folders.bundle is not None:
         return run.folders.bundle / "tokens"
     return run.folders.prepared / f"{run.data.name}-{prepared_digest(run)}"
+
+
+def bundled_tasks(run: Run) -> Path | None:
+    """The data of the tasks that a run is scored with, where a bundle has them."""
+    return None if run.folders.bundle is None else tasks_folder(run.folders.bundle)
+
+
+def tasks_folder(bundle: Path) -> Path:
+    return bundle / "tasks"
+
+
+def own_tasks(folder: Path) -> Path:
+    """In a bundle's folder of tasks: evaluation.tasks_folder, as it was."""
+    return folder / "own"
 
 
 def bundle_manifest(bundle: Path) -> Path:

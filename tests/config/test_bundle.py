@@ -69,3 +69,22 @@ def test_a_bundle_of_other_settings_is_refused(
     if not change.startswith("model"):
         with pytest.raises(UserError, match="was made with data="):
             composed(*words(f"folders.bundle={bundle}", f"model.source={trained}", change))
+
+
+def test_a_task_that_is_not_in_the_bundle_is_refused(bundle: Path, composed) -> None:
+    line = [*words(f"folders.bundle={bundle}"), "evaluation.tasks=[arc_easy]"]
+    with pytest.raises(UserError, match=r"holds the data of no task, this run is .* arc_easy"):
+        composed(*line)
+    path = run_dir.bundle_manifest(bundle)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tasks": ["arc_easy"]}))
+    assert composed(*line).run.evaluation.tasks == ["arc_easy"]
+
+
+def test_tasks_of_ones_own_are_read_from_the_bundle(bundle: Path, composed) -> None:
+    own = run_dir.own_tasks(run_dir.tasks_folder(bundle))
+    own.mkdir(parents=True)
+    path = run_dir.bundle_manifest(bundle)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tasks": ["mine"]}))
+    tasks = ["evaluation.tasks=[mine]", "evaluation.tasks_folder=tasks"]
+    run = composed(*words(f"folders.bundle={bundle}"), *tasks).run
+    assert run.evaluation.tasks_folder == str(own)

@@ -201,20 +201,22 @@ def test_a_statement_is_signed_and_then_stays(
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", "[" * 10**5, "../../key", "/key", 7],
-    ids=["none", "list", "empty", "deep", "above", "absolute", "number"],
+    ["", "[]", "{}", "[" * 10**5, "../../key", "/key", 7, "no digest", "another kind"],
+    ids=lambda content: str(content)[:12],
 )
 def test_a_statement_of_another_kind_is_refused(
     content: str | int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if content in ("../../key", "/key", 7):
+    if content in ("../../key", "/key", 7, "no digest", "another kind"):
         entry = statement.described(content, 1, "0" * 64)  # type: ignore[arg-type]
-        build = {"buildType": "urn:atoll:run:1", "resolvedDependencies": [entry]}
+        kind = "urn:another" if content == "another kind" else "urn:atoll:run:1"
+        build = {"buildType": kind, "resolvedDependencies": [entry]}
+        bare = [{"name": "config.json", "digest": {}}] if content == "no digest" else []
         content = json.dumps(
             {
                 "_type": statement.STATEMENT,
                 "predicateType": statement.PREDICATE,
-                "subject": [],
+                "subject": bare,
                 "predicate": {"buildDefinition": build, "runDetails": {"byproducts": []}},
             }
         )

@@ -31,7 +31,8 @@ Compose a run, check it, write its folder, and queue it; without a scheduler it 
 EVALUATE = """\
 Perplexity (task=causal_lm) or the metrics of the data set (task=classification) of
 model.source=FOLDER on the held-out part of data=NAME, anywhere a run may go. The last line of the
-run's metrics.jsonl holds them."""
+run's metrics.jsonl holds them.
+`atoll evaluate WHERE --tasks NAMES`: the scores of tasks, here; `atoll scores --help` says more."""
 EXAMPLES = """\
 Settings that are not given have the values that `atoll compose facility=NAME` prints.
 
@@ -51,7 +52,10 @@ def main(argv: list[str]) -> int:
 
 
 def evaluate(argv: list[str]) -> int:
-    """Submit, or start here, a run that takes no step."""
+    """Submit, or start here, a run that takes no step; with --tasks, score a model here."""
+    if any(word.partition("=")[0] == "--tasks" for word in argv):
+        command = [sys.executable, "-m", "atoll", "scores", *argv]
+        os.execv(command[0], command)  # its libraries are no login node's
     arguments = _parser("evaluate", EVALUATE).read(argv)
     for word in arguments.overrides:
         if word.startswith(("training.steps=", "training.epochs=")):
@@ -177,6 +181,9 @@ def check_source(run: Run) -> None:
     source = run.model.source
     if source is not None and source.startswith("/") and not Path(source).is_dir():
         raise UserError(f"no such folder: model.source={source}", "check the path")
+    tasks = run.evaluation.tasks_folder
+    if tasks is not None and not Path(tasks).is_dir():
+        raise UserError(f"no such folder: evaluation.tasks_folder={tasks}", "check the path")
     for name in ("initial_load_path", "optimizer_load_path"):
         origin = getattr(run.checkpoint, name)
         if origin is not None and not origin.is_dir():

@@ -6,6 +6,7 @@ BUNDLE/
   request.yaml   the run it is made for, written first
   model/         weights (safetensors), config and tokenizer, where the model has a source
   tokens/        the prepared data with its own manifest
+  tasks/         what evaluation.tasks read, where there are any
   bundle.json    written last: what it was made for, and the sha256 of every file
 """
 
@@ -32,7 +33,9 @@ def with_bundle(run: Run) -> Run:
     manifest = read_manifest(folder)
     own_model = _has_own_model(run, manifest)
     _refuse_another(_as_made(run, folder, manifest) if own_model else run, folder, manifest)
+    _refuse_other_tasks(run, folder, manifest)
     _refuse_wrong_sizes(folder, manifest)
+    run = _with_own_tasks(run, folder)
     if own_model:
         _refuse_another_tokenizer(run, folder)
     if run.model.source is None or own_model:
@@ -97,6 +100,25 @@ def _refuse_another(run: Run, folder: Path, manifest: dict[str, Any]) -> None:
                 f"{now[name]}",
                 "make one with the settings of this run: atoll prepare --into ANOTHER …",
             )
+
+
+def _refuse_other_tasks(run: Run, folder: Path, manifest: dict[str, Any]) -> None:
+    bundled = manifest.get("tasks", [])
+    if missing := [name for name in run.evaluation.tasks if name not in bundled]:
+        raise UserError(
+            f"the bundle {folder} holds the data of {', '.join(bundled) or 'no task'}, this run "
+            f"is scored with {', '.join(missing)}",
+            "make one with them: atoll prepare --into ANOTHER … "
+            f"evaluation.tasks=[{','.join(run.evaluation.tasks)}]",
+        )
+
+
+def _with_own_tasks(run: Run, folder: Path) -> Run:
+    own = run_dir.own_tasks(run_dir.tasks_folder(folder))
+    if run.evaluation.tasks_folder is None or not own.is_dir():
+        return run
+    evaluation = run.evaluation.model_copy(update={"tasks_folder": str(own)})
+    return run.model_copy(update={"evaluation": evaluation})
 
 
 def _refuse_wrong_sizes(folder: Path, manifest: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ def with_absolute_paths(run: Run, start: Path, home: Path) -> Run:
 
     data, image, model, tokenizer = run.data, run.image, run.model, run.tokenizer
     are_files = data.source != "python_stdlib"
+    tasks_folder = run.evaluation.tasks_folder
     held_out = [absolute(file, start) for file in data.validation.files]
     updates: dict[str, dict[str, Any]] = {
         "folders": {name: path(folder, home) for name, folder in run.folders if name != "caches"},
@@ -45,6 +46,7 @@ def with_absolute_paths(run: Run, start: Path, home: Path) -> Run:
             "path": path_or_name(tokenizer.path, start),
             "chat_template": template_text(tokenizer.chat_template, start),
         },
+        "evaluation": {"tasks_folder": tasks_folder and absolute(tasks_folder, start)},
         "data": {
             "files": [absolute(file, start) if are_files else file for file in data.files],
             "validation": data.validation.model_copy(update={"files": held_out}),

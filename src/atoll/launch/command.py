@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     placement = placement_from(
         os.environ, socket.gethostname(), arguments.port, arguments.address_suffix
     )
-    with _with_port(placement) as placement:
+    with with_port(placement) as placement:
         if arguments.local_ranks is not None:
             return _start_local_ranks(placement, arguments)
         if arguments.torchrun is not None:
@@ -113,7 +113,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _with_port(placement: Placement) -> Iterator[Placement]:
+def with_port(placement: Placement) -> Iterator[Placement]:
     """Give a lone launcher a free port, and hold it until its ranks are done.
 
     The holder is bound, not listening: nobody else is handed the port, while rank 0, which binds
@@ -146,7 +146,12 @@ def _start_local_ranks(placement: Placement, arguments: argparse.Namespace) -> i
         )
     folders = [f"--task-folder={folder}" for folder in arguments.task_folder]
     words = [*folders, str(arguments.run_folder), arguments.entrypoint]
-    argv = [sys.executable, "-m", "atoll", "launch", *words]
+    return start_local_ranks(placement, count, ["launch", *words])
+
+
+def start_local_ranks(placement: Placement, count: int, words: Sequence[str]) -> int:
+    """Start a command of atoll anew for each rank, with the rank's place in its environment."""
+    argv = [sys.executable, "-m", "atoll", *words]
 
     def work(local_rank: int) -> Callable[[], int]:
         environment = placement.local(local_rank, count, "local").environment()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from atoll import run_dir
 from atoll.commands import VerbParser
+from atoll.data.harness_tasks import fetch_tasks
 from atoll.data.tokenize import prepare
 from atoll.errors import UserError
 from atoll.models.convert import convert_llama, convert_pickles, is_meta_llama
@@ -22,6 +23,8 @@ def main(argv: list[str]) -> int:
     if run.model.source is not None:
         fetch_model(run, folder / "model")
     prepare(_with_tokens_in(run, folder), print)
+    if run.evaluation.tasks:
+        fetch_tasks(run.evaluation, run_dir.tasks_folder(folder))
     write_manifest(run, folder)
     return 0
 
@@ -49,7 +52,7 @@ def write_manifest(run: Run, folder: Path) -> None:
     """The sha256 of every file, last."""
     paths = sorted(
         path
-        for part in ("model", "tokens")
+        for part in ("model", "tokens", "tasks")
         for path in (folder / part).rglob("*")
         if path.is_file()
         and not any(name.startswith(".") for name in path.relative_to(folder).parts)
@@ -63,7 +66,7 @@ def write_manifest(run: Run, folder: Path) -> None:
     }
     source = {"model.source": run.model.source, "model.revision": run.model.revision}
     made_for = source | {"data": run_dir.prepared_digest(run)}
-    manifest = {"made_for": made_for, "files": files}
+    manifest = {"made_for": made_for, "tasks": run.evaluation.tasks, "files": files}
     run_dir.write_whole(run_dir.bundle_manifest(folder), json.dumps(manifest, indent=1))
 
 

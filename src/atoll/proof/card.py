@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from atoll.proof.statement import NAME
+from atoll.proof.statement import NAME, instant
 from atoll.settings import Run
 
 Record = Mapping[str, Any]
@@ -139,6 +139,7 @@ def _hardware(run: Run, records: Sequence[Record]) -> Rows:
                 sources.add(str(record.get(f"{part}_source")))
     yield "Facility", run.facility.name
     yield "Nodes, devices of each", f"{run.nodes}, {run.ranks_per_node} ({node.device})"
+    yield "Began", instant(min(times)) if times else None
     yield "Hours, with pauses", f"{(max(times) - min(times)) / 3600:.3g}" if times else None
     energy = f"{joules / 3.6e6:.3g} ({'; '.join(sorted(sources))})" if sources else None
     yield "Energy, kWh", energy
@@ -146,7 +147,7 @@ def _hardware(run: Run, records: Sequence[Record]) -> Rows:
 
 def _made_with(made_of: Mapping[str, str]) -> Rows:
     """Without the path of a tokenizer, which stands before its digest."""
-    for name, value in made_of.items():
+    for name, value in {"commit": "", **made_of}.items():
         yield name, value.split()[-1] if name == "tokenizer" else value
 
 

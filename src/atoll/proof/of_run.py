@@ -70,7 +70,10 @@ def _named(made_of: Mapping[str, str]) -> list[Resource]:
     """What is known by its name alone: it is not at hand when an export is verified."""
     image = {name: made_of[name] for name in ("image", "lock", "source") if name in made_of}
     entries: list[Resource] = [{"name": "image", "annotations": image}]
-    if commit := made_of.get("commit"):
-        entries.append({"name": "code", "digest": {"gitCommit": commit}})
+    commit = made_of.get("commit")
+    of_code = (
+        {"digest": {"gitCommit": commit}} if commit else {"annotations": {"commit": "unknown"}}
+    )
+    entries.append({"name": "code", **of_code})
     entries.append({"name": "libraries", "annotations": {"versions": made_of["libraries"]}})
     return entries

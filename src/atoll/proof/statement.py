@@ -22,6 +22,7 @@ PREDICATE = "https://slsa.dev/provenance/v1"
 CARD, CRATE, NAME = "README.md", "ro-crate-metadata.json", "provenance.json"
 SIGNATURE = f"{NAME}.sig"
 OWN = {CARD, CRATE, NAME, SIGNATURE}
+KINDS = ("run", "campaign")
 MAX_BYTES = 1 << 26  # a longer statement is not read
 
 Resource = dict[str, Any]  # in-toto's ResourceDescriptor: name, digest, annotations
@@ -119,7 +120,11 @@ def read_statement(export: Path) -> dict[str, Any]:
             raise ValueError(f"of type {content['predicateType']}")
         for entry in [*content["subject"], *materials_of(content), *logs_of(content)]:
             _check(entry)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if any("sha256" not in entry["digest"] for entry in content["subject"]):
+            raise ValueError("a file without a digest")
+        if kind_of(content) not in KINDS:
+            raise ValueError(f"of {kind_of(content)}")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         why = printable(f"{type(error).__name__}: {error}", 200)
         raise UserError(f"{path} is no statement of Atoll ({why})", "do not use it") from None
     return content

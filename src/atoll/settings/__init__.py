@@ -17,6 +17,7 @@ from atoll.settings.check import (
 from atoll.settings.learning import (
     Classes,
     Data,
+    Evaluation,
     Generation,
     Lora,
     Model,
@@ -38,6 +39,7 @@ __all__ = [
     "RENAMED_SETTINGS",
     "Classes",
     "Data",
+    "Evaluation",
     "Facility",
     "Folders",
     "Generation",

@@ -363,6 +363,10 @@ class Evaluation(Settings):
     every_steps: CountOrZero
     every_epochs: CountOrZero = 0
     max_samples: Count | None
+    tasks: list[str] = []  # of EleutherAI's lm-evaluation-harness
+    tasks_folder: str | None = None  # with task YAMLs of one's own, in the harness's format
+    fewshot: CountOrZero | None = None  # examples before each question; null: as the task says
+    task_samples: Count | None = None  # of each task; null: all
 
 
 class Export(Settings):

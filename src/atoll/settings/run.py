@@ -182,6 +182,16 @@ class Run(Settings):
         return self
 
     @model_validator(mode="after")
+    def _tasks_are_for_decoders(self) -> "Run":
+        if self.evaluation.tasks and self.data.classes is not None:
+            raise ValueError(
+                f"evaluation.tasks={self.evaluation.tasks} with task={self.task.name}: "
+                "the harness's tasks are for models that continue text",
+                "task=causal_lm, or evaluation.tasks=[]",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _new_tokens_learn(self) -> "Run":
         if self.model.lora is not None and self.tokenizer.add_tokens:
             raise ValueError(

@@ -24,6 +24,7 @@ from atoll.sharding.tree import Tree, join
 Result = TypeVar("Result")
 # A gloo group takes a socket for each other rank; rank 0's store has one for every rank.
 FILES_PER_RANK = 16
+MEETING = timedelta(minutes=30)  # the longest that a rank waits for another to come
 
 
 class SharedError(UserError):
@@ -74,6 +75,20 @@ def joined(run: Run, placement: Placement) -> Iterator[World]:
             yield world
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def beside_each_other(placement: Placement, device: torch.device) -> Iterator[World]:
+    """Ranks that hear of each other, and compute each for itself: there is no process group."""
+    rank, size, first_host = placement.rank, placement.world_size, placement.master_address
+    if size == 1:
+        yield World(0, 1, device)
+        return
+    url = f"tcp://{first_host}:{placement.master_port}"
+    store, _, _ = next(rendezvous(url, rank, size, timeout=MEETING))
+    trees = join(store, rank, size, first_host, MEETING.total_seconds(), count=3)
+    with talking(trees, device) as world:
+        yield world
 
 
 @contextmanager

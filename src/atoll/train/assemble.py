@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from atoll import run_dir
+from atoll.data.harness_tasks import HarnessTasks, tasks_of
 from atoll.data.loader import Samples, open_samples
 from atoll.data.tokenize import open_prepared
 from atoll.errors import UserError
@@ -58,6 +59,7 @@ class TrainState:
     communication_bytes: Sent  # expected, sent by one rank in a step
     shape: Shape
     heartbeat: Heartbeat
+    scored_tasks: HarnessTasks | None = None  # of evaluation.tasks
 
     @property
     def pipeline_group(self) -> Any:
@@ -79,6 +81,7 @@ def assemble(
     prepared = run_dir.prepared(run)
     training = run_on_all_ranks(world, lambda: open_samples(run.data, prepared, "train"))
     validation = run_on_all_ranks(world, lambda: open_samples(run.data, prepared, "validation"))
+    tasks = run_on_all_ranks(world, lambda: tasks_of(run.evaluation, run_dir.bundled_tasks(run)))
     task = TASKS[run.task.name]
     config = run_on_all_ranks(world, lambda: task.config(run, manifest.vocabulary))
     if run.export.gguf_format is not None:
@@ -117,6 +120,7 @@ def assemble(
         communication_bytes=bytes_sent(as_computed(run, dtype), shape),
         shape=shape,
         heartbeat=heartbeat or unwatched(world.rank),
+        scored_tasks=tasks,
     )
 
 

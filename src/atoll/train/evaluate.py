@@ -12,6 +12,7 @@ from atoll.monitor.observers import Observers
 from atoll.sharding.engines import FORWARDS
 from atoll.sharding.process_group import World, gathered_by_first, summed
 from atoll.train.assemble import TrainState
+from atoll.train.run_scores import run_scores
 from atoll.train.tasks import TASKS, BatchResult
 
 DRAW_KEY = 0
@@ -47,9 +48,9 @@ def _evaluate(train_state: TrainState, step: int, observers: Observers) -> Evalu
     loss_sum, target_count = summed(world, total).tolist()
     mean = loss_sum / target_count
     outputs, classes = _all_outputs(world, results)
-    figures = {}
+    figures = run_scores(train_state)
     if world.rank == 0:
-        figures = TASKS[run.task.name].figures(run, mean, outputs, classes)
+        figures |= TASKS[run.task.name].figures(run, mean, outputs, classes)
     evaluation = Evaluation(mean, int(target_count), figures)
     for observer in observers:
         observer.on_evaluation(step, evaluation.record(), time.monotonic() - started)

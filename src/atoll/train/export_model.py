@@ -36,13 +36,21 @@ def export_model(train_state: TrainState) -> None:
 
 
 def _export(train_state: TrainState, final: Path) -> None:
-    world, hf = train_state.world, train_state.model.hf
+    write_export(train_state, final, train_state.run.export.gguf_format, proven=True)
+    say(train_state.world, f"exported to {final}")
+
+
+def write_export(
+    train_state: TrainState, final: Path, gguf: str | None = None, proven: bool = False
+) -> None:
+    """The model as it is now, with a proof of what made it, where it is to stay.
+
+    gguf: the format of a file for llama.cpp beside it.
+    """
+    world = train_state.world
     dtype = getattr(torch, train_state.run.export.dtype)
-    plain, lora = parameters_of(train_state), train_state.run.model.lora
-    head = new_head(train_state.config)
-    adapter = {} if lora is None else gathered_adapter(plain, head)
-    parameters: dict[str, Any] = plain if lora is None else merged(hf, lora, plain)
-    parameters |= stored_buffers(hf)
+    hf, head = train_state.model.hf, new_head(train_state.config)
+    parameters, adapter = _weights(train_state, head)
     sizes = {name: p.numel() * dtype.itemsize for name, p in parameters.items()}
     limit = int(train_state.run.export.max_file_gib * 2**30)
     axes = train_state.run.axes
@@ -90,22 +98,27 @@ def _export(train_state: TrainState, final: Path) -> None:
             source_folder(train_state.run.model),
             _end_ids(train_state),
         )
-        _publish(train_state, partial, final, known)
+        run = train_state.run
+        if gguf is not None:
+            write_gguf(partial, gguf, run.name)
+        if proven:
+            prove_run(partial, run, train_state.run_folder, made_of(run), known)
+        export.publish(partial, final)
 
     run_on_all_ranks(world, lambda: rest() if first else None)
-    say(world, f"exported to {final}")
 
 
-def _publish(train_state: TrainState, partial: Path, final: Path, known: dict[str, Any]) -> None:
-    """Write the file for llama.cpp, where it is asked for, and what made all this; then rename.
-
-    known: bytes and sha256 of the files of weights.
-    """
-    run = train_state.run
-    if (gguf := run.export.gguf_format) is not None:
-        write_gguf(partial, gguf, run.name)
-    prove_run(partial, run, train_state.run_folder, made_of(run), known)
-    export.publish(partial, final)
+def _weights(
+    train_state: TrainState, head: str | None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What the whole model's files hold, and those of its adapter, if it has one."""
+    plain, lora = parameters_of(train_state), train_state.run.model.lora
+    hf = train_state.model.hf
+    buffers = stored_buffers(hf)
+    if lora is None:
+        return {**plain, **buffers}, {}
+    adapter = gathered_adapter(plain, head)
+    return {**merged(hf, lora, plain), **buffers}, adapter
 
 
 def _end_ids(train_state: TrainState) -> list[int]:

@@ -1,6 +1,7 @@
 """What a campaign's model was made from: signed updates, and each round's aggregation anew."""
 
 import json
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from atoll.campaign.transfer import atoll_here, run_verb
 from atoll.proof.statement import logs_of, materials_of
 from atoll.settings.exchange import manifest_file, read_manifest
 from atoll.verify.lines import Line, differs, refuse_changed, resources
+
+OF_MODEL = re.compile(r"campaign/round-(\d{3,})/global/manifest\.json")
 
 
 def made_it(
@@ -28,11 +31,8 @@ def made_it(
         return
     store = load_store(folder)
     allowed = signers or _allowed(store)
-    numbers = sorted(
-        int(name.split("/")[1].removeprefix("round-"))
-        for name in (entry["name"] for entry in materials_of(statement))
-        if name.endswith("/global/manifest.json")
-    )
+    names = (OF_MODEL.fullmatch(entry["name"]) for entry in materials_of(statement))
+    numbers = sorted(int(name[1]) for name in names if name)
     for number in numbers:
         yield from _kept(store, number, allowed)
         if deep and number:

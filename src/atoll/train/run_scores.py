@@ -1,0 +1,37 @@
+"""Scores of a run's model as it is at a step: exported, read by every rank, asked by all."""
+
+import shutil
+
+from transformers.utils import logging
+
+from atoll import run_dir
+from atoll.models.text_generator import from_folder
+from atoll.sharding.process_group import run_on_all_ranks
+from atoll.train import harness
+from atoll.train.assemble import TrainState
+from atoll.train.export_model import write_export
+
+
+def run_scores(train_state: TrainState) -> dict[str, float]:
+    """`TASK/FIGURE` -> value, of the tasks that a run's evaluations ask for; on every rank.
+
+    Each rank holds the whole model, in the export's type, for as long as it takes.
+    """
+    run, world = train_state.run, train_state.world
+    if train_state.scored_tasks is None:
+        return {}
+    logging.disable_progress_bar()  # of each rank, as it reads
+    folder = run_dir.scored_model(train_state.run_folder)
+    write_export(train_state, folder)
+    generator = run_on_all_ranks(world, lambda: from_folder(folder))
+    model = generator.model.to(world.device)
+    run_on_all_ranks(world, lambda: shutil.rmtree(folder) if world.rank == 0 else None)
+    figures = harness.figures_of(
+        model,
+        generator.tokenizer,
+        run.evaluation,
+        train_state.scored_tasks,
+        world,
+        lambda: train_state.heartbeat.at("evaluation"),
+    )
+    return {f"{task}/{name}": value for task in figures for name, value in figures[task].items()}

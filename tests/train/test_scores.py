@@ -1,0 +1,171 @@
+"""Scores of a task with local data: as the harness alone, and what is refused."""
+
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_run
+import tiny
+from rank_pool import RankPool
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from atoll import run_dir
+from atoll.data import harness_tasks
+from atoll.errors import UserError
+from atoll.settings import Evaluation
+from atoll.sharding.process_group import World
+from atoll.train import harness, scores
+
+SIZES = tiny.CONFIGS["llama"] | {"vocab_size": 300, "hidden_size": 64}
+TASK = """\
+task: colours
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+WHOLE_TEXT = """\
+task: texts
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{question}}}}"
+metric_list: [{{metric: bits_per_byte}}, {{metric: word_perplexity}}]
+"""
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What scoring turns on for its process is off again for the tests behind."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    for module, name in harness_tasks.OFFLINE.items():
+        monkeypatch.setattr(importlib.import_module(module), name, True)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = [
+        {"question": f"The {n} is", "choices": ["red", "green", "so blue"], "answer": n % 3}
+        for n in range(7)
+    ]
+    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, text in (("colours", TASK), ("texts", WHOLE_TEXT)):
+        (folder / f"{name}.yaml").write_text(text.format(data=folder / "test.jsonl"))
+    return folder
+
+
+def small_model(folder: Path) -> Path:
+    letters = {letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=letters | {"<end>": 256}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.save_pretrained(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES)).save_pretrained(folder)
+    return folder
+
+
+def alone(export: Path, tasks: Path) -> dict[str, Any]:
+    """What the harness says of a model without us."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    return simple_evaluate(
+        model=HFLM(pretrained=str(export), device="cpu"),
+        tasks=["colours", "texts"],
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+    )["results"]
+
+
+def numbers(results: dict[str, Any]) -> harness.Figures:
+    """The harness's own results, as we name them."""
+    return {task: harness._numbers(values) for task, values in results.items()}
+
+
+def scored(world: World, export: Path, asked: Evaluation) -> harness.Figures:
+    """What a rank of the pool runs, as on a node."""
+    os.environ["LOCAL_RANK"] = str(world.rank)
+    try:
+        return scores.scores_of(export, asked, world)
+    finally:
+        del os.environ["LOCAL_RANK"]
+
+
+def test_scores_are_those_of_the_harness_alone(tasks: Path, tmp_path: Path) -> None:
+    export = small_model(tmp_path)
+    words = ["--tasks=colours,texts", f"--tasks-folder={tasks}"]
+    assert scores.main([str(export), *words]) == 0
+    written = json.loads((export / scores.FILE_NAME).read_text())["tasks"]
+    assert set(written["colours"]) == {"acc", "acc_stderr", "acc_norm", "acc_norm_stderr"}
+    assert set(written["texts"]) == {"bits_per_byte", "word_perplexity"}
+    assert written == numbers(alone(export, tasks))
+
+
+def test_ranks_score_together_as_one_process(tasks: Path, tmp_path: Path, ranks: RankPool) -> None:
+    export = small_model(tmp_path)
+    asked = Evaluation(
+        every_steps=0, max_samples=None, tasks=["colours", "texts"], tasks_folder=str(tasks)
+    )
+    expected = numbers(alone(export, tasks))
+    assert ranks.run(scored, export, asked, world=3) == [expected] * 3
+
+
+def test_a_run_scores_what_it_exports(tasks: Path, tmp_path: Path, ranks: RankPool) -> None:
+    small_run.write_text(tmp_path)
+    evaluation = {"every_steps": 3, "tasks": ["colours"], "tasks_folder": str(tasks)}
+    changes: dict[str, Any] = {"evaluation": evaluation, "export": {"dtype": "float32"}}
+    run = small_run.settings(tmp_path, 2, **changes)
+    folder = small_run.ready(run)
+    ranks.run(small_run.train_here, run, world=2)
+    lines = map(json.loads, run_dir.metrics_file(folder).read_text().splitlines())
+    evaluations = [line for line in lines if line["event"] == "evaluation"]
+    assert [line["step"] for line in evaluations] == [0, 3, 6]
+    expected = numbers(alone(run_dir.export(folder), tasks))["colours"]
+    assert {f"colours/{name}": value for name, value in expected.items()}.items() <= evaluations[
+        -1
+    ].items()
+    assert json.loads(run_dir.result_file(folder).read_text())["colours/acc"] == expected["acc"]
+    assert not run_dir.scored_model(folder).exists()
+
+
+@pytest.mark.full  # the harness reads its own 10,000 files
+def test_a_task_that_nobody_knows_is_refused(tasks: Path) -> None:
+    with pytest.raises(UserError, match="no task hues"):
+        scores.main([str(tasks), "--tasks=hues", f"--tasks-folder={tasks}"])
+
+
+def test_a_task_without_its_data_is_refused(tasks: Path) -> None:
+    lost = TASK.replace("task: colours", "task: lost").format(data=tasks / "lost.jsonl")
+    (tasks / "lost.yaml").write_text(lost)
+    with pytest.raises(UserError, match="data of lost cannot be read"):
+        scores.main([str(tasks), "--tasks=lost", f"--tasks-folder={tasks}"])
+
+
+def test_a_bundle_holds_all_that_its_tasks_read(tasks: Path, tmp_path: Path) -> None:
+    """The folder of the data may be gone: the bundle was copied to another machine."""
+    away = tmp_path / "away"
+    away.mkdir()
+    (away / "here.jsonl").write_text((tasks / "test.jsonl").read_text())
+    (away / "colours.yaml").write_text(TASK.format(data=away / "here.jsonl"))
+    asked = Evaluation(every_steps=0, max_samples=None, tasks=["colours"], tasks_folder=str(away))
+    bundle, export = tmp_path / "bundle", small_model(tmp_path / "export")
+    bundle.mkdir()
+    harness_tasks.fetch_tasks(asked, run_dir.tasks_folder(bundle))
+    expected = numbers(alone(export, tasks))["colours"]
+    (away / "here.jsonl").unlink()
+    assert scores.main([str(export), "--tasks=colours", f"--bundle={bundle}"]) == 0
+    written = json.loads((export / scores.FILE_NAME).read_text())["tasks"]["colours"]
+    assert written == expected
