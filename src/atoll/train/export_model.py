@@ -51,12 +51,11 @@ def write_export(
     dtype = getattr(torch, train_state.run.export.dtype)
     hf, head = train_state.model.hf, new_head(train_state.config)
     parameters, adapter = _weights(train_state, head)
-    sizes = {name: p.numel() * dtype.itemsize for name, p in parameters.items()}
     limit = int(train_state.run.export.max_file_gib * 2**30)
     axes = train_state.run.axes
     # the ranks of a pipeline's stage write the files of its layers
     ranks, stage = axes.world // axes.pipeline, axes.stage(world.rank)
-    sizes_of_stages = gathered(world, sizes if world.rank % ranks == 0 else None)[::ranks]
+    sizes_of_stages = _sizes(train_state, parameters, dtype)
     plans = [export.plan_files(of_stage, limit, ranks) for of_stage in sizes_of_stages]
     numbered = export.Numbered(sum(map(len, plans[:stage])), sum(map(len, plans)))
     own = [names_as_stored(hf, {n: parameters[n].shape for n in names}) for names in plans[stage]]
@@ -65,32 +64,24 @@ def write_export(
     first = world.rank == 0
     partial = export.partial_folder(final)
     run_on_all_ranks(world, lambda: export.start(final) if first else None)
+    place, stored = (world.rank % ranks, ranks), functools.partial(as_stored, hf)
     written = run_on_all_ranks(
         world,
         lambda: export.write_weights(
-            partial,
-            parameters,
-            dtype,
-            plans[stage],
-            numbered,
-            world.rank % ranks,
-            ranks,
-            functools.partial(as_stored, hf),
+            partial, parameters, dtype, plans[stage], numbered, *place, stored
         ),
     )
 
     digests = gathered_by_first(world, written)
-    known = {name: facts for of_rank in digests for name, facts in of_rank.items()}
 
     def rest() -> None:
         if adapter:
             write_adapter(partial / "adapter", train_state.run.model, adapter, head)
         total = sum(sum(of_stage.values()) for of_stage in sizes_of_stages)
-        architecture = type(hf).__name__
         export.write_rest(
             partial,
             train_state.config,
-            architecture,
+            type(hf).__name__,
             dtype,
             files,
             total,
@@ -98,14 +89,32 @@ def write_export(
             source_folder(train_state.run.model),
             _end_ids(train_state),
         )
-        run = train_state.run
         if gguf is not None:
-            write_gguf(partial, gguf, run.name)
+            write_gguf(partial, gguf, train_state.run.name)
         if proven:
-            prove_run(partial, run, train_state.run_folder, made_of(run), known)
+            _prove(train_state, partial, digests)
         export.publish(partial, final)
 
     run_on_all_ranks(world, lambda: rest() if first else None)
+
+
+def _prove(
+    train_state: TrainState, partial: Path, digests: list[dict[str, dict[str, Any]]]
+) -> None:
+    """digests: of each rank's files of weights."""
+    run = train_state.run
+    known = {name: facts for of_rank in digests for name, facts in of_rank.items()}
+    prove_run(partial, run, train_state.run_folder, made_of(run), known)
+
+
+def _sizes(
+    train_state: TrainState, parameters: dict[str, Any], dtype: torch.dtype
+) -> list[dict[str, int]]:
+    """The bytes of each parameter's file, by pipeline stage."""
+    world, axes = train_state.world, train_state.run.axes
+    sizes = {name: p.numel() * dtype.itemsize for name, p in parameters.items()}
+    ranks = axes.world // axes.pipeline
+    return gathered(world, sizes if world.rank % ranks == 0 else None)[::ranks]
 
 
 def _weights(
