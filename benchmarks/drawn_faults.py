@@ -103,7 +103,8 @@ def turn_off(node: str) -> None:
     """As without power: its daemon and all its jobs end at once; Slurm is told of it."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
     jobs = [pid for pid in pids if node_of(pid) == node]
-    steps = {int(heartbeat.process_words(pid)[1]) for pid in jobs}
+    words = [heartbeat.process_words(pid) for pid in jobs]  # none of one that just ended
+    steps = {int(of_process[1]) for of_process in words if of_process}
     steps = {pid for pid in steps if words_of(pid)[0].startswith("slurmstepd")}
     daemon = [pid for pid in pids if words_of(pid)[:3] == ["slurmd", "-N", node]]
     kill_at_once([*daemon, *steps, *jobs])
