@@ -75,6 +75,22 @@ def test_spare_nodes_are_idle():
     assert columns["idle"] == 30 + 2
 
 
+def test_a_scheduler_counts_whole_seconds_and_the_columns_add_up_to_them():
+    short = JobStart(101, 120.9, 148.0, 2)  # its ranks' last line has the time 148.6
+    late = [*AGAIN[:-1], {**AGAIN[-1], "time": 148.6}]
+    late[-1]["seconds"] = {**late[-1]["seconds"], "export": 1.6}
+    columns = spent([short], ranks_starts(late), [], 2)
+    assert held(columns) == pytest.approx(short.node_seconds)
+    assert columns["checkpoint"] / 2 == pytest.approx(2 + 1.6)
+    assert columns["start"] / 2 == pytest.approx(125 - 120.9 - 0.6)
+
+
+def test_what_clocks_do_not_explain_is_not_hidden():
+    twice = [AGAIN[0], *({**one, "seconds": {"compute": 20.0 * n}} for n, one in enumerate(AGAIN))]
+    columns = spent(JOBS[1:], ranks_starts(twice), [], 2)
+    assert held(columns) > JOBS[1].node_seconds + 2
+
+
 def test_a_job_whose_ranks_never_began():
     columns = spent([JobStart(0, 5, 9, 3)], [], [], 3)
     assert (columns["queue"], columns["start"], held(columns)) == (15, 12, 12)

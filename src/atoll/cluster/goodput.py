@@ -171,6 +171,8 @@ def of_job(
         columns["start"] += job.ended - job.started
     rest = job.ended - job.started - sum(columns.values())
     columns["idle"] += max(0.0, rest)
+    # its first and its last second are whole ones of the scheduler
+    columns["start"] -= min(max(0.0, -rest), NEAR_SECONDS, columns["start"])
     return columns
 
 
