@@ -94,6 +94,7 @@ CASES: dict[str, list[str]] = {
     ],
     "full_shard, accumulation": [*HEAVY, "sharding=full_shard", "training.microbatch_samples=1"],
     "full_shard, lora": [*HEAVY, "sharding=full_shard", LORA],
+    "full_shard, nf4": [*HEAVY, "sharding=full_shard", LORA, "model.quantisation=nf4"],
     "ddp, lora": [*HEAVY, "sharding=ddp", LORA],
     "ddp, nf4": [*HEAVY, "sharding=ddp", LORA, "model.quantisation=nf4"],
     "mixture, experts divided": [*MIXTURE, "sharding=full_shard", "sharding.expert=2"],

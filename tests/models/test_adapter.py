@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from atoll.errors import UserError
 from atoll.models import adapter
 from atoll.models.build import build_config, build_model, classifier_config, weights_for
+from atoll.models.nf4 import fill_packed
 from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.settings import Classes, Lora, Model, Training
 
@@ -31,9 +32,9 @@ def filled_with_adapters(built: Any, model: Model, config: Any) -> Any:
     shapes = {name: tuple(p.shape) for name, p in built.hf.named_parameters()}
     with weights_for(model, config, 0) as read:
         read = adapter.adapted_reader(read, 0, shapes)
-        adapter.fill_quantised(built.hf, read, CPU)
+        adapter.fill_int8(built.hf, read, CPU)
         materialize(built, CPU)
-        fill(built.hf, read)
+        fill(built.hf, read, fill_packed(built.hf, read, CPU))
         fill_buffers(built.hf)
     return built.hf
 
@@ -193,6 +194,6 @@ def test_a_device_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(*_: Any) -> None:
         raise RuntimeError("no kernel for this device")
 
-    monkeypatch.setattr(adapter, "_quantised", fail)
+    monkeypatch.setattr(adapter, "quantised", fail)
     with pytest.raises(UserError, match="does not work on this cpu: RuntimeError: no kernel"):
         adapter.check_device("nf4", CPU)

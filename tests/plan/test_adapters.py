@@ -72,6 +72,21 @@ def test_what_stays_sends_no_gradients() -> None:
     assert memory_of(sharded, shape).parameters < memory_of(run, shape).parameters / 3
 
 
+def test_sharded_4_bit_weights_travel_and_stay_as_their_bytes() -> None:
+    shape = shape_of(LLAMA)
+    runs = {n: run_of(n, "nf4", sharding=TREE["full_shard"]) for n in (1, 4)}
+    one, four = (memory_of(run, shape).parameters for run in runs.values())
+    linear = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    rest = 2 * 32000 * 4096 + 65 * 4096 + adapter_parameters(runs[4], shape)
+    assert one - four == pytest.approx(3 / 4 * (linear / 2 + 4 * rest))
+    sent = bytes_sent(runs[4], shape)["parameters"]
+    learning = adapter_parameters(runs[4], shape) + 64 * 4096
+    outside = 2 * 32000 * 4096 + 4096
+    assert sent / runs[4].microbatches == pytest.approx(
+        3 / 4 * (2 * (linear / 2 + 2 * learning) + 2 * outside)
+    )
+
+
 def test_targets_that_no_table_names_are_unknown_and_never_chosen() -> None:
     model = {"config": LLAMA, "lora": {"targets": ["whatever"]}, "name": "x"}
     found = list(options(run_of(model=model), shape_of(LLAMA), TREE))

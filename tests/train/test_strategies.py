@@ -10,6 +10,7 @@ import tiny
 import torch
 from rank_pool import RankPool
 from safetensors import safe_open
+from safetensors.torch import load_file
 from test_train import plain_loss, stop_after
 from transformers import AutoModelForCausalLM
 
@@ -153,3 +154,44 @@ def test_vectors_that_two_axes_cut_are_saved_whole(
     assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-4)
     model = AutoModelForCausalLM.from_pretrained(run_dir.export(run_folder))
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "full_shard_offload"])
+def test_adapters_beside_sharded_4_bit_weights(
+    ranks: RankPool, folder: Path, quantised: Path, strategy: str
+) -> None:
+    run = beside_4_bits(folder, strategy, 2)
+    sharded = small_run.ready(run)
+    ranks.run(small_run.train_here, run, world=2)
+    assert small_run.losses(sharded) == pytest.approx(small_run.losses(quantised), abs=1e-5)
+    for part in (".", "adapter"):
+        ours, theirs = (stored(run_dir.export(of) / part) for of in (sharded, quantised))
+        assert ours.keys() == theirs.keys() and ours
+        for parameter in ours:
+            torch.testing.assert_close(ours[parameter], theirs[parameter], atol=1e-5, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def quantised(ranks: RankPool, folder: Path) -> Path:
+    run = beside_4_bits(folder, "single", 1)
+    run_folder = small_run.ready(run)
+    ranks.run(small_run.train_here, run, world=1)
+    return run_folder
+
+
+def beside_4_bits(folder: Path, strategy: str, world: int) -> Run:
+    model = {"name": "llama", "config": CONFIG | {"hidden_size": 64, "intermediate_size": 128}}
+    return small_run.settings(
+        folder,
+        world,
+        name=f"nf4-{strategy}",
+        model=model | {"lora": {"rank": 4}, "quantisation": "nf4"},
+        sharding=small_run.sharding(strategy),
+        export__dtype="float32",
+        training__steps=4,
+    )
+
+
+def stored(export: Path) -> dict[str, torch.Tensor]:
+    files = [load_file(path) for path in sorted(export.glob("*.safetensors"))]
+    return {name: tensor for file in files for name, tensor in file.items()}

@@ -15,17 +15,17 @@ from torch.distributed.tensor import DTensor
 
 from atoll.errors import UserError, first_line
 from atoll.models.classifier import new_head
+from atoll.models.nf4 import Nf4Linear, dequantised, quantised, refuse_crossing_blocks
 from atoll.models.safetensor_files import write_tensors
 from atoll.models.weights import ReadTensor, Slices
 from atoll.settings import Lora, Model
 
 BASE = ".base_layer"
 NAME = "default"  # what peft calls an adapter that nobody named
-BLOCK = 64  # weights that share a scale (bitsandbytes' default)
 LORA = ".lora_"  # in the name of what learns
 
 
-def adapt(hf: Any, model: Model) -> None:
+def adapt(hf: Any, model: Model, compute_dtype: torch.dtype = torch.float32) -> None:
     """Put adapters beside the linear layers of a model on the meta device; they alone learn.
 
     And the head of a classifier, which is new: it learns whole.
@@ -47,6 +47,9 @@ def adapt(hf: Any, model: Model) -> None:
             f"model.lora.targets fits no layer: {first_line(error)}",
             "name linear layers of the model, or model.lora.targets=all-linear",
         ) from None
+    for module in hf.modules():
+        if isinstance(module, Nf4Linear):  # peft takes its adapters' type from the weight's
+            module.pack(compute_dtype)
     if head:
         hf.get_submodule(head).requires_grad_(True)
 
@@ -57,7 +60,12 @@ def check_device(quantisation: str, device: torch.device) -> None:
         return
     try:
         layer = _linear(quantisation, nn.Linear(64, 64, bias=False, device="meta"))
-        layer.weight = _quantised(layer, torch.ones(64, 64), device)
+        if isinstance(layer, Nf4Linear):
+            layer.pack(torch.float32)
+            packed, layer.scales = quantised(torch.ones(64, 64), device)
+            layer.weight = nn.Parameter(packed.view(torch.float32).view(64, -1), False)
+        else:
+            layer.weight = _int8(torch.ones(64, 64), device)
         # more rows than one: a single one takes a way that only inference has
         layer(torch.ones(4, 64, device=device, requires_grad=True)).sum().backward()
     except Exception as error:  # bitsandbytes fails in many ways where it lacks a backend
@@ -84,18 +92,12 @@ def adapted_reader(read: ReadTensor, seed: int, shapes: dict[str, tuple[int, ...
     return part
 
 
-def fill_quantised(hf: Any, read: ReadTensor, device: torch.device) -> None:
+def fill_int8(hf: Any, read: ReadTensor, device: torch.device) -> None:
     """Read, quantise and place one matrix at a time: in full they are never there together."""
     for name, module in hf.named_modules():
-        if is_quantised(module):
+        if _is_int8(module):
             everything = (slice(0, module.out_features), slice(0, module.in_features))
-            module.weight = _quantised(module, read(f"{name}.weight", everything), device)
-
-
-def is_quantised(module: Any) -> bool:
-    return type(module).__name__ in ("Linear4bit", "Linear8bitLt") and not hasattr(
-        module, "base_layer"
-    )
+            module.weight = _int8(read(f"{name}.weight", everything), device)
 
 
 @dataclass(frozen=True)
@@ -204,27 +206,27 @@ def _linear(quantisation: str, like: nn.Linear) -> Any:
 
     sizes = (like.in_features, like.out_features, like.bias is not None)
     if quantisation == "nf4":
-        return bnb.nn.Linear4bit(*sizes, quant_type="nf4", device="meta")
+        return Nf4Linear(*sizes, device="meta")
     return bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0, device="meta")
 
 
-def _quantised(layer: Any, weight: Tensor, device: torch.device) -> Any:
+def _is_int8(module: Any) -> bool:
+    return type(module).__name__ == "Linear8bitLt" and not hasattr(module, "base_layer")
+
+
+def _int8(weight: Tensor, device: torch.device) -> Any:
     import bitsandbytes as bnb
 
-    if device.type == "cpu" and layer.in_features % BLOCK:
-        raise UserError(
-            f"a matrix is {layer.in_features} wide, and on a CPU bitsandbytes mixes up blocks of "
-            f"{BLOCK} where they cross rows",
-            f"choose sizes that {BLOCK} divides, or model.quantisation=none",
-        )
+    refuse_crossing_blocks(weight, device)
     parameter: Any = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-    if type(layer).__name__ == "Linear4bit":
-        parameter = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=layer)
     return parameter.to(device)
 
 
 def _dequantised(module: Any, weight: Tensor) -> Tensor:
-    if not is_quantised(module):
+    """The matrix itself; collective where its parts are sharded."""
+    if isinstance(module, Nf4Linear):
+        return dequantised(module, full_tensor(weight))
+    if not _is_int8(module):
         return full_tensor(weight)
     from peft.utils.integrations import dequantize_module_weight
 

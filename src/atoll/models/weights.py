@@ -8,7 +8,7 @@ import copy
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
@@ -49,11 +49,14 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, read: ReadTensor) -> None:
-    """Copy into each parameter of the Hugging Face model the slice this rank holds."""
+def fill(model: nn.Module, read: ReadTensor, filled: Collection[str] = ()) -> None:
+    """Copy into each parameter of the Hugging Face model the slice this rank holds.
+
+    filled: names of those that have their values already.
+    """
     for name, parameter in model.named_parameters():
-        local, slices = _local_part(parameter)
-        if local.numel() and local.is_floating_point():
+        local, slices = local_part(parameter)
+        if local.numel() and local.is_floating_point() and name not in filled:
             local.copy_(read(name, slices))
     for name, buffer in stored_buffers(model).items():
         buffer.copy_(read(name, tuple(slice(0, size) for size in buffer.shape)))
@@ -185,7 +188,8 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def _local_part(parameter: Tensor) -> tuple[Tensor, Slices]:
+def local_part(parameter: Tensor) -> tuple[Tensor, Slices]:
+    """What this rank holds of a parameter, and which slices of the whole that is."""
     if not isinstance(parameter, DTensor):
         return parameter, tuple(slice(0, size) for size in parameter.shape)
     shape, offset = compute_local_shape_and_global_offset(

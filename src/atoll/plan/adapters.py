@@ -11,7 +11,8 @@ from atoll.settings import Run
 
 # Bytes of a weight that stays: nf4 has a scale of one byte for each 64, and one of four for each
 # 256 of those (Dettmers et al. 2023); int8 a scale of four bytes a row.
-STORED_BYTES = {"none": 4.0, "nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
+PACKED_BYTES = 0.5  # of an nf4 weight without its scales
+STORED_BYTES = {"none": 4.0, "nf4": PACKED_BYTES + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 ROW_BYTES = {"int8": 4}
 
 

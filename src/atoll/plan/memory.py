@@ -6,7 +6,7 @@ number in the arithmetic. Weights, gradients and moments are fp32 (4 bytes).
 
 from dataclasses import dataclass
 
-from atoll.plan.adapters import Staying, staying, unknown_targets
+from atoll.plan.adapters import PACKED_BYTES, Staying, staying, unknown_targets
 from atoll.plan.shapes import Shape, family_of
 from atoll.settings import Run
 
@@ -75,6 +75,7 @@ class Weights:
     layers: int
     shards: int
     block: float  # of one block that a rank computes
+    block_bytes: float  # of the same, as it is gathered
     rest: float  # outside the blocks
     own: float
     own_bytes: float
@@ -101,16 +102,18 @@ def weights_of(run: Run, shape: Shape, stage: int) -> Weights:
     rest = _rest_parameters(shape, stage, axes.pipeline) + added[1]
     own = layers * whole_block / shards + rest / (shards * axes.tensor)
     learning = own if parts is None else (layers * added[0] + added[1]) / shards
-    stored = 0 if parts is None else layers * parts.stored
-    packed = 0.0 if parts is None else layers * parts.stored_bytes
+    stored, packed = (0, 0.0) if parts is None else (parts.stored, parts.stored_bytes)
+    # of 4-bit weights the bytes are divided; their scales are whole on every rank
+    packed -= stored * PACKED_BYTES * (1 - 1 / shards)
     return Weights(
         layers=layers,
         shards=shards,
         block=block,
+        block_bytes=(block - stored) * compute_bytes(run) + stored * PACKED_BYTES,
         rest=rest,
         own=own,
-        own_bytes=(own - stored) * FP32 + packed,
-        cast=layers * block + rest - stored,
+        own_bytes=(own - layers * stored / shards) * FP32 + layers * packed,
+        cast=layers * (block - stored) + rest,
         learning_block=block if parts is None else added[0],
         learning_rest=rest if parts is None else added[1],
         learning=learning,
@@ -135,7 +138,7 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     zero3 = sharding.reshard_after_forward is not False
     sharded = w.shards > 1 or axes.tensor > 1
     kept_blocks = (2 if zero3 else w.layers) if sharded else 0
-    gathered = (kept_blocks * w.block + w.rest) * c if sharded else 0
+    gathered = kept_blocks * w.block_bytes + w.rest * c if sharded else 0
     if not sharded and c < FP32:
         gathered = w.cast * c  # autocast keeps its copies for the whole pass
     # a block's gradients and their copy to be scattered; the root's, whole until the pass ends
@@ -166,7 +169,7 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     unpacked = 0 if parts is None else parts.largest * c
     step_end = (0 if sharding.offload else gradients) + _step_copies(run, shape, w)
     if sharded and not zero3:  # a block's parameters go when its backward pass is done
-        backward_end -= (w.layers - 1) * w.block * c
+        backward_end -= (w.layers - 1) * w.block_bytes
     backward_begin = activations + waiting + buffers
     backward = max(backward_begin, backward_end) + unpacked
     peak = runtime + resident + gathered + max(forward_end, backward, step_end)

@@ -9,7 +9,7 @@ A layout or an exchange that is not in FORMULAS trains as any other; what it sen
 
 from collections.abc import Callable, Mapping
 
-from atoll.plan.adapters import adapter_parameters, staying
+from atoll.plan.adapters import PACKED_BYTES, adapter_parameters, staying
 from atoll.plan.memory import FP32, compute_bytes
 from atoll.plan.shapes import Shape
 from atoll.settings import Run, Sharding
@@ -83,6 +83,7 @@ def _sharded(run: Run, shape: Shape) -> dict[str, float]:
         once, rest = once + ring(shards) * layers * parts.block, rest + parts.rest
         copied = layers * parts.block + parts.rest
         learning = ring(shards) * copied
+        once -= ring(shards) * layers * parts.stored * (1 - PACKED_BYTES / c)  # as their bytes
     return {
         "parameters": passes * c * (gathers * once + rest_ring * rest),
         "gradients": scatter * scatters * FP32 * learning

@@ -120,12 +120,12 @@ class Run(Settings):
             return self
         axes = self.sharding.axes_used
         divided = axes or self.sharding.engine != "plain"
-        if divided or (self.model.quantisation != "none" and "fsdp" in self.sharding.layouts):
+        if divided or (self.model.quantisation == "int8" and "fsdp" in self.sharding.layouts):
             what = f"model.quantisation={self.model.quantisation}" if not divided else "model.lora"
             raise ValueError(
                 f"{what} with {axes or f'sharding={self.sharding.name}'}: its weights are not "
                 "divided so",
-                "choose ddp or single" + (", or full_shard alone" if divided else ""),
+                "choose ddp or single, or full_shard" + (" alone" if divided else " with nf4"),
             )
         return self
 

@@ -17,8 +17,9 @@ from atoll.data.loader import Samples, open_samples
 from atoll.data.tokenize import open_prepared
 from atoll.errors import UserError
 from atoll.health.heartbeat import Heartbeat, unwatched
-from atoll.models.adapter import adapt, adapted_reader, check_device, fill_quantised
+from atoll.models.adapter import adapt, adapted_reader, check_device, fill_int8
 from atoll.models.build import weights_for
+from atoll.models.nf4 import fill_packed
 from atoll.models.parts import blocks_of
 from atoll.models.self_check import self_check
 from atoll.models.weights import fill, fill_buffers, materialize
@@ -136,7 +137,7 @@ def build_sharded(
 ) -> tuple[Any, nn.Module]:
     """Meta, sharded, given memory, filled slice by slice, then wrapped."""
     run_on_all_ranks(world, lambda: check_device(run.model.quantisation, world.device))
-    run_on_all_ranks(world, lambda: adapt(model.hf, run.model))
+    run_on_all_ranks(world, lambda: adapt(model.hf, run.model, dtype))
     run_on_all_ranks(world, lambda: freeze(run.optimizer, model))
     if run.training.compile:
         run_on_all_ranks(world, lambda: check_compiler(world))
@@ -151,9 +152,9 @@ def build_sharded(
     def fill_all() -> None:
         with weights_for(run.model, config, run.seed) as read:
             read = adapted_reader(read, run.seed, shapes)
-            fill_quantised(model.hf, read, world.device)
+            fill_int8(model.hf, read, world.device)
             materialize(model, torch.device("cpu") if run.sharding.offload else world.device)
-            fill(model.hf, read)
+            fill(model.hf, read, fill_packed(model.hf, read, world.device))
             fill_buffers(model.hf)
 
     run_on_all_ranks(world, fill_all)
