@@ -89,8 +89,9 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def comments(model: type[BaseModel]) -> dict[str, str]:
-    """What stands behind a field's line, or above it."""
-    lines = inspect.getsource(model).splitlines()
+    """What stands behind a field's line, or above it, also where it is inherited."""
+    kinds = [kind for kind in reversed(model.__mro__) if kind.__module__.startswith("atoll.")]
+    lines = [line for kind in kinds for line in inspect.getsource(kind).splitlines()]
     said: dict[str, str] = {}
     above: list[str] = []
     for line in lines:

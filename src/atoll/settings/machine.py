@@ -45,15 +45,16 @@ def refuse_secrets(setting: str, values: Iterable[Any]) -> None:
 class Node(Settings):
     """The hardware of one node; an unknown value stays unset."""
 
-    devices: Count
-    device: Literal["cpu", "cuda", "rocm", "xpu"]
+    devices: Count  # accelerators of a node, or ranks where there are none
+    device: Literal["cpu", "cuda", "rocm", "xpu"]  # what they are
+    # of the processors: images are built for one
     architecture: Literal["x86_64", "aarch64"] = "x86_64"
     compute_capability: Capability | None = Field(
         None, description="of one device: NVIDIA's as 8.0, AMD's as gfx90a"
     )
-    device_memory_gib: Positive | None = None
-    cores: Count | None = None
-    memory_gib: Positive | None = None
+    device_memory_gib: Positive | None = None  # of one device; ranks on processors share memory_gib
+    cores: Count | None = None  # of the node, divided among its ranks
+    memory_gib: Positive | None = None  # of the node
     peak_tflops: Positive | None = Field(
         None, description="dense bf16 peak of one device; unset: measured where there is no device"
     )
@@ -65,7 +66,7 @@ class Node(Settings):
 class Network(Settings):
     """What carries messages between nodes, and what of the host NCCL or RCCL needs for it."""
 
-    fabric: Literal["ethernet", "infiniband", "slingshot"] | None = None
+    fabric: Literal["ethernet", "infiniband", "slingshot"] | None = None  # the kind of the network
     plugin: Path | None = Field(
         default=None,
         description="the host's plugin (libnccl-net.so) where the image has none for it",
@@ -79,62 +80,66 @@ class Modules(Settings):
     """What a job does with the facility's module command first, in this order."""
 
     use: list[str] = Field(default=[], description="folders of module files to look in as well")
-    load: list[str] = []
+    load: list[str] = []  # modules to load, with their versions
 
 
 class Queue(Settings):
     """What one partition, QoS or queue allows in one job."""
 
-    min_nodes: Count = 1
-    max_nodes: Count | None = None
-    max_walltime_minutes: Count | None = None
+    min_nodes: Count = 1  # the fewest of a job
+    max_nodes: Count | None = None  # the most of a job; null: not stated
+    max_walltime_minutes: Count | None = None  # the longest job; null: not stated
 
 
 class Limits(Queue):
     """What a facility allows in one job, and what each of its queues allows, by name."""
 
-    needs_account: bool = False
+    needs_account: bool = False  # jobs without one are refused
     walltime_minutes_up_to_nodes: dict[Count, Count] = Field(
         default={}, description="the longest job by its size: up to so many nodes, so many minutes"
     )
-    queues: dict[str, Queue] = {}
+    queues: dict[str, Queue] = {}  # name of a partition, QoS or queue -> its own limits
 
 
 class Facility(Settings):
     """One supercomputer or machine: facts only, no code."""
 
-    name: Word
-    scheduler: Literal["none", "slurm", "pbs"]
+    name: Word  # its own, and that of its YAML
+    scheduler: Literal["none", "slurm", "pbs"]  # that takes jobs; none: ranks start here, at once
     unsupported: str | None = Field(None, description="why runs are refused here")
+    # that jobs are charged to; with a scheduler `atoll submit` asks for it where it is needed
     account: str | None = None
-    walltime_minutes: Count | None = None
+    walltime_minutes: Count | None = None  # of a job; a longer run goes on in the next one
+    # flags of sbatch or qsub, without their dashes; null leaves one out
     submit: dict[str, SubmitFlag] = {}
     node: Node
     step: list[str] = Field([], description="flags of the step, as they are")
     task_binding: list[str] = Field([], description="those that hold for one task per device only")
     modules: Modules = Modules()
-    container: Literal["apptainer", "singularity"] = "apptainer"
+    container: Literal["apptainer", "singularity"] = "apptainer"  # the program that runs the image
+    # variables of the ranks, also inside the image
     environment: dict[VariableName, VariableText] = {}
     task_folders: dict[VariableName, str] = Field(
         {}, description="variable -> the folder in which each task makes one of its own"
     )
-    binds: list[str] = []
+    binds: list[str] = []  # folders of the host that the image sees, as apptainer writes them
     network: Network = Network()
     limits: Limits = Limits()
     requeue: bool = Field(True, description="may a job put itself back in the queue")
     node_network: bool | None = Field(None, description="do compute nodes reach the internet")
+    # version of the GPU driver on its nodes, to refuse an image that needs a newer one
     driver: str | None = None
     hosts_file: Path | None = Field(
         default=None, description="machines without a scheduler, one a line, reached by ssh"
     )
-    ssh_options: list[str] = []
-    address_suffix: str = ""
+    ssh_options: list[str] = []  # of launcher=ssh, as ssh takes them
+    address_suffix: str = ""  # added to the name of a node where that reaches a faster network
     node_names: str | None = Field(
         None, description="two of its nodes as its scheduler writes them, as nid[001-002]"
     )
-    port: Port | None = None
-    checked_on: str | None = None
-    source: str | None = None
+    port: Port | None = None  # that the first rank listens on; null: one that follows from the job
+    checked_on: str | None = None  # the date on which these facts were compared with their source
+    source: str | None = None  # where these facts stand
 
     @field_validator("submit", "step", "task_binding")
     @classmethod
@@ -162,11 +167,11 @@ class Image(Settings):
     one that `atoll image` built from that args file, in `folders.images`.
     """
 
-    name: Word
-    args_file: str | None = None
-    file: Path | None = None
-    run_flags: list[str] = []
-    device: Literal["cpu", "cuda", "rocm"] = "cpu"
+    name: Word  # its own, and that of its YAML
+    args_file: str | None = None  # in containers/: what it is built from
+    file: Path | None = None  # an image file to use as it is; null: the newest built one
+    run_flags: list[str] = []  # of `apptainer exec`, as they are
+    device: Literal["cpu", "cuda", "rocm"] = "cpu"  # whose libraries it brings
     capabilities: list[str] = Field(
         [], description="the devices it was built for, as 8.0, 12.0+PTX or gfx90a"
     )
@@ -195,12 +200,14 @@ class Image(Settings):
 class Launcher(Settings):
     """How ranks come to life: a task per device, or one per node that starts its ranks."""
 
+    # static: a task per device; the others: a task per node, or one in all
     name: Literal["static", "static_node", "torchrun", "mpiexec", "ssh"]
 
 
 class Restart(Settings):
     """How a run goes on by itself: after its wall time, and after a fault while steps advance."""
 
+    # after faults; two in a row without progress end the run before that
     max_restarts: CountOrZero = 20
     exclude: bool = Field(
         default=True, description="leave out a node that the evidence of a fault speaks against"
@@ -243,8 +250,8 @@ class Folders(Settings):
     """Where runs, prepared data and images live; relative ones start where one types."""
 
     runs: Path
-    prepared: Path
-    images: Path = Path("images")
+    prepared: Path  # token shards, shared by all runs with the same text and tokenizer
+    images: Path = Path("images")  # image files, as `atoll image build` makes them
     facilities: Path = Path("facilities")  # what `atoll doctor --job` measured
     bundle: Path | None = None  # of `atoll prepare`, where nodes have no network
     caches: dict[VariableName, Path] = Field(

@@ -41,11 +41,11 @@ class Run(Settings):
     """Everything one run needs to know."""
 
     name: Word
-    seed: CountOrZero
-    deterministic: bool
-    nodes: Count
+    seed: CountOrZero  # of random weights, of the order of samples, and of what is held out
+    deterministic: bool  # kernels that give the same bits again, where torch has them; slower
+    nodes: Count  # that train
     spare_nodes: CountOrZero = 0  # that the job asks for as well, to take the place of others
-    ranks_per_node: Count
+    ranks_per_node: Count  # one for each device
     folders: Folders
     facility: Facility
     image: Image

@@ -10,21 +10,22 @@ from atoll.settings.fields import Count, Settings, Word
 class Sharding(Settings):
     """How the model is spread: layouts applied in order, and the engine that takes a step."""
 
-    name: Word
-    layouts: list[str]
+    name: Word  # its own, and that of its YAML
+    layouts: list[str]  # how parameters are spread, in this order: fsdp, ddp
     exchange: str | None = None  # of gradients, where no layout does it
-    engine: Literal["plain", "deepspeed"] = "plain"
+    engine: Literal["plain", "deepspeed"] = "plain"  # what takes a step: torch, or DeepSpeed
+    # ranks that share one copy of the model; none: each has its own
     shard: Literal["none", "node", "all"] | Count = "none"
     # a number: after the forward pass, parameters stay spread over so many neighbours alone
     reshard_after_forward: Annotated[bool, Field(strict=True)] | Count = True
-    sync_every_microbatch: bool = False
+    sync_every_microbatch: bool = False  # gradients are exchanged in every pass, not once a step
     offload: bool = False  # parameters, gradients and optimizer live in the host's memory
-    tensor: Count = 1
-    context: Count = 1
-    expert: Count = 1
-    pipeline: Count = 1
-    stages_per_rank: Count = 1
-    deepspeed: dict[str, Any] = {}
+    tensor: Count = 1  # ranks that share each matrix
+    context: Count = 1  # ranks that share each sample
+    expert: Count = 1  # ranks that share the experts of a mixture
+    pipeline: Count = 1  # ranks that share the layers, one stage behind the other
+    stages_per_rank: Count = 1  # of a pipeline; more than 1: interleaved
+    deepspeed: dict[str, Any] = {}  # DeepSpeed's own configuration, as it is
 
     @property
     def spreads(self) -> bool:
