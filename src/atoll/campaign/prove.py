@@ -78,6 +78,8 @@ def _rule(campaign: Campaign) -> str:
 
 
 def _loss(store: CampaignStore, last: int) -> str | None:
-    """Of the facilities' own models of the last round: the mean of them is measured by nobody."""
+    """Of the model itself, else of the facilities' own models of the last round."""
+    if (loss := store.model_loss(last)) is not None:
+        return f"{loss:.4g}"
     losses = store.mean_losses(last)
     return None if losses is None else f"{losses[-1]:.4g} (of their own models of round {last})"
