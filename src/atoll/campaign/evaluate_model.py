@@ -40,9 +40,7 @@ def evaluate_model(store: CampaignStore, number: int) -> None:
         print(f"the model of round {number}: loss {shown}", flush=True)
 
 
-def _ask(
-    store: CampaignStore, number: int, site: Site, end: float, stop: threading.Event
-) -> None:
+def _ask(store: CampaignStore, number: int, site: Site, end: float, stop: threading.Event) -> None:
     """Until it has answered, failed too often, or the time is over."""
     failures = 0
     answer: dict[str, Any] = {"why": "the time was over"}
