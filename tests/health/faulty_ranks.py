@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from atoll.errors import UserError
-from atoll.health.watchdog import watcher_file
+from atoll.health.heartbeat import watcher_file
 from atoll.launch import Placement
 from atoll.train import checkpoint, evaluate, loop, train
 

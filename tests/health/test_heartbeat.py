@@ -69,14 +69,23 @@ def test_a_new_start_of_a_rank_forgets_the_old_one(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_start_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    dead, alive, new = (tmp_path / f"atoll-{os.getuid()}-{name}" for name in "abc")
+    """Unless its watcher is there, or may still be starting: another run's faults are its own."""
+    names = ("alive", "dead", "just-dead", "watched", "new")
+    alive, dead, just_dead, watched, new = (tmp_path / f"atoll-{os.getuid()}-{n}" for n in names)
     heartbeat.begin(alive, 0)
-    process = multiprocessing.get_context("fork").Process(target=heartbeat.begin, args=(dead, 0))
-    process.start()
-    process.join()
+    for folder in (dead, just_dead, watched):
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=heartbeat.begin, args=(folder, 0))
+        process.start()
+        process.join()
+    own = f"{os.getpid()} {heartbeat.started_ticks(os.getpid())}"
+    heartbeat.watcher_file(watched).write_text(own)
+    long_ago = time.time() - 120
+    for folder in (alive, dead, watched):
+        os.utime(folder, (long_ago, long_ago))
     new.mkdir()
     heartbeat.forget_dead_starts(new)
-    assert sorted(tmp_path.iterdir()) == [alive, new]
+    assert sorted(tmp_path.iterdir()) == sorted([alive, just_dead, new, watched])
 
 
 def test_each_start_of_each_run_has_its_folder(tmp_path: Path) -> None:

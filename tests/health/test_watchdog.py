@@ -1,6 +1,7 @@
 """Ranks that are stopped, killed, stuck or wrong: named, told of once, ended within seconds."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from atoll import run_dir
 from atoll.health import heartbeat, judge, node_record
 from atoll.health.faults import Fault, faults
 from atoll.health.node_record import NodeRecord, RankState
+from atoll.health.watchdog import Watched
 from atoll.launch import Placement
 
 TESTS = Path(__file__).parents[1]
@@ -245,6 +247,28 @@ def test_the_shell_judges_what_nobody_did(tmp_path: Path, capfd) -> None:
     assert judge.main([str(tmp_path)]) == 0
     assert len(faults(tmp_path)) == 1, "once"
     assert capfd.readouterr().err.count("atoll: rank 1 on n1") == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_watcher_without_its_folder_ends(tmp_path: Path, when: str) -> None:
+    """Whoever took it away: nobody waits for one that looks at nothing."""
+    folder = tmp_path / "memory"
+    facts = Watched(
+        str(tmp_path), str(tmp_path / "records"), str(folder), 0, 1, 0, 1, "cpu", None, 1800.0
+    )
+    if when == "after":
+        heartbeat.begin(folder, 0)
+    argv = [sys.executable, "-m", "atoll.health.watchdog", facts.in_words()]
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+    try:
+        if when == "after":
+            while not heartbeat.is_watched(folder):
+                time.sleep(0.02)
+            shutil.rmtree(folder)
+        assert process.communicate(timeout=20)[1] == ""
+    finally:
+        process.kill()
+    assert process.returncode == 0
 
 
 def test_slow_phases_are_left_alone(ranks: RankPool, folder: Path) -> None:

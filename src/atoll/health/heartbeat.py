@@ -31,6 +31,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 _NUMBER = {name: number for number, name in enumerate(PHASES)}
 ALIVE = -1  # the exit code of a rank that has not ended
 
+FORGOTTEN_SECONDS = 60.0  # a watcher has started long before
 RECORD_BYTES = 8192
 _ERROR_BYTES = slice(512, RECORD_BYTES)
 # Slots of eight bytes: whole numbers, then seconds of the monotonic clock, which all processes of a
@@ -142,13 +143,31 @@ def node_folder(run_folder: Path, start: str, node_rank: int) -> Path:
     return parent / f"atoll-{os.getuid()}-{run}-{start}-{node_rank}"
 
 
+def watcher_file(folder: Path) -> Path:
+    return folder / "watcher"
+
+
+def is_watched(folder: Path) -> bool:
+    """Whether the watcher of this node is there."""
+    with suppress(OSError, ValueError):
+        pid, ticks = map(int, watcher_file(folder).read_text().split())
+        return started_ticks(pid) == ticks
+    return False
+
+
 def forget_dead_starts(folder: Path) -> None:
-    """Remove what starts of this user left in this memory whose watchers were killed as well."""
+    """Remove what starts of this user left in this memory whose watchers were killed as well.
+
+    A watcher that is there, or may still be starting, has its own ranks' end to tell of.
+    """
     for other in folder.parent.glob(f"atoll-{os.getuid()}-*"):
         records = [read(file) for file in other.glob("rank-*")]
         is_dead = [r is not None and started_ticks(r.pid) != r.start_ticks for r in records]
-        if other != folder and records and all(is_dead):
-            shutil.rmtree(other, ignore_errors=True)
+        if other == folder or not records or not all(is_dead) or is_watched(other):
+            continue
+        with suppress(OSError):  # gone already
+            if time.time() - other.stat().st_mtime > FORGOTTEN_SECONDS:
+                shutil.rmtree(other, ignore_errors=True)
 
 
 def record_file(folder: Path, rank: int) -> Path:

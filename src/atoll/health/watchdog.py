@@ -28,6 +28,7 @@ from atoll.health.heartbeat import (
     read_all,
     record_file,
     started_ticks,
+    watcher_file,
 )
 from atoll.health.node_record import GONE, PEER_ERROR, STOPPED, NodeRecord, RankState
 
@@ -89,10 +90,6 @@ def stack_file(folder: Path, rank: int) -> Path:
     return folder / f"stack-{rank:06d}"
 
 
-def watcher_file(folder: Path) -> Path:
-    return folder / "watcher"
-
-
 def judged_file(folder: Path) -> Path:
     return folder / "judged"
 
@@ -111,20 +108,14 @@ def verdict_file(records: Path) -> Path:
     return records / "verdict.json"
 
 
-def is_watched(folder: Path) -> bool:
-    """Whether the watcher of this node is there."""
-    with suppress(OSError, ValueError):
-        pid, ticks = map(int, watcher_file(folder).read_text().split())
-        return started_ticks(pid) == ticks
-    return False
-
-
 def main(argv: list[str]) -> int:
     """Watch until the ranks have ended, or something went wrong and was dealt with."""
     watched = Watched(**json.loads(argv[0]))
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     folder, records = Path(watched.folder), Path(watched.records)
+    if not folder.is_dir():
+        return 0
     watcher_file(folder).write_text(f"{os.getpid()} {started_ticks(os.getpid())}")
     forget_dead_starts(folder)
     begin(watched, records)
@@ -191,6 +182,8 @@ class Watcher:
             }
             self._learn(records)
             reason = self._reason(records, states, now)
+            if not records and not self.folder.is_dir():
+                return ""  # nothing will ever be seen there
             if reason or (records and not at_work(records, states)):
                 return reason
 

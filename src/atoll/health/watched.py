@@ -15,18 +15,16 @@ from pathlib import Path
 from atoll import run_dir
 from atoll.errors import UserError
 from atoll.health import heartbeat, recorder
-from atoll.health.heartbeat import Heartbeat
+from atoll.health.heartbeat import Heartbeat, is_watched, watcher_file
 from atoll.health.node_record import start_of
 from atoll.health.watchdog import (
     ANSWER_SIGNAL,
     PATIENCE_SECONDS,
     Watched,
     answer_file,
-    is_watched,
     judged_file,
     question_file,
     stack_file,
-    watcher_file,
 )
 from atoll.launch import Placement
 from atoll.settings import Run
