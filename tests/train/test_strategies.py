@@ -136,7 +136,7 @@ def test_a_mixture_goes_on_with_its_experts_divided(ranks: RankPool, folder: Pat
         ranks.run(small_run.train_here, again)
         assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-4), name
         held_out = small_run.records(run_folder, "evaluation")[-1]["loss"]
-        assert plain_loss(again, run_folder) == pytest.approx(held_out, abs=1e-4)
+        assert plain_loss(again, run_dir.export(run_folder)) == pytest.approx(held_out, abs=1e-4)
 
 
 @pytest.mark.full
