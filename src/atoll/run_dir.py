@@ -31,6 +31,21 @@ def launch_script(run_folder: Path) -> Path:
     return run_folder / "launch.sh"
 
 
+def then_script(run_folder: Path) -> Path:
+    """What follows the run: `atoll submit --then`."""
+    return run_folder / "then.sh"
+
+
+def then_jobs_file(run_folder: Path) -> Path:
+    """The jobs of what follows the run: in each line a scheduler and an id."""
+    return run_folder / "then.txt"
+
+
+def scores_file(folder: Path) -> Path:
+    """Of a run, a checkpoint or an export: what lm-evaluation-harness said of it last."""
+    return folder / "scores.json"
+
+
 def job_script(run_folder: Path) -> Path:
     """What `launch.sh` reads first: one job holds the run, hears of its time limit, goes on."""
     return run_folder / "job.sh"

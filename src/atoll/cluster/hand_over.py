@@ -14,8 +14,10 @@ from atoll.errors import UserError
 from atoll.settings import Run
 
 
-def hand_over(run: Run, file: Path, folder: Path) -> None:
+def hand_over(run: Run, file: Path, folder: Path, follows: Path | None = None) -> None:
     """Leave the path of a run's launch.sh in `file`: the run takes place outside the image.
+
+    follows: the script of what comes behind it.
 
     Raises `UserError` where the run would need an environment of the clone.
     """
@@ -31,6 +33,8 @@ def hand_over(run: Run, file: Path, folder: Path) -> None:
     print(f"run {run.name} in {folder}", flush=True)
     with open(file, "a") as scripts:
         scripts.write(f"{run_dir.launch_script(folder)}\0")
+        if follows is not None:
+            scripts.write(f"{follows}\0")
 
 
 def folders(overrides: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from atoll.cluster.jobs import ask
 from atoll.cluster.lease import lease_of
 from atoll.cluster.status import LIVE, POLL_SECONDS, queued_jobs, run_folder, status
+from atoll.cluster.then import then_jobs
 from atoll.commands import VerbParser, run_command
 from atoll.errors import UserError
 
@@ -66,7 +67,7 @@ def cancel(argv: list[str]) -> int:
     parser = VerbParser("cancel", CANCEL)
     parser.add_argument("run", metavar="RUN", help="the folder of a run, or its name in runs/")
     folder = run_folder(parser.read(argv).run)
-    jobs = queued_jobs(folder)
+    jobs = [*queued_jobs(folder), *then_jobs(folder)]
     answers = ask(jobs)
     alive = [job for job in jobs if job in answers and answers[job].state in LIVE]
     if not alive:

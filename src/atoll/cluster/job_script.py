@@ -35,21 +35,31 @@ def launch_script(
     entrypoint: `module:function` for all ranks to call, in place of the whole training.
     """
     scheduler = run.facility.scheduler
-    named = run.facility.modules
-    modules = [["module", "use", folder] for folder in named.use]
-    modules += [["module", "load", name] for name in named.load]
     queued = scheduler in REQUEUE
     asks = f'atoll() {{\n    {shlex.join(atoll_command(run))} "$@"\n}}\n'
     return (
         HEADER
         + _around(run, run_folder)
-        + (MODULES + _lines(modules) if modules else "")
+        + _modules(run)
         + STRICT
         + ALONE
         + (asks + REQUEUE[scheduler](run, run_folder, batch_file) if queued else "")
         + _lines(preparation(run, run_folder))
         + _lines([_ranks(run, run_folder, entrypoint)] if entrypoint else training(run, run_folder))
     )
+
+
+def then_head(run: Run, run_folder: Path) -> str:
+    """How `then.sh` begins: as launch.sh does, without what only a training job has."""
+    header = "#!/bin/bash\n# What follows this run. Written when it was submitted.\n"
+    return header + _modules(run) + STRICT + ALONE + _lines(preparation(run, run_folder))
+
+
+def _modules(run: Run) -> str:
+    named = run.facility.modules
+    modules = [["module", "use", folder] for folder in named.use]
+    modules += [["module", "load", name] for name in named.load]
+    return MODULES + _lines(modules) if modules else ""
 
 
 def preparation(run: Run, run_folder: Path) -> list[list[str]]:

@@ -29,6 +29,17 @@ def launch_step(run: Run, run_folder: Path, entrypoint: str | None = None) -> li
     return [*LAUNCHERS[run.launcher.name](run, run_folder), *([entrypoint] if entrypoint else [])]
 
 
+def on_each_rank(run: Run, verb: str, words: list[str]) -> list[str]:
+    """The command that runs a verb of ours as every rank, in a task of its own."""
+    command = [*atoll_command(run), verb]
+    if run.facility.scheduler == "none":
+        return [*command, f"--local-ranks={run.ranks_per_node}", *words]
+    if run.launcher.name == "mpiexec":
+        return [*_mpiexec(run), *command, *words]
+    static = run.launcher.model_copy(update={"name": "static"})
+    return [*_srun(run.model_copy(update={"launcher": static})), *command, *words]
+
+
 def static(run: Run, run_folder: Path) -> list[str]:
     """One task per device, in place; without a scheduler one process starts the tasks."""
     if run.facility.scheduler == "none":
@@ -48,10 +59,7 @@ def torchrun(run: Run, run_folder: Path) -> list[str]:
 
 def mpiexec(run: Run, run_folder: Path) -> list[str]:
     """One task per device, as MPICH's and PALS's `mpiexec` start them."""
-    per_node = run.ranks_per_node
-    counts = ["-n", str(run.world_size), "--ppn", str(per_node)]
-    step = [*run.facility.step, *run.facility.task_binding]
-    return ["mpiexec", *counts, *step, *_launch(run, run_folder)]
+    return [*_mpiexec(run), *_launch(run, run_folder)]
 
 
 def ssh(run: Run, run_folder: Path) -> list[str]:
@@ -100,6 +108,11 @@ def atoll_command(run: Run) -> list[str]:
     """`atoll`, in the run's container or in the environment this process runs from."""
     prefix = container_prefix(run)
     return [*prefix, "python3" if prefix else sys.executable, "-m", "atoll"]
+
+
+def _mpiexec(run: Run) -> list[str]:
+    counts = ["-n", str(run.world_size), "--ppn", str(run.ranks_per_node)]
+    return ["mpiexec", *counts, *run.facility.step, *run.facility.task_binding]
 
 
 def _srun(run: Run) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from atoll import run_dir
 from atoll.cluster.jobs import Job, JobId, ask
 from atoll.cluster.status import follow, queued_jobs, run_folder, runs_folder, status
+from atoll.cluster.then import then_line
 from atoll.commands import VerbParser
 from atoll.config.compose import config_tree
 from atoll.errors import UserError
@@ -66,6 +67,8 @@ def status_of(argv: list[str]) -> int:
         _show(rows, arguments.json, "runs")
     for row in [] if arguments.json or not named else rows:
         print(f"{row['name']}: {row['state']}" + (f", {row['why']}" if row["why"] else ""))
+    for line in filter(None, map(then_line, named)) if not arguments.json else ():
+        print(line)
     return 2 if named and any(row["state"] == UNREADABLE for row in rows) else 0
 
 

@@ -34,6 +34,14 @@ def qsub_argv(run: Run, batch_file: Path, run_folder: Path) -> list[str]:
     return ["qsub", *words, "--", str(batch_file), str(run_folder)]
 
 
+def behind_argv(run: Run, run_folder: Path, script: Path, job: str) -> list[str]:
+    """The command that queues a script behind a job of the run, on as many nodes."""
+    named = run.model_copy(update={"name": f"{run.name[:59]}-then"})
+    qsub, *words = qsub_argv(named, script, run_folder)
+    flags = [w.replace(f"{run_folder}/pbs.out", f"{run_folder}/then.out") for w in words[:-2]]
+    return [qsub, "-W", f"depend=afterany:{job}", *flags, "/bin/bash", str(script)]
+
+
 def requeue_function(run: Run, run_folder: Path, batch_file: Path | None) -> str:
     """Shell text for `launch.sh`: the function by which its job requeues the run."""
     chain = "false"

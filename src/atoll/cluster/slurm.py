@@ -59,6 +59,22 @@ def sbatch_argv(run: Run, batch_file: Path, run_folder: Path) -> list[str]:
     return [*_sbatch(flags), str(batch_file), str(run_folder)]
 
 
+def behind_argv(run: Run, run_folder: Path, script: Path, job: str) -> list[str]:
+    """The command that queues a script behind a job of the run, on as many nodes."""
+    flags = sbatch_flags(run, run_folder) | {
+        "job-name": f"{run.name}-then",
+        "nodes": run.nodes,
+        "output": f"{run_folder}/then-%j.out",
+        "signal": None,
+        "requeue": None,
+        "no-requeue": True,
+        "no-kill": None,
+        "dependency": f"afterany:{job}",
+        "exclude": left_out(run, run_folder) or None,
+    }
+    return [*_sbatch(flags), str(script)]
+
+
 def _sbatch(flags: Mapping[str, SubmitFlag]) -> list[str]:
     return ["sbatch", "--parsable", *as_words(flags)]
 

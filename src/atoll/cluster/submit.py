@@ -5,16 +5,16 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 from atoll import run_dir
-from atoll.cluster import limits, pbs, slurm
+from atoll.cluster import limits, pbs, slurm, then
 from atoll.cluster.fit import check_fit, unknown_fit
 from atoll.cluster.hand_over import hand_over
-from atoll.cluster.job_script import around_job, launch_script
+from atoll.cluster.job_script import around_job, launch_script, then_head
 from atoll.cluster.lease import lease_of
 from atoll.cluster.scheduler import queued, without_outer_job
 from atoll.cluster.summary import is_finished, summary
@@ -39,6 +39,7 @@ Settings that are not given have the values that `atoll compose facility=NAME` p
 examples:
   sbatch/train.sbatch facility=NAME experiment=demo
   sbatch/train.sbatch facility=NAME model=llama2_7b nodes=8 --dry-run
+  sbatch/train.sbatch facility=NAME --then evaluate,report --tasks piqa,arc_easy
   sbatch/train.sbatch facility=NAME --multirun sharding=ddp,full_shard"""
 NO_STEPS = ["training.steps=0", "training.epochs=null"]
 # scheduler -> the command that queues a run
@@ -69,6 +70,10 @@ def _parser(verb: str, about: str) -> VerbParser:
     parser = overrides_parser(verb, about, multirun=True)
     if verb == "submit":
         parser.usage = "sbatch/train.sbatch [OPTION …] KEY=VALUE …"
+        steps = "what follows the run, in a job that waits for its end: evaluate, report"
+        parser.add_argument("--then", metavar="STEPS", help=steps)
+        names = "of --then evaluate, of lm-evaluation-harness; default: evaluation.tasks"
+        parser.add_argument("--tasks", metavar="NAMES", help=names)
     only_print = "print the commands, write and run nothing"
     here = "run in this allocation (salloc, or inside a job) instead of queueing a job"
     exports = 'print the sbatch flags as exports: eval "$(atoll submit --sbatch-env …)"'
@@ -86,6 +91,8 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if here:
         overrides = with_allocated_nodes(overrides, environment)
     compositions = compose_all(overrides, arguments.multirun, clone=arguments.clone)
+    steps = then.steps_of(getattr(arguments, "then", None))
+    after = [then.scored(c.run, steps, getattr(arguments, "tasks", None)) for c in compositions]
     if arguments.sbatch_env:
         exports = [words for each in compositions for words in slurm.sbatch_exports(each.run)]
         print("\n".join(map(shlex.join, exports)))
@@ -99,22 +106,26 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
         heads = [
             f"# {line}\n" if (line := counted(compositions, each)) else "" for each in compositions
         ]
-        texts = [dry_run(each.run, here) for each in compositions]
+        texts = [
+            dry_run(each.run, here) + _then_dry(run, steps, here)
+            for each, run in zip(compositions, after, strict=True)
+        ]
         print("\n".join(head + text for head, text in zip(heads, texts, strict=True)), end="")
         print(
             "".join(f"\n# {note}" for each in compositions if (note := unknown_fit(each.run))),
             end="",
         )
         return 0
-    for composition in compositions:
+    for composition, scored in zip(compositions, after, strict=True):
         last = composition is compositions[-1]
         if line := counted(compositions, composition):
             print(line, file=sys.stderr, flush=True)
         if composition.run.training.steps == 0:
             print(what_is_evaluated(composition.run), file=sys.stderr, flush=True)
         if arguments.hand_over and _runs_here(composition.run, here):
-            hand_over(composition.run, arguments.hand_over, write_run_folder(composition, here))
-        elif code := start(composition, here, last, environment):
+            folder = write_run_folder(composition, here)
+            hand_over(composition.run, arguments.hand_over, folder, _write_then(scored, steps))
+        elif code := start(composition, here, last, environment, follows=(scored, steps)):
             return code
         # once it is queued: what the scheduler refuses is two lines
         print(unknown_fit(composition.run), end="", file=sys.stderr)
@@ -128,6 +139,26 @@ def dry_run(run: Run, here: bool = False) -> str:
     queue = "" if _runs_here(run, here) else shlex.join(_submission(run)) + "\n\n"
     path = printable(str(run_dir.launch_script(folder)))  # a comment is one line
     return f"{queue}# {path}\n{_script(run, here)}"
+
+
+def _then_dry(run: Run, steps: Sequence[str], here: bool) -> str:
+    """The job that follows a run, and its script, as shell text."""
+    if not steps:
+        return ""
+    folder = run_dir.folder(run)
+    script = printable(str(run_dir.then_script(folder)))
+    behind = "" if _runs_here(run, here) else f"{then.behind(run, folder, 'JOB')}\n\n"
+    return f"\n{behind}# {script}\n{then.script(run, folder, steps, then_head(run, folder))}"
+
+
+def _write_then(run: Run, steps: Sequence[str]) -> Path | None:
+    """Write what follows a run; None where nothing does."""
+    folder = run_dir.folder(run)
+    if not steps:
+        return None
+    text = then.script(run, folder, steps, then_head(run, folder))
+    run_dir.write_whole(run_dir.then_script(folder), text)
+    return run_dir.then_script(folder)
 
 
 def what_is_evaluated(run: Run) -> str:
@@ -231,25 +262,31 @@ def start(
     last: bool,
     environment: Mapping[str, str],
     entrypoint: str | None = None,
+    follows: tuple[Run, Sequence[str]] | None = None,
 ) -> int:
     """Queue a run, or run it here; `last`: become it, so that its signals and code are ours.
 
     entrypoint: `module:function` for all ranks to call, in place of the whole training.
+    follows: what comes behind it, and the run with the tasks that this scores.
     """
     run = composition.run
     if not _runs_here(run, here):
-        print(
-            f"job {_queue(composition, environment, entrypoint)}: {run_dir.folder(run)}", flush=True
-        )
+        job = _queue(composition, environment, entrypoint)
+        print(f"job {job}: {run_dir.folder(run)}", flush=True)
+        if follows is not None and _write_then(*follows):
+            print(then.queue_behind(follows[0], run_dir.folder(run), job, environment), flush=True)
         return 0
+    command = ["bash", str(run_dir.launch_script(run_dir.folder(run)))]
     if run.facility.scheduler == "none":
         _refuse_second(run)
         if entrypoint is None and is_finished(run):
             print(_made(run))
-            return 0
+            script = None if follows is None else _write_then(*follows)
+            return subprocess.run(["bash", str(script)]).returncode if script else 0
     folder = write_run_folder(composition, here, entrypoint)
     print(f"run {run.name} in {folder}", flush=True)
-    command = ["bash", str(run_dir.launch_script(folder))]
+    if follows is not None and (script := _write_then(*follows)):
+        command = ["bash", "-c", 'bash "$0" && exec bash "$1"', command[1], str(script)]
     if last:
         os.execvp(command[0], command)  # signals reach the run, its exit code is ours
     return subprocess.run(command).returncode

@@ -102,6 +102,12 @@ def _refuse_another(run: Run, folder: Path, manifest: dict[str, Any]) -> None:
             )
 
 
+def refuse_other_tasks(run: Run) -> None:
+    """Refuse tasks whose data the run's bundle lacks; a run without a bundle has them elsewhere."""
+    if run.folders.bundle is not None:
+        _refuse_other_tasks(run, run.folders.bundle, read_manifest(run.folders.bundle))
+
+
 def _refuse_other_tasks(run: Run, folder: Path, manifest: dict[str, Any]) -> None:
     bundled = manifest.get("tasks", [])
     if missing := [name for name in run.evaluation.tasks if name not in bundled]:

@@ -1,5 +1,6 @@
 """What runs wrote down, and the tables of their report."""
 
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,6 +102,7 @@ def run_tables(runs: Sequence[RunMetrics], is_series: bool = True) -> dict[str, 
     return {
         "Scaling" if is_series else "Speed": speed,
         "Communication per rank and step, MiB": [_sent(run) for run in runs if run.communication],
+        "Scores": [row for run in runs for row in _scores(run)],
         "Checkpoints": [_checkpoints(run) for run in runs if run.checkpoints],
         "Goodput, node-minutes": [
             {"run": run.name, **in_minutes(columns)} for run in runs if (columns := run.goodput)
@@ -121,6 +123,17 @@ def _fault(run: RunMetrics, fault: Fault) -> dict[str, str]:
     moment = "" if fault.step is None else str(fault.step)
     what = {"step": moment, "what": fault.kind, "against": fault.blame}
     return where | what | {"evidence": fault.evidence}
+
+
+def _scores(run: RunMetrics) -> Rows:
+    """What lm-evaluation-harness said of the export, behind the run."""
+    file = run_dir.scores_file(run.folder)
+    tasks = json.loads(file.read_text())["tasks"] if file.is_file() else {}
+    return [
+        {"run": run.name, "task": task, "figure": name, "value": number(value, 4)}
+        for task, figures in tasks.items()
+        for name, value in figures.items()
+    ]
 
 
 def _own_work(run: RunMetrics) -> Rows:

@@ -31,8 +31,6 @@ from atoll.sharding.process_group import (
 from atoll.train import harness
 from atoll.train.generate import run_of, text_generator_of
 
-FILE_NAME = "scores.json"
-
 
 def main(argv: list[str]) -> int:
     """Score a run, a checkpoint, an export or an adapter; print it, and keep it in scores.json."""
@@ -60,7 +58,7 @@ def _score(arguments: argparse.Namespace, asked: Evaluation, placement: Placemen
     try:
         with beside_each_other(placement, _device(placement)) as world:
             figures = scores_of(arguments.where, asked, world, _bundled(arguments))
-            out = arguments.out or arguments.where / FILE_NAME
+            out = arguments.out or run_dir.scores_file(arguments.where)
             if world.rank == 0:
                 harness.write_scores(out, figures, asked)
             say(world, "\n".join([*harness.as_lines(figures), f"in {out}"]))
@@ -106,7 +104,7 @@ def _parser() -> VerbParser:
         "--local-ranks", type=int, metavar="N", help="start N ranks here; srun starts a job's"
     )
     parser.add_argument("--limit", type=int, metavar="N", help="only so many samples of each task")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: WHERE/{FILE_NAME}")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: WHERE/scores.json")
     return parser
 
 
