@@ -74,7 +74,6 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "steps": 3,
         "batch_samples": 4,
         "poll_seconds": 0.1,
-        "evaluate_last": False,
         "rule": {"max_norm_ratio": 100},
     } | changes
 
@@ -134,7 +133,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "größe, a b"
     folder.mkdir()
     keys(folder, *TEXT)
-    finished(folder, evaluate_last=True, **signed(folder))
+    finished(folder, **signed(folder))
     return folder
 
 
@@ -205,19 +204,6 @@ def test_a_campaign_ends_early_where_its_target_is_reached(
     (store.folder / "campaign.json").write_text(before)
     assert "the target loss 100.0 is reached" in capsys.readouterr().out
     assert not store.round(3).exists()
-
-
-def test_the_last_model_is_evaluated_too_and_once(whole: Path) -> None:
-    store = load_store(whole / "campaigns" / "c")
-    first, last = rounds(store)
-    found = [record["losses"][0] for record in store.journal(2).records("evaluated")]
-    assert len(found) == 2 and last.global_loss == pytest.approx(sum(found) / 2)
-    assert first.global_loss is not None and last.global_loss < first.global_loss
-    runs = [run_dir.metrics(path) for path in whole.glob("sites/*/runs/c-evaluation-round-003-*")]
-    assert [[r["event"] for r in lines if r["event"] == "train"] for lines in runs] == [[], []]
-    assert not list(whole.glob("sites/*/rounds/round-003")), "the round itself is still to be asked"
-    assert "the model of round" not in finished(whole, evaluate_last=True, **signed(whole))
-    assert len(store.journal(2).records("evaluated")) == 2
 
 
 @pytest.mark.matrix(always=lambda moment: moment == "received")

@@ -18,7 +18,6 @@ from atoll.campaign import round as round_
 from atoll.campaign.allow import refuse_settings
 from atoll.campaign.asked import check_update
 from atoll.campaign.coordinator import collect_here
-from atoll.campaign.evaluate_model import evaluate_model
 from atoll.campaign.journal import Journal, round_name
 from atoll.campaign.round import go_on
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
@@ -106,19 +105,6 @@ def test_an_answer_that_is_none_is_a_failure_of_who_gave_it(tmp_path: Path, text
     assert state.failures == 1 and state.text.startswith("wrong: "), state
     go_on(store, 1, north)
     assert "north" in store.left_out(1)
-
-
-def test_the_last_model_s_loss_is_of_those_who_answer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ready = say('{"state": "ready", "losses": [3.5]}')
-    store = saying(store_of(tmp_path), tmp_path, north=say("{}"), south=ready)
-    evaluate_model(store, 0)
-    assert store.model_loss(0) == 3.5
-    north, south = sorted(store.journal(0).records("evaluated"), key=lambda r: r["facility"])
-    assert north["losses"] == [] and "no answer of `atoll site`" in north["why"]
-    assert south["losses"] == [3.5]
-    assert "the model of round 0: loss 3.5000 (mean over facilities)" in capsys.readouterr().out
 
 
 def test_what_floods_is_cut_off(tmp_path: Path) -> None:

@@ -17,13 +17,8 @@ MOST_SEQUENCE_TOKENS = 1 << 20
 BUNDLE = "folders.bundle="
 
 
-def request(
-    store: CampaignStore, number: int, site: Site, steps: int | None = None
-) -> dict[str, Any]:
-    """What a facility is asked in a round: the same words every time.
-
-    steps: other than the campaign's; 0: the model is evaluated alone.
-    """
+def request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
+    """What a facility is asked in a round: the same words every time."""
     campaign = store.campaign
     return {
         "campaign": campaign.name,
@@ -34,20 +29,18 @@ def request(
         "inner_state": campaign.inner_state,
         "attempts": campaign.attempts,
         "signing_key": site.signing_key,
-        "overrides": training_words(campaign, number, site, steps),
+        "overrides": training_words(campaign, number, site),
     }
 
 
-def training_words(
-    campaign: Campaign, number: int, site: Site, steps: int | None = None
-) -> list[str]:
+def training_words(campaign: Campaign, number: int, site: Site) -> list[str]:
     """The settings of a facility's run of a round, but for the folders there."""
     before = (number - 1) * campaign.steps
     return [
         *campaign.train,
         *site.overrides,
         "model=from_path",
-        f"training.steps={campaign.steps if steps is None else steps}",
+        f"training.steps={campaign.steps}",
         "training.epochs=null",
         f"training.global_batch_samples={campaign.batch_samples}",
         "training.device_batch_samples=null",

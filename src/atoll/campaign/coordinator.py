@@ -14,7 +14,6 @@ from atoll.campaign import streamflow
 from atoll.campaign.average import average
 from atoll.campaign.calls import LOOK_SECONDS
 from atoll.campaign.dry_run import dry_run
-from atoll.campaign.evaluate_model import evaluate_model
 from atoll.campaign.first_model import make_first_model
 from atoll.campaign.progress import shown
 from atoll.campaign.prove import prove_campaign
@@ -64,8 +63,6 @@ def run(store: CampaignStore) -> int:
             print(f"the target loss {campaign.target_loss} is reached", flush=True)
             last = number
             break
-    if campaign.evaluate_last:
-        evaluate_model(store, last)
     if not (store.model(last) / "export" / NAME).is_file():
         prove_campaign(store, last)
     print(f"the model: {store.model(last) / 'export'}")

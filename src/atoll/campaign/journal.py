@@ -18,8 +18,6 @@ left out     coordinator    the round goes on without a facility
 afresh       coordinator    the late work of a facility came to nothing: this round's is asked for
 reopened     coordinator    too few updates came: who was left out is asked again
 sent, received, averaged    bytes and seconds, for the report
-evaluating   coordinator    the facilities are asked for the loss of the round's model; the clock
-evaluated    coordinator    losses: what a facility found; none, and why, where it gave no answer
 """
 
 import fcntl

@@ -78,8 +78,6 @@ def _rule(campaign: Campaign) -> str:
 
 
 def _loss(store: CampaignStore, last: int) -> str | None:
-    """Of the model itself, else of the facilities' own models of the last round."""
-    if (loss := store.model_loss(last)) is not None:
-        return f"{loss:.4g}"
+    """Of the facilities' own models of the last round: the mean of them is measured by nobody."""
     losses = store.mean_losses(last)
     return None if losses is None else f"{losses[-1]:.4g} (of their own models of round {last})"

@@ -10,13 +10,13 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from atoll import run_dir
 from atoll.campaign.asked import check_update, request
 from atoll.campaign.average import average
 from atoll.campaign.calls import Over, never
-from atoll.campaign.journal import Journal, alone, round_name
+from atoll.campaign.journal import alone, round_name
 from atoll.campaign.store import CampaignStore, load_store
 from atoll.campaign.transfer import PARTS, Unreachable, ask, fetch, send
 from atoll.commands import VerbParser
@@ -116,33 +116,15 @@ def bring_models(
     store: CampaignStore, number: int, site: Site, *flags: str, over: Over = never
 ) -> dict[str, Any]:
     """Ask, and send the model that the facility is to begin with if it needs it; its answer."""
-    asked = store.asked_round(number, site)
-    question = Question(site, asked, json.dumps(request(store, asked, site)), flags)
-    return answered(store, question, store.journal(number), over)
-
-
-class Question(NamedTuple):
-    """What is asked of a facility, for which round, and with which flags."""
-
-    site: Site
-    round: int
-    request: str
-    flags: Sequence[str] = ()
-
-
-def answered(
-    store: CampaignStore, question: Question, journal: Journal, over: Over
-) -> dict[str, Any]:
-    """The answer, after the models that the facility needs; the journal notes what is sent."""
-    site, newest = question.site, -2
-    while (answer := _asked(store, question, over))["state"] == "needs":
+    newest = -2
+    while (answer := _asked(store, number, site, over, *flags))["state"] == "needs":
         if answer["have"] <= newest:
             raise UserError(
                 f"{site.name} has no global model newer than round {newest}, though it was sent",
                 f"look into {site.folder}/incoming and {site.folder}/bases there",
             )
         newest = answer["have"]
-        _send_models(store, question, journal, over, newest)
+        _send_models(store, number, site, over, newest)
     return answer
 
 
@@ -223,15 +205,17 @@ def keep_only(folder: Path, names: set[str]) -> None:
             path.unlink()
 
 
-def _asked(store: CampaignStore, question: Question, over: Over) -> dict[str, Any]:
-    site, asked = question.site, question.round
-    words = ["site", site.folder, str(asked), "--request", question.request, *question.flags]
+def _asked(
+    store: CampaignStore, number: int, site: Site, over: Over, *flags: str
+) -> dict[str, Any]:
+    asked = store.asked_round(number, site)
+    words = ["site", site.folder, str(asked), "--request", json.dumps(request(store, asked, site))]
     end = time.time() + (CALL_SECONDS if site.host is not None else math.inf)
 
     def past(quiet_seconds: float) -> bool:
         return over(quiet_seconds) or time.time() > end
 
-    answer = read_answer(ask(store.campaign, site, words, past), site.name)
+    answer = read_answer(ask(store.campaign, site, [*words, *flags], past), site.name)
     if answer["state"] == "needs" and answer["have"] >= asked - 1:
         raise UserError(
             f"{site.name} needs a model, and has that of round {answer['have']}",
@@ -240,12 +224,9 @@ def _asked(store: CampaignStore, question: Question, over: Over) -> dict[str, An
     return answer
 
 
-def _send_models(
-    store: CampaignStore, question: Question, journal: Journal, over: Over, have: int
-) -> None:
+def _send_models(store: CampaignStore, number: int, site: Site, over: Over, have: int) -> None:
     """The first model whole, then deltas; the manifest last, which says it is whole."""
-    site = question.site
-    for before in range(have + 1, question.round):
+    for before in range(have + 1, store.asked_round(number, site)):
         model, target = store.model(before), f"{site.folder}/incoming/{round_name(before)}"
         began, size = time.time(), 0
         for part, left_out in (FIRST if before == 0 else LATER).items():
@@ -256,7 +237,7 @@ def _send_models(
         shutil.copy(model / "manifest.json", staged / "manifest.json")
         send(store.campaign, site, staged, target, over=over)
         seconds = time.time() - began
-        journal.append("sent", facility=site.name, bytes=size, seconds=seconds)
+        store.journal(number).append("sent", facility=site.name, bytes=size, seconds=seconds)
 
 
 def _files(folder: Path, left_out: Sequence[str] = ()) -> list[Path]:

@@ -5,7 +5,6 @@ FOLDER (the campaign, at the facility)/
   campaign.json              the one campaign that this folder is of
   incoming/round-000/        the first global model, whole; of later rounds the delta alone
   bases/round-000/           the global model a round begins from; bit for bit the coordinator's
-  evaluations/round-001/     of the model that a round would begin from: journal.jsonl
   rounds/round-001/          journal.jsonl (journal.py), update/, and residual/: what encoding the
                              update left out, added to the next one (error feedback)
   runs/ prepared/ tokenizer/
@@ -55,7 +54,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("round", type=int)
     parser.add_argument("--request", help="JSON; the first time a round is asked for")
     parser.add_argument("--receive", action="store_true", help="stop when the models are here")
-    parser.add_argument("--evaluate", action="store_true", help="the model, and train no more")
     parser.add_argument("--until", type=float, default=0.0, help="wait for the job up to this time")
     parser.add_argument("--poll-seconds", type=float, default=30.0)
     arguments = parser.read(argv)
@@ -65,8 +63,7 @@ def main(argv: list[str]) -> int:
         refuse_settings(request.overrides, folder)
         with alone(folder):  # two campaigns may come at one instant
             _keep_campaign(folder, request.campaign)
-            here = _round_folder(folder, number, arguments.evaluate)
-            _keep_request(here, number, request.model_dump())
+            _keep_request(_round_folder(folder, number), number, request.model_dump())
     if arguments.receive:
         shutil.rmtree(folder / WORK, ignore_errors=True)
     answer = wait if arguments.until else advance
@@ -108,11 +105,12 @@ def wait(folder: Path, number: int, how: argparse.Namespace) -> dict[str, Any]:
 
 def advance(folder: Path, number: int, how: argparse.Namespace) -> dict[str, Any]:
     """Do the next thing of a round that can be done now; say where it stands."""
-    here = _round_folder(folder, number, how.evaluate)
+    here = _round_folder(folder, number)
     if not (here / "update" / "manifest.json").is_file():
+        request = _request(here)
         try:
             with alone(here, wait=False):
-                answer = _advance(folder, here, how)
+                answer = _advance(folder, number, request, how.receive)
         except BlockingIOError:
             answer = {"state": "running", "why": "another `atoll site` is at it"}
         if answer["state"] != "ready":
@@ -120,30 +118,30 @@ def advance(folder: Path, number: int, how: argparse.Namespace) -> dict[str, Any
     return {"state": "ready", **_measured(here)}
 
 
-def _advance(folder: Path, here: Path, how: argparse.Namespace) -> dict[str, Any]:
-    number, request = how.round, _request(here)
+def _advance(
+    folder: Path, number: int, request: dict[str, Any], only_receive: bool
+) -> dict[str, Any]:
+    here = _round_folder(folder, number)
     have = _make_bases(folder, number)
     if have < number - 1:
         return {"state": "needs", "have": have}
     base = folder / "bases" / round_name(number - 1)
     _refuse_wrong_base(base, request)
-    if how.receive:
+    if only_receive:
         return {"state": "received"}
-    lines = _overrides(folder, here, request, base)
-    if not how.evaluate:
-        lines += inner_state_words(folder, here, request, lines)
+    lines = _overrides(folder, number, request, base)
+    lines += inner_state_words(folder, here, request, lines)
     run = compose(lines).run
     refuse_outside(run, request["overrides"], folder)
     state, why = _submitted(here, run, lines, request["attempts"])
     if state != "finished":
         return {"state": state, "why": why}
-    if not how.evaluate:
-        _make_update(folder, here, run, request, base)
+    _make_update(folder, here, run, request, base)
     return {"state": "ready"}
 
 
-def _round_folder(folder: Path, number: int, evaluates: bool) -> Path:
-    return folder / ("evaluations" if evaluates else "rounds") / round_name(number)
+def _round_folder(folder: Path, number: int) -> Path:
+    return folder / "rounds" / round_name(number)
 
 
 def _keep_campaign(folder: Path, name: str) -> None:
@@ -237,9 +235,8 @@ def _refuse_wrong_base(base: Path, request: dict[str, Any]) -> None:
         )
 
 
-def _overrides(folder: Path, here: Path, request: dict[str, Any], base: Path) -> list[str]:
+def _overrides(folder: Path, number: int, request: dict[str, Any], base: Path) -> list[str]:
     """Of the facility's run of this round; its name is the same whenever it is asked."""
-    kind = {"rounds": "", "evaluations": "evaluation-"}[here.parent.name]
     tokenizer = folder / "tokenizer"
     if not tokenizer.is_dir():
         partial = folder / f".tokenizer.{os.getpid()}"
@@ -247,7 +244,7 @@ def _overrides(folder: Path, here: Path, request: dict[str, Any], base: Path) ->
         partial.rename(tokenizer)
     return [
         *request["overrides"],
-        f"name={request['campaign']}-{kind}{here.name}-{request['facility']}",
+        f"name={request['campaign']}-{round_name(number)}-{request['facility']}",
         path_word("model.source", base / "export"),
         path_word("tokenizer.path", tokenizer),
         path_word("folders.runs", folder / "runs"),

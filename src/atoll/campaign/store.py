@@ -21,7 +21,7 @@ from atoll.settings.federation import Campaign, Site, checked_settings
 
 # What may change in a campaign's life: its length, our patience, and how it is carried out.
 FREE = {"rounds", "deadline_minutes", "poll_seconds", "attempts", "target_loss", "ssh_options"}
-FREE |= {"engine", "signing_key", "grace_minutes", "rule.below_quorum", "evaluate_last"}
+FREE |= {"engine", "signing_key", "grace_minutes", "rule.below_quorum"}
 
 
 @dataclass
@@ -155,14 +155,6 @@ class CampaignStore:
             taken = [site for site in taken if site.name in weights]
         answers = [self.state(number, site).answer for site in taken]
         return [answer["losses"] for answer in answers if answer.get("losses")]
-
-    def model_loss(self, number: int) -> float | None:
-        """Held-out, of a round's model, the mean over the facilities that have evaluated it."""
-        losses = [loss[0] for loss in self.losses(number + 1)]
-        if not losses:  # of the last round's model, which no round begins from
-            asked = self.journal(number).records("evaluated")
-            losses = [record["losses"][0] for record in asked if record["losses"]]
-        return sum(losses) / len(losses) if losses else None
 
     def record_answer(self, number: int, site: Site, answer: dict[str, Any]) -> None:
         """Keep what a facility said, where it is not what it said before."""

@@ -88,7 +88,6 @@ class Campaign(Settings):
     global_codec: Literal["fp32", "bf16", "int8", "int4"] = "bf16"
     deadline_minutes: Positive = 1440.0
     target_loss: Positive | None = None
-    evaluate_last: bool = True  # the last model's held-out loss too, at every facility
     # who is at work at the deadline may end it, and what is on its way may come
     grace_minutes: Positive = 15.0
     poll_seconds: Positive = 30.0
