@@ -17,7 +17,7 @@ from atoll.__main__ import main
 from atoll.campaign import site_models
 from atoll.campaign.asked import request, training_words
 from atoll.campaign.store import CampaignStore, checked_campaign, load_store
-from atoll.config.compose import compose
+from atoll.config.compose import compose, path_word
 from atoll.errors import UserError
 from atoll.federation.aggregate import aggregate, verified
 from atoll.federation.error_feedback import encoded_layout
@@ -138,6 +138,11 @@ def test_a_facility_with_another_base_is_refused(
     lines.append("name=x")
     lora = compose(lines).run.model.lora
     assert lora is not None and (lora.rank, lora.start) == (4, tmp_path / "b" / "export")
+    bundle = tmp_path / "größe, b" / "model"
+    bundle.mkdir(parents=True)
+    named = asked | {"overrides": [path_word("folders.bundle", bundle.parent)]}
+    assert path_word("model.source", bundle) in site_models.model_words(tmp_path, named, tmp_path)
+    assert path_word("model.source", base) in site_models.model_words(base.parent, named, tmp_path)
     for _ in range(2):
         with pytest.raises(UserError, match=r"here is 000000000000, the campaign's is ffffffff"):
             site_models.refuse_other_frozen(base.parent, asked, lines)

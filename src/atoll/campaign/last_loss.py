@@ -1,8 +1,9 @@
 """The held-out loss of the model that a campaign ends with: the facilities are asked once more.
 
 Of any other round it is what they measure at the beginning of the next. Here nothing is trained and
-nothing comes back but the number; the same rules hold as in a round: attempts, deadline, no word of
-one facility can end or hold the campaign. round-NNN/losses/journal.jsonl is what came of it.
+nothing comes back but the number; no facility can end or hold the campaign: its failures are
+counted, a silent one has the grace, one whose job is queued has the round's deadline.
+round-NNN/losses/journal.jsonl is what came of it.
 """
 
 import math
@@ -34,6 +35,7 @@ def measure_last(store: CampaignStore, number: int) -> None:
     waiting, stop = _missing(store, journal), threading.Event()
     if not waiting:
         return
+    print(f"round {number}: asking for the held-out loss of its model", flush=True)
     with ThreadPoolExecutor(len(waiting)) as pool:
         try:
             ask = partial(_ask_until_measured, store, number, deadline, stop)
@@ -54,24 +56,26 @@ def loss_request(store: CampaignStore, number: int, site: Site) -> dict[str, Any
 def _ask_until_measured(
     store: CampaignStore, number: int, deadline: float, stop: threading.Event, site: Site
 ) -> None:
-    journal, failures = store.loss_journal(number), 0
-    while not stop.is_set() and failures < store.campaign.attempts:
+    """Up to the deadline, `attempts` failures, or the grace without an answer."""
+    campaign, journal = store.campaign, store.loss_journal(number)
+    failures, why, heard = 0, "", time.time()
+    while not stop.is_set() and time.time() <= deadline:
         try:
             if _answered(store, number, deadline, stop, site):
                 return
-        except Unreachable:
-            pass
+            heard = time.time()
+        except Unreachable as error:
+            why = error.found
         except Exception as error:  # whatever one facility says, the others go on
-            found = error.found if isinstance(error, UserError) else f"unexpected {error!r}"
-            failures += 1
-            journal.append("wrong", facility=site.name, why=printable(found, SHOWN))
-        left = deadline - time.time()
-        if left <= 0:
+            why = error.found if isinstance(error, UserError) else f"unexpected {error!r}"
+            failures, heard = failures + 1, time.time()
+            journal.append("wrong", facility=site.name, why=printable(why, SHOWN))
+        is_silent = time.time() - heard > 60 * campaign.grace_minutes
+        if is_silent or failures >= campaign.attempts:
+            journal.append("left out", facility=site.name, why=printable(why, SHOWN))
             return
-        stop.wait(min(store.campaign.poll_seconds, left + LOOK_SECONDS))
-    if failures:
-        why = journal.last("wrong").get("why", "")
-        journal.append("left out", facility=site.name, why=why)
+        left = max(0.0, deadline - time.time())
+        stop.wait(min(campaign.poll_seconds, left + LOOK_SECONDS))
 
 
 def _answered(
@@ -80,8 +84,9 @@ def _answered(
     """Whether a facility has said its last word; the loss is in the journal then."""
     journal, words = store.loss_journal(number), loss_request(store, number, site)
 
-    def over(quiet_seconds: float) -> bool:
-        return stop.is_set() or time.time() > deadline
+    def over(quiet_seconds: float) -> bool:  # one that is at work gives signs of life
+        is_quiet = quiet_seconds > 60 * store.campaign.grace_minutes
+        return stop.is_set() or is_quiet or time.time() > deadline
 
     answer = bring(store, number + 1, site, words, journal, "--measure", over=over)
     if answer["state"] in ("refused", "failed"):

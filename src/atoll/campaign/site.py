@@ -6,7 +6,7 @@ FOLDER (the campaign, at the facility)/
   incoming/round-000/        the first global model, whole; of later rounds the delta alone
   bases/round-000/           the global model a round begins from; bit for bit the coordinator's
   base/                      of adapters, if the facility puts it there: the model they are for,
-                             else the request's settings name it; base.json: its digest
+                             else its bundle's, or what the settings name; base.json: its digest
   rounds/round-001/          journal.jsonl (journal.py), update/, and residual/: what encoding the
                              update left out, added to the next one (error feedback)
   losses/round-003/          the journal of a measurement of the model before that round

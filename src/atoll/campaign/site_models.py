@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
+from atoll.campaign.asked import BUNDLE
 from atoll.campaign.first_model import frozen_digest
 from atoll.campaign.journal import round_name
 from atoll.campaign.transfer import run_verb
 from atoll.cluster.launchers import atoll_command
-from atoll.config.compose import compose, path_word
+from atoll.config.compose import compose, path_word, settings_of
 from atoll.errors import UserError
 
 
@@ -47,9 +48,11 @@ def model_words(folder: Path, request: dict[str, Any], base: Path) -> list[str]:
     if not request["frozen"]:
         return [path_word("model.source", base / "export")]
     start = [path_word("++model.lora.start", base / "export"), "export.merged=false"]
-    if not (folder / "base").is_dir():
-        return start
-    return ["model=from_path", path_word("model.source", folder / "base"), *start]
+    named = [value for name, value, _ in settings_of(request["overrides"]) if f"{name}=" == BUNDLE]
+    places = [folder / "base", *(Path(value).absolute() / "model" for value in named[-1:])]
+    here = next((place for place in places if place.is_dir()), None)
+    own = [] if here is None else ["model=from_path", path_word("model.source", here)]
+    return [*own, *start]
 
 
 def refuse_other_frozen(folder: Path, request: dict[str, Any], lines: list[str]) -> None:
