@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
-from atoll.campaign.store import checked_campaign
+from atoll.campaign.store import CampaignStore, checked_campaign, load_store
 from atoll.config.compose import campaign_values, compose
 from atoll.settings.federation import Campaign, Site
 
@@ -46,6 +46,7 @@ def main() -> int:
         for name, model in models.items()
     }
     union = show(campaign, table)
+    show_rounds(load_store(home))
     if arguments.check and min(union, key=lambda name: union[name]) != "federated":
         return 1
     return 0
@@ -96,6 +97,13 @@ def show(campaign: Campaign, table: dict[str, dict[str, Any]]) -> dict[str, floa
         cells = [math.exp(row[name]["loss"]) for name in names] + [union[model]]
         print(f"{model:14}" + "".join(f"{cell:10.2f}" for cell in cells))
     return union
+
+
+def show_rounds(store: CampaignStore) -> None:
+    """Print the held-out loss of the global model after each round, the last one too."""
+    losses = [store.global_loss(number) for number in store.begun_rounds()]
+    cells = ["   none" if loss is None else f"{loss:7.4f}" for loss in losses]
+    print(f"\nglobal model, held-out loss after each round: {' '.join(cells)}")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,11 @@ def test_an_old_verb_is_refused_with_its_new_name(old, new, capsys):
     assert hint.strip() == f"it is called {new} now"
 
 
+def test_a_word_that_no_file_could_be_called_is_refused_like_any_other(capsys):
+    assert main(["site", "nowhere", "1", "--request", "{" * 5000]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", ["compose", "submit", "status", "doctor", "plan", "evaluate"])
 def test_help_shows_usage_and_options(verb, capsys):
     with pytest.raises(SystemExit) as end:

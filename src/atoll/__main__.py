@@ -18,7 +18,7 @@ examples:
 """
 
 # of others, with libraries that may ask
-LOADS = {"tokenize", "fetch", "untrained", "generate", "scores"}
+LOADS = {"tokenize", "fetch", "untrained", "adapter", "generate", "scores"}
 
 # what a command was called before -> its name
 RENAMED = {"difference": "make-delta", "rebase": "apply-delta"}
@@ -83,9 +83,10 @@ def _call(argv: list[str]) -> int:
 
 def _keep(error: UserError, argv: list[str]) -> None:
     """In the folder of the run that a job's command was about, for `atoll status`."""
-    folders = [path for path in map(Path, argv[1:]) if (path / "run.yaml").is_file()]
-    if argv[:1] and argv[0] in GROUPS[JOBS_OWN] and folders:
-        keep_failure(error, folders[0])
+    if argv[:1] and argv[0] in GROUPS[JOBS_OWN]:
+        folders = [path for path in map(Path, argv[1:]) if os.path.isfile(path / "run.yaml")]
+        if folders:  # os.path: words may be longer than any name of a file, as a request is
+            keep_failure(error, folders[0])
 
 
 def _unknown(name: str) -> UserError:

@@ -58,6 +58,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "make-delta": ("atoll.federation.make_delta", "a run's update to its global model"),
         "apply-delta": ("atoll.federation.apply_delta", "a facility's copy of the global model"),
         "untrained": ("atoll.train.untrained", "the model a run would begin with"),
+        "adapter": ("atoll.train.first_adapter", "a run's first adapter, or its base's digest"),
     },
 }
 VERBS = {name: entry for group in GROUPS.values() for name, entry in group.items()}

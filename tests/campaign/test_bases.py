@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atoll.campaign import round as round_
-from atoll.campaign import site
+from atoll.campaign import site_models as site
 from atoll.campaign.journal import round_name
 from atoll.errors import UserError
 
@@ -27,7 +27,8 @@ def applied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rounds whose models were made, in order; each needs the one before."""
     made: list[int] = []
 
-    def apply_delta(folder: Path, before: int, came: Path, base: Path) -> None:
+    def apply_delta(folder: Path, before: int, came: Path, overrides: list[str]) -> None:
+        base = folder / "bases" / round_name(before)
         assert before == 0 or (folder / "bases" / round_name(before - 1)).is_dir()
         shutil.copytree(came, base)
         made.append(before)
@@ -38,9 +39,9 @@ def applied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_each_round_needs_only_the_newest_delta(tmp_path: Path, applied: list[int]) -> None:
     for number in range(1, ROUNDS):
-        assert site._make_bases(tmp_path, number) == number - 2
+        assert site.make_bases(tmp_path, number, []) == number - 2
         arrive(tmp_path, number - 1)
-        assert site._make_bases(tmp_path, number) == number - 1
+        assert site.make_bases(tmp_path, number, []) == number - 1
     assert applied == list(range(ROUNDS - 1))
     kept = sorted(path.name for path in (tmp_path / "bases").iterdir())
     assert kept == [round_name(ROUNDS - 3), round_name(ROUNDS - 2)]
@@ -48,24 +49,25 @@ def test_each_round_needs_only_the_newest_delta(tmp_path: Path, applied: list[in
 
 def test_a_facility_that_was_away_catches_up(tmp_path: Path, applied: list[int]) -> None:
     arrive(tmp_path, 0)
-    assert site._make_bases(tmp_path, 1) == 0
+    assert site.make_bases(tmp_path, 1, []) == 0
     for before in range(1, 6):
         arrive(tmp_path, before)
-    assert site._make_bases(tmp_path, 6) == 5
+    assert site.make_bases(tmp_path, 6, []) == 5
     assert applied == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_gap_is_asked_for_from_where_it_begins(tmp_path: Path, applied: list[int]) -> None:
     for before in (0, 1, 3):
         arrive(tmp_path, before)
-    assert site._make_bases(tmp_path, 4) == 1
+    assert site.make_bases(tmp_path, 4, []) == 1
 
 
 def test_a_model_that_never_gets_there_is_not_sent_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[int] = []
-    store: Any = None
+    store: Any = SimpleNamespace(asked_round=lambda *_: 5, journal=lambda _: None)
+    monkeypatch.setattr(round_, "request", lambda *_: {})
     facility: Any = SimpleNamespace(name="north", folder="sites/north")
     monkeypatch.setattr(round_, "_asked", lambda *_: {"state": "needs", "have": 3})
     monkeypatch.setattr(round_, "_send_models", lambda *words: sent.append(words[-1]))

@@ -74,6 +74,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "steps": 3,
         "batch_samples": 4,
         "poll_seconds": 0.1,
+        "last_loss": False,
         "rule": {"max_norm_ratio": 100},
     } | changes
 
@@ -133,7 +134,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "größe, a b"
     folder.mkdir()
     keys(folder, *TEXT)
-    finished(folder, **signed(folder))
+    finished(folder, **signed(folder), last_loss=True)
     return folder
 
 
@@ -185,13 +186,20 @@ def test_the_report_tells_rounds_bytes_losses_and_weights(
     assert [row.split()[:2] for row in rows[:4]] == [
         [str(n), site] for n in (1, 2) for site in TEXT
     ]
-    first, *_ = rounds(load_store(whole / "campaigns" / "c"))
+    first, last = rounds(load_store(whole / "campaigns" / "c"))
     for part in first.parts:
         assert part.sent_bytes > 2 * part.received_bytes > 0 and part.why == ""
         assert part.seconds("train") is not None and part.losses[-1] < part.losses[0]
         assert part.seconds("queue") is None  # this machine has none
     assert sum(part.weight or 0.0 for part in first.parts) == pytest.approx(1.0)
     assert first.ended is not None and first.global_loss is not None
+    assert last.global_loss is not None and last.global_loss < first.global_loss
+    results = [
+        json.loads(file.read_text()) for file in whole.glob("sites/*/runs/*loss*/result.json")
+    ]
+    mean = sum(result["loss"] for result in results) / len(results)
+    assert len(results) == 2 and last.global_loss == pytest.approx(mean)
+    assert not list(whole.glob("sites/*/rounds/round-003")), "nothing was trained for it"
 
 
 def test_a_campaign_ends_early_where_its_target_is_reached(

@@ -404,6 +404,7 @@ FORBIDDEN = [
     "facility.modules={load:[evil]}", "facility.environment.LD_PRELOAD=x.so", "image.file=x.sif",
     "image.run_flags=[--bind]", "folders.runs=/tmp", "folders={runs:x}", "facility.scheduler=none",
     "facility.submit.wrap=id", "+facility.submit.export=ALL", "model.source=/etc",
+    "++model.lora.start=x",
     "tokenizer.path=/etc", "tokenizer.chat_template=own.jinja",
     "data.files=[/etc/passwd]", "data.files=[../../x]", "data.files=['~/x']",
     "data.text_field='${oc.env:HOME}'", "data.validation={files:[/etc/passwd]}", "loggers=[wandb]",
@@ -438,13 +439,14 @@ def test_round_1000_follows_round_999(tmp_path: Path, monkeypatch: pytest.Monkey
         (tmp_path / "rounds" / round_name(number) / "residual").mkdir(parents=True)
     words: list[str] = []
     monkeypatch.setattr(site, "run_verb", lambda argv, _: words.extend(argv))
-    monkeypatch.setattr(site, "_container_side", lambda _: [])
+    monkeypatch.setattr(site, "container_side", lambda *_: [])
     monkeypatch.setattr(site.run_dir, "digest", lambda _: "x")
     monkeypatch.setattr(site.run_dir, "prepared_digest", lambda _: "x")
     monkeypatch.setattr(site.run_dir, "folder", lambda _: tmp_path / "run")
     here = tmp_path / "rounds" / round_name(1000)
     (here / "made").mkdir(parents=True)
-    names = {"campaign": "c", "round": 1000, "facility": "f", "codec": "int8", "signing_key": None}
+    names: dict[str, Any] = {"campaign": "c", "round": 1000, "facility": "f", "codec": "int8"}
+    names |= {"signing_key": None, "overrides": [], "frozen": None}
     site._make_update(tmp_path, here, FakeRun(), names, tmp_path)  # type: ignore[arg-type]
     before = words[words.index("--previous-residual") + 1]
     assert before == str(tmp_path / "rounds" / "round-999" / "residual")

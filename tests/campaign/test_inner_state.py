@@ -8,7 +8,7 @@ import pytest
 
 from atoll import run_dir
 from atoll.campaign.asked import training_words
-from atoll.campaign.inner_state import inner_state_words
+from atoll.campaign.inner_state import inner_state_words, prune_states
 from atoll.campaign.journal import Journal, round_name
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings, load_store
 from atoll.config.compose import path_word
@@ -65,6 +65,22 @@ def test_moments_begin_anew_where_that_is_chosen_or_adapters_are_drawn_anew(tmp_
     trained(tmp_path, 1)
     assert words(tmp_path, 2, inner_state="reset") == []
     assert words(tmp_path, 3, "model=opt_tiny", "+model.lora.rank=4") == []
+
+
+def test_checkpoints_stay_of_the_newest_rounds_and_of_what_a_round_began_with(
+    tmp_path: Path,
+) -> None:
+    first = trained(tmp_path, 1)
+    states = {number: trained(tmp_path, number) for number in (2, 3, 5)}
+    under_way = trained(tmp_path, 4, whole=False)
+    prune_states(tmp_path, 5, 2)
+    assert not first.exists() and states[2].is_dir() and states[3].is_dir() and under_way.is_dir()
+    first = trained(tmp_path / "again", 1)
+    words(tmp_path / "again", 6)  # it began with the first; others came late
+    states = {number: trained(tmp_path / "again", number) for number in (2, 3, 5)}
+    prune_states(tmp_path / "again", 6, 1)
+    assert [path.is_dir() for path in states.values()] == [False, False, True]
+    assert first.is_dir(), "done again, the round begins with it"
 
 
 def test_one_schedule_spans_the_campaign_however_long_it_becomes(tmp_path: Path) -> None:

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from atoll.campaign import last_loss
 from atoll.campaign.journal import Journal, alone
 from atoll.campaign.round import go_on
 from atoll.campaign.store import CampaignStore, checked_campaign
+from atoll.campaign.transfer import Unreachable
+from atoll.errors import UserError
 
 FULL = """#!/bin/sh
 echo 'rsync: [receiver] write failed on "x": No space left on device (28)' >&2
@@ -103,3 +106,33 @@ def test_a_full_disk_at_a_facility_is_counted(
     assert state.failures == 1 and "No space left on device" in state.text
     go_on(store, 1, north)
     assert "code 11" in store.left_out(1)["north"]
+
+
+def test_nobody_holds_a_campaign_that_asks_for_its_last_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One measures, one says no each time, one is silent; asked again, nobody is asked twice."""
+    places = {name: tmp_path / name for name in ("reef", "lagoon", "shoal")}
+    sites = [{"name": name, "folder": str(place)} for name, place in places.items()]
+    store = store_of(tmp_path, sites=sites, attempts=2, grace_minutes=1e-3, poll_seconds=0.01)
+    answers: list[str] = []
+
+    def bring(_: object, asked: int, site: Any, words: Any, *rest: Any, **more: Any) -> Any:
+        answers.append(site.name)
+        assert asked == 3 and words["overrides"][-1] == "training.steps=0" and "--measure" in rest
+        if site.name == "lagoon":
+            raise UserError("lagoon: no", "")
+        if site.name == "shoal":
+            raise Unreachable("shoal does not answer", "")
+        return {"state": "ready" if answers.count("reef") > 1 else "queued", "losses": [2.5]}
+
+    monkeypatch.setattr(last_loss, "bring", bring)
+    monkeypatch.setattr(last_loss, "request", lambda *_: {"overrides": []})
+    last_loss.measure_last(store, 2)
+    assert store.global_loss(2) == 2.5
+    left_out = {r["facility"]: r["why"] for r in store.loss_journal(2).records("left out")}
+    assert left_out == {"lagoon": "lagoon: no", "shoal": "shoal does not answer"}
+    assert answers.count("lagoon") == 2
+    answers.clear()
+    last_loss.measure_last(store, 2)
+    assert not answers

@@ -31,7 +31,7 @@ def filled_with_adapters(built: Any, model: Model, config: Any) -> Any:
     adapter.adapt(built.hf, model)
     shapes = {name: tuple(p.shape) for name, p in built.hf.named_parameters()}
     with weights_for(model, config, 0) as read:
-        read = adapter.adapted_reader(read, 0, shapes)
+        read = adapter.adapted_reader(read, 0, shapes, model.adapter_start)
         adapter.fill_int8(built.hf, read, CPU)
         materialize(built, CPU)
         fill(built.hf, read, fill_packed(built.hf, read, CPU))
@@ -86,6 +86,13 @@ def test_a_merged_adapter_answers_as_the_two_parts_did(
     plain = adapter.merged(hf, model.lora, dict(hf.named_parameters()))
     state = {name: adapter.full_tensor(parameter) for name, parameter in plain.items()}
     assert set(state) == {name for name, _ in theirs.named_parameters()}
+    if quantisation == "none":  # from files, a matrix at a time: the same bits
+        learned = adapter.gathered_adapter(dict(hf.named_parameters()))
+        adapter.write_adapter(tmp_path / "adapter", model, learned)
+        stored = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+        lora, folder = model.lora, tmp_path / "adapter"
+        read = adapter.merging_reader(lambda name, _: stored[name], theirs, lora, folder)
+        assert all(torch.equal(read(name, ()), tensor) for name, tensor in state.items())
     theirs.load_state_dict(state, strict=False)
     tokens = tiny.batch(1).tokens_BT
     with torch.no_grad():
@@ -106,6 +113,26 @@ def test_quantised_weights_take_less_and_are_near(tmp_path: Path) -> None:
     assert layer.weight.numel() * layer.weight.element_size() <= wide.numel() / 2
     near = adapter._dequantised(layer, layer.weight)
     assert float((near - wide).detach().norm() / wide.detach().norm()) < 0.12
+
+
+def test_training_goes_on_with_an_adapter_that_is_given(tmp_path: Path) -> None:
+    saved("llama", tmp_path / "base")
+    model = Model(name="x", source=str(tmp_path / "base"), lora=Lora(rank=2, freeze_a=True))
+    hf = adapted(tmp_path, model)
+    learning = [name for name, p in hf.named_parameters() if p.requires_grad]
+    assert learning and all(".lora_B." in name for name in learning)
+    torch.manual_seed(1)
+    for name, parameter in hf.named_parameters():
+        if ".lora_" in name:
+            nn.init.normal_(parameter, std=0.2)
+    tensors = adapter.gathered_adapter(dict(hf.named_parameters()))
+    adapter.write_adapter(tmp_path / "adapter", model, tensors)
+    lora = Lora(rank=2, start=tmp_path / "adapter")
+    again = adapted(tmp_path, model.model_copy(update={"lora": lora}))
+    after = adapter.gathered_adapter(dict(again.named_parameters()))
+    assert all(torch.equal(after[name], tensor) for name, tensor in tensors.items())
+    with pytest.raises(UserError, match=r"has \(2, 32\) for .*lora_A.*, the model \(3, 32\)"):
+        adapted(tmp_path, model.model_copy(update={"lora": lora.model_copy(update={"rank": 3})}))
 
 
 def test_widths_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:

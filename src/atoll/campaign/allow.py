@@ -23,8 +23,8 @@ DENIED = (
     "facility.task_folders", "facility.binds", "facility.network", "facility.container",
     "facility.hosts_file", "facility.ssh_options", "facility.address_suffix", "facility.driver",
     "facility.scheduler", "facility.submit", "image", "folders", "launcher", "loggers", "override",
-    "model.source", "tokenizer.path", "tokenizer.chat_template", "checkpoint.initial_load_path",
-    "checkpoint.optimizer_load_path",
+    "model.source", "model.lora.start", "tokenizer.path", "tokenizer.chat_template",
+    "checkpoint.initial_load_path", "checkpoint.optimizer_load_path",
 )  # fmt: skip
 # flags of sbatch and qsub that choose a queue, and nothing else
 QUEUES = ("partition", "qos", "constraint", "reservation", "q", "l")

@@ -1,5 +1,6 @@
 """What is asked of a facility in a round, and that its update claims no more."""
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from atoll.campaign.signing import refuse_unsigned
 from atoll.campaign.store import CampaignStore
 from atoll.config.compose import compose
 from atoll.errors import UserError
+from atoll.settings import Lora
 from atoll.settings.exchange import UpdateManifest, manifest_file, read_manifest
 from atoll.settings.federation import Campaign, Site
 
@@ -25,9 +27,11 @@ def request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
         "round": number,
         "facility": site.name,
         "base": store.model_manifest(number - 1)["digest"],
+        "frozen": store.model_manifest(0).get("frozen"),
         "codec": campaign.codec,
         "inner_state": campaign.inner_state,
         "attempts": campaign.attempts,
+        "keep_checkpoints": campaign.keep_checkpoints,
         "signing_key": site.signing_key,
         "overrides": training_words(campaign, number, site),
     }
@@ -39,7 +43,7 @@ def training_words(campaign: Campaign, number: int, site: Site) -> list[str]:
     return [
         *campaign.train,
         *site.overrides,
-        "model=from_path",
+        *(["model=from_path"] if campaign.lora is None else lora_words(campaign.lora)),
         f"training.steps={campaign.steps}",
         "training.epochs=null",
         f"training.global_batch_samples={campaign.batch_samples}",
@@ -48,6 +52,12 @@ def training_words(campaign: Campaign, number: int, site: Site) -> list[str]:
         f"training.consumed_steps={before}",
         f"training.schedule_steps={(campaign.schedule_rounds or campaign.rounds) * campaign.steps}",
     ]
+
+
+def lora_words(lora: Lora) -> list[str]:
+    """The settings of adapters as a run's words."""
+    values = lora.model_dump(mode="json", exclude={"start"})
+    return [f"++model.lora.{name}={json.dumps(value)}" for name, value in values.items()]
 
 
 def check_update(store: CampaignStore, number: int, site: Site, folder: Path) -> UpdateManifest:

@@ -14,7 +14,9 @@ from atoll.campaign import streamflow
 from atoll.campaign.average import average
 from atoll.campaign.calls import LOOK_SECONDS
 from atoll.campaign.dry_run import dry_run
-from atoll.campaign.first_model import make_first_model
+from atoll.campaign.first_model import make_first_model, merge_adapter
+from atoll.campaign.journal import alone
+from atoll.campaign.last_loss import measure_last
 from atoll.campaign.progress import shown
 from atoll.campaign.prove import prove_campaign
 from atoll.campaign.round import go_on
@@ -63,9 +65,16 @@ def run(store: CampaignStore) -> int:
             print(f"the target loss {campaign.target_loss} is reached", flush=True)
             last = number
             break
-    if not (store.model(last) / "export" / NAME).is_file():
-        prove_campaign(store, last)
-    print(f"the model: {store.model(last) / 'export'}")
+    if campaign.last_loss and not store.mean_losses(last + 1):  # else a later round did
+        measure_last(store, last)
+        print(last_line(store, last), flush=True)
+    export = store.export(last)
+    with alone(store.round(last)):
+        if not export.is_dir():
+            merge_adapter(store, store.model(last) / "master", export)
+        if not (export / NAME).is_file():
+            prove_campaign(store, last)
+    print(f"the model: {export}")
     return 0
 
 
@@ -119,10 +128,21 @@ def status_lines(store: CampaignStore) -> list[str]:
     begun = store.begun_rounds()
     lines = [f"{store.campaign.name}: {store.campaign.rounds} rounds in {store.folder}"]
     lines += [round_line(store, number) for number in begun]
+    if begun and store.loss_journal(begun[-1]).records():
+        lines.append(last_line(store, begun[-1]))
     if begun and not store.has_model(begun[-1]):
         for site in store.campaign.sites:
             lines.append(f"  {site.name}: {store.state(begun[-1], site).text}")
     return lines
+
+
+def last_line(store: CampaignStore, number: int) -> str:
+    """The held-out loss of the model that the campaign ends with, and who did not say it."""
+    loss, journal = store.global_loss(number), store.loss_journal(number)
+    text = "not measured" if loss is None else f"loss {loss:.4f} (mean over facilities)"
+    left_out = {record["facility"]: record["why"] for record in journal.records("left out")}
+    without = "".join(f"; without {name}: {why}" for name, why in sorted(left_out.items()))
+    return f"the model of round {number}: {text}{without}"
 
 
 def round_line(store: CampaignStore, number: int) -> str:

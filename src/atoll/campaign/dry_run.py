@@ -40,7 +40,13 @@ def _first_model(store: CampaignStore, start: Run) -> str:
         size = f", {parameters / 1e9:.2f} billion parameters, {4 * parameters / 2**30:.1f} GiB"
     except UserError:  # a model of the hub that this machine has not seen yet
         size = ""
+    lora = store.campaign.lora
     origin = start.model.source or f"random weights of seed {start.seed}"
+    if lora is not None:
+        return (
+            f"round 0: adapters of rank {lora.rank} to {store.model(0)} and each facility, which "
+            f"has the model itself: {origin}{size}"
+        )
     return f"round 0: {origin}{size} in fp32, to {store.model(0)} and once to each facility"
 
 
@@ -48,7 +54,9 @@ def _of_site(store: CampaignStore, site: Site, model: Model) -> list[str]:
     """What a facility does in a round; checked as it will be there."""
     campaign = store.campaign
     words, bundle = without_bundle(training_words(campaign, 1, site))
-    run = compose([*words, path_word("model.source", store.model(0)), f"name={site.name}"]).run
+    if campaign.lora is None:
+        words.append(path_word("model.source", store.model(0)))
+    run = compose([*words, f"name={site.name}"]).run
     known = {"source": model.source, "config": model.config}
     check_model(run.model_copy(update={"model": run.model.model_copy(update=known)}))
     facility = run.facility

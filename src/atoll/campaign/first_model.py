@@ -1,13 +1,19 @@
-"""The model of round 0: what a run of the campaign's `start` would begin with. No run is made.
+"""The first and the last model of a campaign. No run is made for either.
+
+That of round 0 is what a run of the campaign's `start` would begin with; of adapters, only these.
+The last of adapters is the base with them merged into it.
 
 It is copied, converted or drawn in the image's half of Atoll (`atoll untrained`), a file in memory
 at a time; no text is read unless the tokenizer is made of it.
 """
 
+import json
 import shutil
 import subprocess
+from pathlib import Path
 
 from atoll import run_dir
+from atoll.campaign.asked import lora_words
 from atoll.campaign.journal import alone
 from atoll.campaign.store import CampaignStore
 from atoll.campaign.transfer import atoll_here, run_verb
@@ -24,16 +30,50 @@ def make_first_model(store: CampaignStore) -> None:
         composition = compose(start_words(store))
         settings, model = store.round(0) / "run.yaml", store.round(0) / "untrained"
         run_dir.write_whole(settings, composition.as_yaml())
-        words = ["untrained", str(settings), str(model)]
-        # a person sees how far it is
-        code = subprocess.run(
-            [*atoll_command(composition.run), *words], stdin=subprocess.DEVNULL
-        ).returncode
-        if code:
-            raise UserError(f"the first model ended with exit code {code}", "see the lines above")
+        atoll, about = atoll_command(composition.run), dict[str, str]()
+        if store.campaign.lora is None:
+            _shown([*atoll, "untrained", str(settings), str(model)], "the first model")
+        else:
+            answer = run_verb([*atoll, "adapter", str(settings), str(model)], "the first adapter")
+            about["frozen"] = frozen_digest(answer)
         words = ["apply-delta", str(model), str(store.model(0)), "--first"]
+        words += ["--about", json.dumps(about)]
         run_verb([*atoll_here(), *words], "the model of round 0")
         shutil.rmtree(model)
+
+
+def merge_adapter(store: CampaignStore, adapter: Path, out: Path) -> None:
+    """The base with an adapter added to it, once and in fp32, in the numbers of the rule's export.
+
+    Raises `UserError` where the base is no longer what the campaign began with.
+    """
+    dtype = store.campaign.rule.dtype
+    composition = compose([*start_words(store), f"export.dtype={dtype}", "export.max_file_gib=4"])
+    settings = out.with_name(f".{out.name}.yaml")
+    run_dir.write_whole(settings, composition.as_yaml())
+    atoll, began_with = atoll_command(composition.run), store.model_manifest(0)["frozen"]
+    now = frozen_digest(run_verb([*atoll, "adapter", str(settings)], "the base's digest"))
+    if now != began_with:
+        raise UserError(
+            f"the base that {settings} names is {now[:12]}, the campaign began with "
+            f"{began_with[:12]}",
+            "get the model of the campaign's `start` back as it was",
+        )
+    words = ["untrained", str(settings), str(out), "--adapter", str(adapter)]
+    _shown([*atoll, *words], "the merged model")
+    settings.unlink()
+
+
+def frozen_digest(answer: str) -> str:
+    """What `atoll adapter` says of a base; before it libraries may have printed lines."""
+    return str(json.loads(answer.strip().splitlines()[-1])["digest"])
+
+
+def _shown(argv: list[str], what: str) -> None:
+    """A person sees how far it is."""
+    code = subprocess.run(argv, stdin=subprocess.DEVNULL).returncode
+    if code:
+        raise UserError(f"{what} ended with exit code {code}", "see the lines above")
 
 
 def start_words(store: CampaignStore) -> list[str]:
@@ -41,4 +81,8 @@ def start_words(store: CampaignStore) -> list[str]:
     here = store.round(0)
     own = ["name=start", path_word("folders.runs", here), path_word("folders.prepared", here)]
     # of a file, which is in memory while it is written
-    return ["export.max_file_gib=1", *store.campaign.start, *own, "export.dtype=float32"]
+    lora = store.campaign.lora
+    adapter = [] if lora is None else lora_words(lora)
+    if lora is not None and lora.start is not None:
+        adapter.append(path_word("++model.lora.start", lora.start.absolute()))
+    return ["export.max_file_gib=1", *store.campaign.start, *adapter, *own, "export.dtype=float32"]

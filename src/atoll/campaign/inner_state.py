@@ -5,6 +5,8 @@ weights. Which one is written into the round's journal before its job: a round t
 begins with the state it began with the first time.
 """
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,13 @@ def inner_state_words(
 ) -> list[str]:
     """The settings that give a round's run, composed of `lines`, its moments; none: it begins anew.
 
-    Adapters begin anew: each round draws them, and moments of others say nothing of them.
+    Adapters that each round draws anew have no moments: those of others say nothing of them.
     """
     journal = Journal(here)
     record = journal.last("inner state")
     if not record:
-        kept = request["inner_state"] == "kept" and compose(lines).run.model.lora is None
+        lora = compose(lines).run.model.lora
+        kept = request["inner_state"] == "kept" and (lora is None or lora.start is not None)
         newest = newest_state(folder, round_number(here)) if kept else None
         record = journal.append("inner state", checkpoint=newest and str(newest))
     path = record["checkpoint"]
@@ -32,11 +35,30 @@ def inner_state_words(
 
 def newest_state(folder: Path, number: int) -> Path | None:
     """The checkpoint behind the last step of the newest round before this one that was trained."""
+    for run in _trained(folder, number):
+        if steps := run_dir.complete_checkpoints(run):
+            return run_dir.checkpoint(run, steps[-1])
+    return None
+
+
+def prune_states(folder: Path, number: int, keep: int) -> None:
+    """Remove the checkpoints of all but the newest `keep` rounds that were trained before this one.
+
+    The model of the round before is here, so it is published; a round done again needs those before
+    it. Runs without an update stay whole: they may still be at work.
+    """
+    kept, here = 0, folder / "rounds" / round_name(number)
+    own = Journal(here).last("inner state").get("checkpoint")
+    for run in _trained(folder, number):
+        if kept >= keep and not (own and run in Path(own).parents):
+            shutil.rmtree(run_dir.checkpoints(run), ignore_errors=True)
+        kept += bool(run_dir.complete_checkpoints(run))
+
+
+def _trained(folder: Path, number: int) -> Iterator[Path]:
+    """The runs of the rounds before this one whose update was made, the newest first."""
     made = (folder / "rounds").glob("*/update/manifest.json")
     earlier = {round_number(manifest.parent.parent) for manifest in made} & set(range(number))
     for before in sorted(earlier, reverse=True):
-        job = Journal(folder / "rounds" / round_name(before)).last("submitted")
-        steps = run_dir.complete_checkpoints(Path(job["run"])) if job else []
-        if steps:
-            return run_dir.checkpoint(Path(job["run"]), steps[-1])
-    return None
+        if job := Journal(folder / "rounds" / round_name(before)).last("submitted"):
+            yield Path(job["run"])

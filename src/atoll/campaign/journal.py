@@ -18,6 +18,7 @@ left out     coordinator    the round goes on without a facility
 afresh       coordinator    the late work of a facility came to nothing: this round's is asked for
 reopened     coordinator    too few updates came: who was left out is asked again
 sent, received, averaged    bytes and seconds, for the report
+measured     coordinator    in the last round's losses/: a facility's held-out loss of its model
 """
 
 import fcntl

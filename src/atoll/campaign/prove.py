@@ -17,7 +17,7 @@ from atoll.settings.federation import Campaign
 
 def prove_campaign(store: CampaignStore, last: int) -> None:
     """Write provenance.json into the export of round `last`, signed where there is a key."""
-    export, folder = store.model(last) / "export", store.folder
+    export, folder = store.export(last), store.folder
     names = [settings_file(folder).name, f"{round_name(0)}/run.yaml"]
     for number in range(last + 1):
         names.append(f"{round_name(number)}/global/manifest.json")
@@ -40,17 +40,19 @@ def prove_campaign(store: CampaignStore, last: int) -> None:
 
 def _journals(store: CampaignStore, last: int) -> list[Resource]:
     names = [f"{round_name(number)}/journal.jsonl" for number in range(1, last + 1)]
+    names.append(f"{round_name(last)}/losses/journal.jsonl")
     return [grown("campaign", store.folder, name) for name in existing(store.folder, names)]
 
 
 def _card(store: CampaignStore, last: int) -> str:
     """What the campaign knows; of its data and hardware each facility's own runs do."""
-    campaign, sites = store.campaign, store.campaign.sites
+    campaign, sites, lora = store.campaign, store.campaign.sites, store.campaign.lora
     manifests = [read_manifest(folder) for n in range(1, last + 1) for folder in store.updates(n)]
     parts: dict[str, Rows] = {
         "Model": [
             ("Begun from", "the model of round 0"),
             ("Numbers", campaign.rule.dtype),
+            *([("LoRA, merged into the weights", f"rank {lora.rank}")] if lora else []),
         ],
         "Training data": [
             (site.name, ", ".join(sorted({m.data for m in manifests if m.facility == site.name})))
@@ -78,6 +80,8 @@ def _rule(campaign: Campaign) -> str:
 
 
 def _loss(store: CampaignStore, last: int) -> str | None:
-    """Of the facilities' own models of the last round: the mean of them is measured by nobody."""
+    """Of the model itself where they were asked for it, else of their own of the last round."""
+    if (loss := store.global_loss(last)) is not None:
+        return f"{loss:.4g}"
     losses = store.mean_losses(last)
     return None if losses is None else f"{losses[-1]:.4g} (of their own models of round {last})"

@@ -16,7 +16,7 @@ from atoll import run_dir
 from atoll.campaign.asked import check_update, request
 from atoll.campaign.average import average
 from atoll.campaign.calls import Over, never
-from atoll.campaign.journal import alone, round_name
+from atoll.campaign.journal import Journal, alone, round_name
 from atoll.campaign.store import CampaignStore, load_store
 from atoll.campaign.transfer import PARTS, Unreachable, ask, fetch, send
 from atoll.commands import VerbParser
@@ -116,15 +116,30 @@ def bring_models(
     store: CampaignStore, number: int, site: Site, *flags: str, over: Over = never
 ) -> dict[str, Any]:
     """Ask, and send the model that the facility is to begin with if it needs it; its answer."""
+    asked = store.asked_round(number, site)
+    words = request(store, asked, site)
+    return bring(store, asked, site, words, store.journal(number), *flags, over=over)
+
+
+def bring(
+    store: CampaignStore,
+    asked: int,
+    site: Site,
+    words: dict[str, Any],
+    journal: Journal,
+    *flags: str,
+    over: Over = never,
+) -> dict[str, Any]:
+    """Ask for what the request `words` says, and send the models of rounds before `asked`."""
     newest = -2
-    while (answer := _asked(store, number, site, over, *flags))["state"] == "needs":
+    while (answer := _asked(store, asked, site, words, over, *flags))["state"] == "needs":
         if answer["have"] <= newest:
             raise UserError(
                 f"{site.name} has no global model newer than round {newest}, though it was sent",
                 f"look into {site.folder}/incoming and {site.folder}/bases there",
             )
         newest = answer["have"]
-        _send_models(store, number, site, over, newest)
+        _send_models(store, asked, site, over, journal, newest)
     return answer
 
 
@@ -206,10 +221,9 @@ def keep_only(folder: Path, names: set[str]) -> None:
 
 
 def _asked(
-    store: CampaignStore, number: int, site: Site, over: Over, *flags: str
+    store: CampaignStore, asked: int, site: Site, request: dict[str, Any], over: Over, *flags: str
 ) -> dict[str, Any]:
-    asked = store.asked_round(number, site)
-    words = ["site", site.folder, str(asked), "--request", json.dumps(request(store, asked, site))]
+    words = ["site", site.folder, str(asked), "--request", json.dumps(request)]
     end = time.time() + (CALL_SECONDS if site.host is not None else math.inf)
 
     def past(quiet_seconds: float) -> bool:
@@ -224,9 +238,11 @@ def _asked(
     return answer
 
 
-def _send_models(store: CampaignStore, number: int, site: Site, over: Over, have: int) -> None:
+def _send_models(
+    store: CampaignStore, asked: int, site: Site, over: Over, journal: Journal, have: int
+) -> None:
     """The first model whole, then deltas; the manifest last, which says it is whole."""
-    for before in range(have + 1, store.asked_round(number, site)):
+    for before in range(have + 1, asked):
         model, target = store.model(before), f"{site.folder}/incoming/{round_name(before)}"
         began, size = time.time(), 0
         for part, left_out in (FIRST if before == 0 else LATER).items():
@@ -237,7 +253,7 @@ def _send_models(store: CampaignStore, number: int, site: Site, over: Over, have
         shutil.copy(model / "manifest.json", staged / "manifest.json")
         send(store.campaign, site, staged, target, over=over)
         seconds = time.time() - began
-        store.journal(number).append("sent", facility=site.name, bytes=size, seconds=seconds)
+        journal.append("sent", facility=site.name, bytes=size, seconds=seconds)
 
 
 def _files(folder: Path, left_out: Sequence[str] = ()) -> list[Path]:

@@ -5,8 +5,11 @@ FOLDER (the campaign, at the facility)/
   campaign.json              the one campaign that this folder is of
   incoming/round-000/        the first global model, whole; of later rounds the delta alone
   bases/round-000/           the global model a round begins from; bit for bit the coordinator's
+  base/                      of adapters, if the facility puts it there: the model they are for,
+                             else its bundle's, or what the settings name; base.json: its digest
   rounds/round-001/          journal.jsonl (journal.py), update/, and residual/: what encoding the
                              update left out, added to the next one (error feedback)
+  losses/round-003/          the journal of a measurement of the model before that round
   runs/ prepared/ tokenizer/
   .streamflow/               scratch of the workflow system, emptied each round
 What is decided is read from whole folders and the journal: asking twice does nothing twice.
@@ -27,12 +30,18 @@ from typing import Any
 
 from atoll import run_dir
 from atoll.campaign.allow import refuse_outside, refuse_settings
-from atoll.campaign.inner_state import inner_state_words
+from atoll.campaign.inner_state import inner_state_words, prune_states
 from atoll.campaign.journal import Journal, alone, round_name, round_number
 from atoll.campaign.signing import sign
+from atoll.campaign.site_models import (
+    container_side,
+    make_bases,
+    model_words,
+    refuse_other_frozen,
+    refuse_wrong_base,
+)
 from atoll.campaign.transfer import atoll_here, complaint, run_verb
 from atoll.cluster.goodput import goodput
-from atoll.cluster.launchers import atoll_command
 from atoll.cluster.status import remembered_status, status
 from atoll.commands import VerbParser, run_command
 from atoll.config.compose import compose, path_word
@@ -43,6 +52,7 @@ from atoll.settings.exchange import read_request
 ANOTHER_IS_AT_IT = "is running already"
 WORK = ".streamflow"
 LIFE_SECONDS = 3.0
+PATIENCE = ("attempts", "keep_checkpoints")  # of a request: they may change in a round
 # states of a round that come to another one by themselves
 WAITING = ("queued", "running", "retry", "unknown")
 
@@ -56,6 +66,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--receive", action="store_true", help="stop when the models are here")
     parser.add_argument("--until", type=float, default=0.0, help="wait for the job up to this time")
     parser.add_argument("--poll-seconds", type=float, default=30.0)
+    about = "the held-out loss of the model that the round would begin with, and no training"
+    parser.add_argument("--measure", action="store_true", help=about)
     arguments = parser.read(argv)
     folder, number = arguments.folder.absolute(), arguments.round
     if arguments.request is not None:
@@ -63,7 +75,7 @@ def main(argv: list[str]) -> int:
         refuse_settings(request.overrides, folder)
         with alone(folder):  # two campaigns may come at one instant
             _keep_campaign(folder, request.campaign)
-            _keep_request(_round_folder(folder, number), number, request.model_dump())
+            _keep_request(_place(folder, number, arguments), number, request.model_dump())
     if arguments.receive:
         shutil.rmtree(folder / WORK, ignore_errors=True)
     answer = wait if arguments.until else advance
@@ -105,12 +117,11 @@ def wait(folder: Path, number: int, how: argparse.Namespace) -> dict[str, Any]:
 
 def advance(folder: Path, number: int, how: argparse.Namespace) -> dict[str, Any]:
     """Do the next thing of a round that can be done now; say where it stands."""
-    here = _round_folder(folder, number)
+    here = _place(folder, number, how)
     if not (here / "update" / "manifest.json").is_file():
-        request = _request(here)
         try:
             with alone(here, wait=False):
-                answer = _advance(folder, number, request, how.receive)
+                answer = _advance(folder, number, _request(here), how)
         except BlockingIOError:
             answer = {"state": "running", "why": "another `atoll site` is at it"}
         if answer["state"] != "ready":
@@ -119,29 +130,36 @@ def advance(folder: Path, number: int, how: argparse.Namespace) -> dict[str, Any
 
 
 def _advance(
-    folder: Path, number: int, request: dict[str, Any], only_receive: bool
+    folder: Path, number: int, request: dict[str, Any], how: argparse.Namespace
 ) -> dict[str, Any]:
-    here = _round_folder(folder, number)
-    have = _make_bases(folder, number)
+    here = _place(folder, number, how)
+    have = make_bases(folder, number, request["overrides"])
     if have < number - 1:
         return {"state": "needs", "have": have}
     base = folder / "bases" / round_name(number - 1)
-    _refuse_wrong_base(base, request)
-    if only_receive:
+    refuse_wrong_base(base, request)
+    if request["frozen"]:
+        refuse_other_frozen(folder, request, _overrides(folder, here, request, base))
+    if how.receive:
         return {"state": "received"}
-    lines = _overrides(folder, number, request, base)
-    lines += inner_state_words(folder, here, request, lines)
+    prune_states(folder, number, request["keep_checkpoints"])
+    lines = _overrides(folder, here, request, base)
+    if not how.measure:
+        lines += inner_state_words(folder, here, request, lines)
     run = compose(lines).run
     refuse_outside(run, request["overrides"], folder)
     state, why = _submitted(here, run, lines, request["attempts"])
     if state != "finished":
         return {"state": state, "why": why}
+    if how.measure:
+        return {"state": "ready"}
     _make_update(folder, here, run, request, base)
     return {"state": "ready"}
 
 
-def _round_folder(folder: Path, number: int) -> Path:
-    return folder / "rounds" / round_name(number)
+def _place(folder: Path, number: int, how: argparse.Namespace) -> Path:
+    """Of a round, or of a measurement: its number may be that of a round to come."""
+    return folder / ("losses" if how.measure else "rounds") / round_name(number)
 
 
 def _keep_campaign(folder: Path, name: str) -> None:
@@ -164,7 +182,7 @@ def _keep_request(here: Path, number: int, request: dict[str, Any]) -> None:
     journal = Journal(here)
     before = journal.last("asked").get("request", {})
     for name in request:
-        if before and name != "attempts" and before.get(name) != request[name]:
+        if name in before and name not in PATIENCE and before[name] != request[name]:
             raise UserError(
                 f"{journal.path} has {name}={before.get(name)}, and now {request[name]} is asked "
                 "for",
@@ -182,70 +200,19 @@ def _request(here: Path) -> dict[str, Any]:
     return request
 
 
-def _make_bases(folder: Path, number: int) -> int:
-    """The number of the newest global model that is here, up to the one this round needs; -1: none.
-
-    Deltas that have arrived are added, one after the other.
-    """
-    have = _newest(folder, number)
-    for before in range(have + 1, number):
-        came = folder / "incoming" / round_name(before)
-        if not (came / "manifest.json").is_file():
-            break
-        _apply_delta(folder, before, came, folder / "bases" / round_name(before))
-        have = before
-    for old in range(have - 1):  # the one before the newest stays, should a round be done again
-        shutil.rmtree(folder / "bases" / round_name(old), ignore_errors=True)
-        shutil.rmtree(folder / "incoming" / round_name(old), ignore_errors=True)
-    return have
-
-
-def _newest(folder: Path, number: int) -> int:
-    numbers = [
-        before
-        for before in range(number)
-        if (folder / "bases" / round_name(before) / "manifest.json").is_file()
-    ]
-    return numbers[-1] if numbers else -1
-
-
-def _apply_delta(folder: Path, before: int, came: Path, base: Path) -> None:
-    argv = [*_container_side(folder), "apply-delta", str(came), str(base)]
-    if before:
-        argv += ["--base", str(folder / "bases" / round_name(before - 1))]
-    run_verb(argv, f"the global model of round {before}")
-
-
-def _container_side(folder: Path) -> list[str]:
-    """Atoll where there is torch: in the image that the runs use, or here."""
-    newest = max((folder / "rounds").glob("*/journal.jsonl"), key=lambda p: round_number(p.parent))
-    newest = newest.parent
-    own = [path_word("folders.runs", folder / "runs"), path_word("model.source", folder)]
-    run = compose([*_request(newest)["overrides"], *own, "name=site"]).run
-    bound = run.model_copy(update={"folders": run.folders.model_copy(update={"prepared": folder})})
-    return atoll_command(bound)
-
-
-def _refuse_wrong_base(base: Path, request: dict[str, Any]) -> None:
-    digest = json.loads((base / "manifest.json").read_text())["digest"]
-    if digest != request["base"]:
-        raise UserError(
-            f"the global model here is {digest[:12]}, the coordinator's is {request['base'][:12]}",
-            f"delete {base.parent} and its incoming/: the model is sent again",
-        )
-
-
-def _overrides(folder: Path, number: int, request: dict[str, Any], base: Path) -> list[str]:
+def _overrides(folder: Path, here: Path, request: dict[str, Any], base: Path) -> list[str]:
     """Of the facility's run of this round; its name is the same whenever it is asked."""
+    what = {"rounds": here.name, "losses": f"losses-{here.name}"}[here.parent.name]
     tokenizer = folder / "tokenizer"
     if not tokenizer.is_dir():
         partial = folder / f".tokenizer.{os.getpid()}"
-        shutil.copytree(base / "export", partial, ignore=shutil.ignore_patterns("*.safetensors*"))
+        others = shutil.ignore_patterns("*.safetensors*", "adapter_config.json")
+        shutil.copytree(base / "export", partial, ignore=others)
         partial.rename(tokenizer)
     return [
         *request["overrides"],
-        f"name={request['campaign']}-{round_name(number)}-{request['facility']}",
-        path_word("model.source", base / "export"),
+        f"name={request['campaign']}-{what}-{request['facility']}",
+        *model_words(folder, request, base),
         path_word("tokenizer.path", tokenizer),
         path_word("folders.runs", folder / "runs"),
         path_word("folders.prepared", folder / "prepared"),
@@ -291,7 +258,8 @@ def _make_update(folder: Path, here: Path, run: Run, request: dict[str, Any], ba
         "configuration": run_dir.digest(run.model_dump(mode="json", exclude={"folders"})),
         "data": run_dir.prepared_digest(run),
     }
-    argv = [*_container_side(folder), "make-delta", "--base", str(base)]
+    argv = [*container_side(folder, request["overrides"]), "make-delta", "--base", str(base)]
+    argv += ["--adapter"] if request["frozen"] else []
     argv += ["--run", str(run_dir.folder(run)), "--codec", request["codec"], "--out", str(partial)]
     argv += ["--residual", str(here / "residual"), "--about", json.dumps(about)]
     if earlier:

@@ -6,6 +6,7 @@ campaigns/NAME/
   round-001/journal.jsonl    what happened, line by line (journal.py)
   round-001/FACILITY/update/ what a facility sent
   round-001/global/          the next model, whole when its manifest is there
+  round-002/losses/          of the last round: journal.jsonl, what its model's held-out loss is
 """
 
 import json
@@ -22,6 +23,7 @@ from atoll.settings.federation import Campaign, Site, checked_settings
 # What may change in a campaign's life: its length, our patience, and how it is carried out.
 FREE = {"rounds", "deadline_minutes", "poll_seconds", "attempts", "target_loss", "ssh_options"}
 FREE |= {"engine", "signing_key", "grace_minutes", "rule.below_quorum"}
+FREE |= {"last_loss", "keep_checkpoints"}
 
 
 @dataclass
@@ -72,6 +74,10 @@ class CampaignStore:
 
     def model(self, number: int) -> Path:
         return self.round(number) / "global"
+
+    def export(self, number: int) -> Path:
+        """The Hugging Face folder of a campaign that ends with this round."""
+        return self.model(number) / ("export" if self.campaign.lora is None else "merged")
 
     def has_model(self, number: int) -> bool:
         return (self.model(number) / "manifest.json").is_file()
@@ -143,6 +149,20 @@ class CampaignStore:
         if not losses:
             return None
         return sum(x[0] for x in losses) / len(losses), sum(x[-1] for x in losses) / len(losses)
+
+    def loss_journal(self, number: int) -> Journal:
+        """What facilities measured of the model of the last round (last_loss.py)."""
+        return Journal(self.round(number) / "losses")
+
+    def global_loss(self, number: int) -> float | None:
+        """Held-out, the mean over facilities, of the model that a round ends with.
+
+        As those of the next round find it; of the last round, as they were asked for it.
+        """
+        if losses := self.mean_losses(number + 1):
+            return losses[0]
+        measured = [r["loss"] for r in self.loss_journal(number).records("measured")]
+        return sum(measured) / len(measured) if measured else None
 
     def losses(self, number: int) -> list[list[float]]:
         """What the facilities say whose updates were taken, and are in the model if there is one.

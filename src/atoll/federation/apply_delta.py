@@ -1,5 +1,6 @@
 """`atoll apply-delta`: a facility's copy of a round's global model, from the one before."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -20,10 +21,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--base", type=Path, help="the global model that the delta is added to")
     parser.add_argument("--first", action="store_true", help="CAME is a Hugging Face folder")
+    parser.add_argument("--about", default="{}", help="JSON: kept in the first one's manifest")
     arguments = parser.read(argv)
     came, out = arguments.came, arguments.out
     if arguments.first:
-        global_model.first_global(came, out, {"round": 0})
+        global_model.first_global(came, out, {"round": 0, **json.loads(arguments.about)})
         return 0
     manifest = global_model.read_global(came)
     if arguments.base is None:

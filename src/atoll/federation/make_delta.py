@@ -27,6 +27,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--previous-residual", type=Path, help="of the update before this one")
     parser.add_argument("--residual", type=Path, required=True, help="what encoding leaves out")
+    parser.add_argument("--adapter", action="store_true", help="of its adapter alone")
     parser.add_argument("--about", required=True, help="JSON: the rest of the manifest")
     arguments = parser.read(argv)
     result = json.loads(run_dir.result_file(arguments.run).read_text())
@@ -35,9 +36,10 @@ def main(argv: list[str]) -> int:
         "steps": result["steps"],
         "loss": result["loss"],
     }
+    export = run_dir.export(arguments.run)
     make_delta(
         arguments.base,
-        run_dir.export(arguments.run),
+        export / "adapter" if arguments.adapter else export,
         arguments.previous_residual,
         arguments.codec,
         arguments.out,

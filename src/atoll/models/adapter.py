@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +25,8 @@ from atoll.settings import Lora, Model
 BASE = ".base_layer"
 NAME = "default"  # what peft calls an adapter that nobody named
 LORA = ".lora_"  # in the name of what learns
+PREFIX = "base_model.model."  # of names in peft's files
+FILE = "adapter_model.safetensors"
 
 
 def adapt(hf: Any, model: Model, compute_dtype: torch.dtype = torch.float32) -> None:
@@ -52,6 +56,9 @@ def adapt(hf: Any, model: Model, compute_dtype: torch.dtype = torch.float32) -> 
             module.pack(compute_dtype)
     if head:
         hf.get_submodule(head).requires_grad_(True)
+    for name, parameter in hf.named_parameters():
+        if model.lora.freeze_a and ".lora_A." in name:
+            parameter.requires_grad_(False)
 
 
 def check_device(quantisation: str, device: torch.device) -> None:
@@ -76,10 +83,26 @@ def check_device(quantisation: str, device: torch.device) -> None:
         ) from error
 
 
-def adapted_reader(read: ReadTensor, seed: int, shapes: dict[str, tuple[int, ...]]) -> ReadTensor:
-    """Adapters begin as no change at all: A at random, B zero; all else as `read` gives it."""
+def adapted_reader(
+    read: ReadTensor, seed: int, shapes: dict[str, tuple[int, ...]], start: Path | None = None
+) -> ReadTensor:
+    """Adapters begin as no change at all: A at random, B zero; all else as `read` gives it.
+
+    start: the folder of an adapter to begin with; `UserError` where it is of other layers or rank.
+    """
+    begun = {} if start is None else read_adapter(start)
 
     def part(name: str, slices: Slices) -> Tensor:
+        stored = begun.get(name_in_file(name))
+        is_other = stored is not None and tuple(stored.shape) != shapes[name]
+        if is_other or (stored is None and begun and LORA in name):
+            shape = "nothing" if stored is None else tuple(stored.shape)
+            raise UserError(
+                f"{start} has {shape} for {name}, the model {shapes[name]}",
+                "give an adapter of this model's layers and of model.lora.rank",
+            )
+        if stored is not None:
+            return stored[slices]
         if ".lora_B." in name:
             return torch.zeros(shapes[name])[slices]
         if ".lora_A." in name:
@@ -90,6 +113,45 @@ def adapted_reader(read: ReadTensor, seed: int, shapes: dict[str, tuple[int, ...
         return read(name.replace(BASE, ""), slices)
 
     return part
+
+
+def merging_reader(read: ReadTensor, hf: Any, lora: Lora, folder: Path) -> ReadTensor:
+    """Whole parameters of the plain model `hf`, each with its adapter in `folder` added."""
+    adapter = read_adapter(folder)
+
+    def part(name: str, slices: Slices) -> Tensor:
+        if (learned := adapter.get(f"{PREFIX}{name}")) is not None:  # a classifier's head
+            return learned[slices]
+        owner, base = name.removesuffix(".weight"), read(name, slices)
+        a, b = (adapter.get(f"{PREFIX}{owner}.lora_{x}.weight") for x in "AB")
+        if a is None or b is None:
+            return base
+        whole = Merged(base, hf.get_submodule(owner), a, b, lora.alpha / lora.rank)
+        return whole.full_tensor()
+
+    return part
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """The tensors of an adapter's folder, in fp32; `UserError` where there is none."""
+    path = folder / FILE
+    try:
+        return {name: tensor.float() for name, tensor in load_file(path).items()}
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{path} cannot be read as an adapter: {first_line(error)}",
+            "give the folder of one, as RUN/export/adapter",
+        ) from error
+
+
+def name_in_file(name: str) -> str:
+    """Of a parameter of an adapted model, its name in peft's files."""
+    return f"{PREFIX}{name.replace(f'.{NAME}', '')}"
+
+
+def is_adapters(name: str, head: str | None) -> bool:
+    """Whether a parameter goes with the adapter: of one, or of a classifier's head."""
+    return LORA in name or bool(head and name.startswith(f"{head}."))
 
 
 def fill_int8(hf: Any, read: ReadTensor, device: torch.device) -> None:
@@ -144,9 +206,9 @@ def merged(hf: Any, lora: Lora, parameters: dict[str, Tensor]) -> dict[str, Any]
 def gathered_adapter(parameters: dict[str, Tensor], head: str | None = None) -> dict[str, Tensor]:
     """The adapters and a classifier's head, whole, by the names of peft's files; collective."""
     return {
-        f"base_model.model.{name.replace(f'.{NAME}', '')}": full_tensor(p).cpu().contiguous()
+        name_in_file(name): full_tensor(p).cpu().contiguous()
         for name, p in parameters.items()
-        if LORA in name or (head and name.startswith(head + "."))
+        if is_adapters(name, head)
     }
 
 
@@ -175,7 +237,7 @@ def write_adapter(
         **task,
     )
     config.save_pretrained(str(folder))
-    write_tensors(folder / "adapter_model.safetensors", tensors)
+    write_tensors(folder / FILE, tensors)
 
 
 def _peft_config(lora: Lora, targets: list[str] | str, **more: Any) -> Any:

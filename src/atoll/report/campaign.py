@@ -49,7 +49,7 @@ class Round:
     ended: float | None
     average_seconds: float | None
     parts: list[Part]
-    global_loss: float | None  # of the model it ends with, as the next round's facilities find it
+    global_loss: float | None  # held-out, of the model it ends with, the mean over facilities
 
 
 def rounds(store: CampaignStore) -> list[Round]:
@@ -60,14 +60,13 @@ def rounds(store: CampaignStore) -> list[Round]:
 
 def _round(store: CampaignStore, number: int, records: Sequence[Record]) -> Round:
     averaged: Record = next((r for r in records if r["event"] == "averaged"), {})
-    losses = store.mean_losses(number + 1)
     return Round(
         number,
         records[0]["time"],
         averaged.get("time"),
         averaged.get("seconds"),
         [_part(store, number, site, records) for site in store.campaign.sites],
-        losses[0] if losses else None,
+        store.global_loss(number),
     )
 
 

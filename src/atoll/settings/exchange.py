@@ -42,9 +42,11 @@ class SiteRequest(BaseModel):
     round: Round
     facility: Word
     base: Sha256  # of the global model that the round begins from
+    frozen: Sha256 | None = None  # of adapters: the weights that they are for
     codec: Codec
     inner_state: InnerState = "kept"
     attempts: Annotated[int, Field(ge=1, le=10**6)]
+    keep_checkpoints: Annotated[int, Field(ge=1, le=10**6)] = 2
     signing_key: Annotated[str, Field(max_length=4096)] | None
     overrides: Annotated[
         list[Annotated[str, Field(max_length=10_000)]], Field(max_length=1000)

@@ -7,6 +7,7 @@ from pydantic import Field, ValidationError, model_validator
 from atoll.errors import UserError, printable
 from atoll.settings.exchange import SPARSE_CODECS, Codec, InnerState
 from atoll.settings.fields import Count, CountOrZero, Fraction, Positive, Settings, Word
+from atoll.settings.learning import Lora
 
 
 class Rule(Settings):
@@ -53,7 +54,13 @@ Host = Annotated[
         max_length=255, pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*$"
     ),
 ]
-RESERVED = {"global", "untrained", "journal.jsonl", "run.yaml"}  # beside facilities in a round
+RESERVED = {
+    "global",
+    "losses",
+    "untrained",
+    "journal.jsonl",
+    "run.yaml",
+}  # beside facilities in a round
 
 
 class Site(Settings):
@@ -82,12 +89,17 @@ class Campaign(Settings):
     batch_samples: Count = 64
     # the learning rate follows one schedule over so many rounds; null: those it is begun with
     schedule_rounds: Count | None = None
+    # adapters alone learn and travel; each facility has the model itself, which `train` names
+    lora: Lora | None = None
     inner_state: InnerState = "kept"  # moments of a facility's optimizer, from round to round
+    keep_checkpoints: Count = 2  # rounds whose checkpoints stay at a facility
     rule: Rule = Rule()
     codec: Codec = "int8"
     global_codec: Literal["fp32", "bf16", "int8", "int4"] = "bf16"
     deadline_minutes: Positive = 1440.0
     target_loss: Positive | None = None
+    # of the model of the last round, too: facilities are asked once more, and train nothing
+    last_loss: bool = True
     # who is at work at the deadline may end it, and what is on its way may come
     grace_minutes: Positive = 15.0
     poll_seconds: Positive = 30.0

@@ -27,6 +27,10 @@ class Lora(Settings):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0  # of what goes into an adapter
     # ends of the names of linear layers; all-linear: all but the head
     targets: list[str] | Literal["all-linear"] = "all-linear"
+    # A stays as it was drawn and B learns alone (FFA-LoRA, Sun et al. 2024): the mean of several
+    # adapters is then the mean of what they make of the model
+    freeze_a: bool = False
+    start: Path | None = None  # a folder with adapter_model.safetensors that training begins with
 
 
 class RopeScaling(Settings):
@@ -48,6 +52,11 @@ class Model(Settings):
     rope_scaling: RopeScaling | None = None
     lora: Lora | None = None
     quantisation: Literal["none", "int8", "nf4"] = "none"  # of weights that stay
+
+    @property
+    def adapter_start(self) -> Path | None:
+        """The folder of the adapter that training begins with, where it does with any."""
+        return None if self.lora is None else self.lora.start
 
     @model_validator(mode="after")
     def _quantised_weights_stay(self) -> "Model":
@@ -391,6 +400,7 @@ class Export(Settings):
     untrained: bool = False  # also of a run of no steps: a model to begin a campaign with
     # a file for llama.cpp beside it; true: in the format of `dtype`
     gguf: Literal[True, False, "f32", "f16", "bf16", "q8_0"] = False
+    merged: bool = True  # of adapters: also the whole model, with them added to its weights
 
     @property
     def gguf_format(self) -> str | None:

@@ -47,7 +47,10 @@ def write_export(
 
     gguf: the format of a file for llama.cpp beside it.
     """
-    world = train_state.world
+    world, run = train_state.world, train_state.run
+    if run.model.lora is not None and not run.export.merged:
+        _write_adapter_alone(train_state, final, proven)
+        return
     dtype = getattr(torch, train_state.run.export.dtype)
     hf, head = train_state.model.hf, new_head(train_state.config)
     parameters, adapter = _weights(train_state, head)
@@ -96,6 +99,21 @@ def write_export(
         export.publish(partial, final)
 
     run_on_all_ranks(world, lambda: rest() if first else None)
+
+
+def _write_adapter_alone(train_state: TrainState, final: Path, proven: bool) -> None:
+    """The adapter's folder below the export's, and nothing of the model that stays."""
+    world, head = train_state.world, new_head(train_state.config)
+    adapter = gathered_adapter(parameters_of(train_state), head)  # by all ranks
+
+    def write() -> None:
+        partial = export.start(final)
+        write_adapter(partial / "adapter", train_state.run.model, adapter, head)
+        if proven:
+            _prove(train_state, partial, [])
+        export.publish(partial, final)
+
+    run_on_all_ranks(world, lambda: write() if world.rank == 0 else None)
 
 
 def _prove(

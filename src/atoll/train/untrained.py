@@ -19,6 +19,7 @@ from atoll.data import vocabulary
 from atoll.data.shards import tokenizer_folder
 from atoll.data.tokenize import make_tokenizer
 from atoll.models import export
+from atoll.models.adapter import merging_reader
 from atoll.models.build import weights_for
 from atoll.models.safetensor_files import file_name, write_tensors
 from atoll.models.source import source_folder
@@ -33,23 +34,28 @@ def main(argv: list[str]) -> int:
     parser = VerbParser("untrained", main.__doc__)
     parser.add_argument("run_file", type=Path, help="a run's settings: run.yaml")
     parser.add_argument("folder", type=Path)
+    about = "a folder with an adapter that is added to the weights, once"
+    parser.add_argument("--adapter", type=Path, help=about)
     arguments = parser.read(argv)
-    write_untrained(load_run(arguments.run_file), arguments.folder)
+    run = load_run(arguments.run_file)
+    write_untrained(run, arguments.folder, adapter=arguments.adapter)
     return 0
 
 
-def write_untrained(run: Run, final: Path, ready: Path | None = None) -> None:
+def write_untrained(
+    run: Run, final: Path, ready: Path | None = None, adapter: Path | None = None
+) -> None:
     """The folder, whole or not at all; bit for bit what a run of no steps exports.
 
-    ready: the run's tokenizer, where it was made before.
+    ready: the run's tokenizer, where it was made before. adapter: of the run's `model.lora`, added.
 
     Raises `UserError` where the model or its tokenizer cannot be had, or do not fit each other.
     """
-    with _tokenizer(run) if ready is None else nullcontext(ready) as tokenizer:
-        _write(run, tokenizer, final)
+    with tokenizer_of(run) if ready is None else nullcontext(ready) as tokenizer:
+        _write(run, tokenizer, final, adapter)
 
 
-def _write(run: Run, tokenizer: Path, final: Path) -> None:
+def _write(run: Run, tokenizer: Path, final: Path, adapter: Path | None) -> None:
     task, words = TASKS[run.task.name], vocabulary.describe(tokenizer, run.data.bos)
     config = task.config(run, words)
     hf = task.model(config, run, words).hf
@@ -61,7 +67,7 @@ def _write(run: Run, tokenizer: Path, final: Path) -> None:
     began = time.monotonic()
     for number, names in enumerate(files):
         path = partial / file_name(number, len(files))
-        stored.append(_write_file(run, config, path, hf, {n: tensors[n] for n in names}))
+        stored.append(_write_file(run, config, path, hf, {n: tensors[n] for n in names}, adapter))
         seconds = time.monotonic() - began
         print(f"{path.name}: {len(stored[-1])} tensors, {seconds:.0f} s", flush=True)
     total = sum(sizes.values())
@@ -71,7 +77,7 @@ def _write(run: Run, tokenizer: Path, final: Path) -> None:
 
 
 @contextmanager
-def _tokenizer(run: Run) -> Iterator[Path]:
+def tokenizer_of(run: Run) -> Iterator[Path]:
     """The folder of the run's tokenizer: its bundle's, or one that is loaded or made."""
     if run.folders.bundle is not None:
         yield tokenizer_folder(run_dir.prepared(run))
@@ -83,12 +89,19 @@ def _tokenizer(run: Run) -> Iterator[Path]:
 
 @torch.no_grad()
 def _write_file(
-    run: Run, config: Any, path: Path, hf: Any, empty: dict[str, torch.Tensor]
+    run: Run,
+    config: Any,
+    path: Path,
+    hf: Any,
+    empty: dict[str, torch.Tensor],
+    adapter: Path | None,
 ) -> list[str]:
     """One file's tensors; the source is opened for each, or what is mapped would stay in memory."""
     dtype = getattr(torch, run.export.dtype)
     tensors = {}
     with weights_for(run.model, config, run.seed) as read:
+        if adapter is not None and run.model.lora is not None:
+            read = merging_reader(read, hf, run.model.lora, adapter)
         for name, shaped in empty.items():
             slices = tuple(slice(0, size) for size in shaped.shape)
             tensors[name] = read(name, slices).float().to(dtype, copy=True).contiguous()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.campaign.average import aggregate_words
+from atoll.campaign.first_model import merge_adapter
 from atoll.campaign.signing import refuse_unsigned
 from atoll.campaign.store import CampaignStore, load_store
 from atoll.campaign.transfer import atoll_here, run_verb
@@ -84,7 +85,11 @@ def _again(store: CampaignStore, number: int, export: Path | None) -> Line:
                     f"{store.model(number)}: the updates of round {number} make another model: "
                     f"{name} is {again.get(name)}, {stated.get(name)} was stated"
                 )
-        for path in sorted((out / "export").glob("*.safetensors")) if export else []:
+        made = out / "export"
+        if export and store.campaign.lora is not None:
+            made = out / "merged"
+            merge_adapter(store, out / "master", made)
+        for path in sorted(made.glob("*.safetensors")) if export else []:
             same_bytes(path, (export or out) / path.name)
     return Line("as stated", f"round {number}: aggregated again, bit for bit ({len(updates)})")
 

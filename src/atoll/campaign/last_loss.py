@@ -1,0 +1,105 @@
+"""The held-out loss of the model that a campaign ends with: the facilities are asked once more.
+
+Of any other round it is what they measure at the beginning of the next. Here nothing is trained and
+nothing comes back but the number; no facility can end or hold the campaign: its failures are
+counted, a silent one has the grace, one whose job is queued has the round's deadline.
+round-NNN/losses/journal.jsonl is what came of it.
+"""
+
+import math
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from atoll.campaign.asked import request
+from atoll.campaign.calls import LOOK_SECONDS
+from atoll.campaign.journal import Journal
+from atoll.campaign.round import bring
+from atoll.campaign.store import CampaignStore
+from atoll.campaign.transfer import Unreachable
+from atoll.errors import UserError, printable
+from atoll.settings.exchange import SHOWN
+from atoll.settings.federation import Site
+
+
+def measure_last(store: CampaignStore, number: int) -> None:
+    """Ask every facility for the loss of this round's model, until all said it or the deadline.
+
+    Killed and started again it asks those that are missing.
+    """
+    journal = store.loss_journal(number)
+    began = journal.last("began") or journal.append("began")
+    deadline = float(began["time"]) + 60 * store.campaign.deadline_minutes
+    waiting, stop = _missing(store, journal), threading.Event()
+    if not waiting:
+        return
+    print(f"round {number}: asking for the held-out loss of its model", flush=True)
+    with ThreadPoolExecutor(len(waiting)) as pool:
+        try:
+            ask = partial(_ask_until_measured, store, number, deadline, stop)
+            list(pool.map(ask, waiting))
+        finally:
+            stop.set()
+    for site in _missing(store, journal):
+        why = f"no answer after {store.campaign.deadline_minutes:g} minutes"
+        journal.append("left out", facility=site.name, why=why)
+
+
+def loss_request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
+    """What a round after this one would ask, but for its steps."""
+    words = request(store, number + 1, site)
+    return words | {"overrides": [*words["overrides"], "training.steps=0"]}
+
+
+def _ask_until_measured(
+    store: CampaignStore, number: int, deadline: float, stop: threading.Event, site: Site
+) -> None:
+    """Up to the deadline, `attempts` failures, or the grace without an answer."""
+    campaign, journal = store.campaign, store.loss_journal(number)
+    failures, why, heard = 0, "", time.time()
+    while not stop.is_set() and time.time() <= deadline:
+        try:
+            if _answered(store, number, deadline, stop, site):
+                return
+            heard = time.time()
+        except Unreachable as error:
+            why = error.found
+        except Exception as error:  # whatever one facility says, the others go on
+            why = error.found if isinstance(error, UserError) else f"unexpected {error!r}"
+            failures, heard = failures + 1, time.time()
+            journal.append("wrong", facility=site.name, why=printable(why, SHOWN))
+        is_silent = time.time() - heard > 60 * campaign.grace_minutes
+        if is_silent or failures >= campaign.attempts:
+            journal.append("left out", facility=site.name, why=printable(why, SHOWN))
+            return
+        left = max(0.0, deadline - time.time())
+        stop.wait(min(campaign.poll_seconds, left + LOOK_SECONDS))
+
+
+def _answered(
+    store: CampaignStore, number: int, deadline: float, stop: threading.Event, site: Site
+) -> bool:
+    """Whether a facility has said its last word; the loss is in the journal then."""
+    journal, words = store.loss_journal(number), loss_request(store, number, site)
+
+    def over(quiet_seconds: float) -> bool:  # one that is at work gives signs of life
+        is_quiet = quiet_seconds > 60 * store.campaign.grace_minutes
+        return stop.is_set() or is_quiet or time.time() > deadline
+
+    answer = bring(store, number + 1, site, words, journal, "--measure", over=over)
+    if answer["state"] in ("refused", "failed"):
+        raise UserError(answer.get("why") or answer["state"], "see its run folder")
+    if answer["state"] != "ready":
+        return False
+    losses = [loss for loss in answer.get("losses", []) if math.isfinite(loss)]
+    facts = {"loss": losses[-1]} if losses else {"why": "it measured no loss"}
+    journal.append("measured" if losses else "left out", facility=site.name, **facts)
+    return True
+
+
+def _missing(store: CampaignStore, journal: Journal) -> list[Site]:
+    """Facilities that have neither measured nor failed."""
+    settled = {record["facility"] for record in journal.records("measured", "left out")}
+    return [site for site in store.campaign.sites if site.name not in settled]

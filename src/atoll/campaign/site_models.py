@@ -1,0 +1,107 @@
+"""The global models at a facility: each made from the one before and the delta that came."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from atoll import run_dir
+from atoll.campaign.asked import BUNDLE
+from atoll.campaign.first_model import frozen_digest
+from atoll.campaign.journal import round_name
+from atoll.campaign.transfer import run_verb
+from atoll.cluster.launchers import atoll_command
+from atoll.config.compose import compose, path_word, settings_of
+from atoll.errors import UserError
+
+
+def make_bases(folder: Path, number: int, overrides: Sequence[str]) -> int:
+    """The number of the newest global model that is here, up to the one this round needs; -1: none.
+
+    Deltas that have arrived are added, one after the other.
+    """
+    have = _newest(folder, number)
+    for before in range(have + 1, number):
+        came = folder / "incoming" / round_name(before)
+        if not (came / "manifest.json").is_file():
+            break
+        _apply_delta(folder, before, came, overrides)
+        have = before
+    for old in range(have - 1):  # the one before the newest stays, should a round be done again
+        shutil.rmtree(folder / "bases" / round_name(old), ignore_errors=True)
+        shutil.rmtree(folder / "incoming" / round_name(old), ignore_errors=True)
+    return have
+
+
+def refuse_wrong_base(base: Path, request: dict[str, Any]) -> None:
+    digest = json.loads((base / "manifest.json").read_text())["digest"]
+    if digest != request["base"]:
+        raise UserError(
+            f"the global model here is {digest[:12]}, the coordinator's is {request['base'][:12]}",
+            f"delete {base.parent} and its incoming/: the model is sent again",
+        )
+
+
+def model_words(folder: Path, request: dict[str, Any], base: Path) -> list[str]:
+    """Of a run: the round's global model; of adapters, these and the base that is here."""
+    if not request["frozen"]:
+        return [path_word("model.source", base / "export")]
+    start = [path_word("++model.lora.start", base / "export"), "export.merged=false"]
+    named = [value for name, value, _ in settings_of(request["overrides"]) if f"{name}=" == BUNDLE]
+    places = [folder / "base", *(Path(value).absolute() / "model" for value in named[-1:])]
+    here = next((place for place in places if place.is_dir()), None)
+    own = [] if here is None else ["model=from_path", path_word("model.source", here)]
+    return [*own, *start]
+
+
+def refuse_other_frozen(folder: Path, request: dict[str, Any], lines: list[str]) -> None:
+    """Raise `UserError` unless the base here has the weights that the campaign's adapters are for.
+
+    It is read once: later its settings, and of a folder the files' sizes and times, tell.
+    """
+    composition, known = compose(lines), folder / "base.json"
+    model = composition.run.model
+    source = Path(model.source or "")
+    files = sorted(source.glob("*")) if model.source and source.is_dir() else []
+    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    settings = model.model_dump(mode="json", exclude={"lora", "quantisation"})
+    key = run_dir.digest([settings, composition.run.seed, facts])
+    record = json.loads(known.read_text()) if known.is_file() else {}
+    if record.get("of") != key:
+        run_dir.write_whole(folder / "base.yaml", composition.as_yaml())
+        argv = [*container_side(folder, request["overrides"]), "adapter"]
+        answer = run_verb([*argv, str(folder / "base.yaml")], "the base's digest")
+        record = {"of": key, "digest": frozen_digest(answer)}
+        run_dir.write_whole(known, json.dumps(record))
+    if record["digest"] != request["frozen"]:
+        raise UserError(
+            f"the base {model.source or model.name} here is {record['digest'][:12]}, the "
+            f"campaign's is {request['frozen'][:12]}",
+            f"put the campaign's model into {folder / 'base'}, or name it in the settings",
+        )
+
+
+def container_side(folder: Path, overrides: Sequence[str]) -> list[str]:
+    """Atoll where there is torch: in the image that the runs of `overrides` use, or here."""
+    own = [path_word("folders.runs", folder / "runs"), path_word("model.source", folder)]
+    run = compose([*overrides, *own, "name=site"]).run
+    bound = run.model_copy(update={"folders": run.folders.model_copy(update={"prepared": folder})})
+    return atoll_command(bound)
+
+
+def _newest(folder: Path, number: int) -> int:
+    numbers = [
+        before
+        for before in range(number)
+        if (folder / "bases" / round_name(before) / "manifest.json").is_file()
+    ]
+    return numbers[-1] if numbers else -1
+
+
+def _apply_delta(folder: Path, before: int, came: Path, overrides: Sequence[str]) -> None:
+    base = folder / "bases" / round_name(before)
+    argv = [*container_side(folder, overrides), "apply-delta", str(came), str(base)]
+    if before:
+        argv += ["--base", str(folder / "bases" / round_name(before - 1))]
+    run_verb(argv, f"the global model of round {before}")

@@ -1,0 +1,188 @@
+"""Campaigns of adapters: what travels, what the mean of them is, and whose base is refused."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import defaults
+import pytest
+import torch
+from made_up import about
+from safetensors.torch import load_file, save_file
+from test_federate import MODEL, TINY, finished, settings
+from torch import Tensor
+
+from atoll.__main__ import main
+from atoll.campaign import site_models
+from atoll.campaign.asked import request, training_words
+from atoll.campaign.store import CampaignStore, checked_campaign, load_store
+from atoll.config.compose import compose, path_word
+from atoll.errors import UserError
+from atoll.federation.aggregate import aggregate, verified
+from atoll.federation.error_feedback import encoded_layout
+from atoll.federation.global_model import first_global, read_global
+from atoll.federation.make_delta import make_delta
+from atoll.models.adapter import FILE, adapt, is_adapters, merging_reader, name_in_file
+from atoll.models.build import build_config, build_model
+from atoll.models.weights import Slices
+from atoll.settings import Lora, Model, Training
+from atoll.settings.federation import Rule
+
+# of every run: a base that is drawn from the seed is at each facility without being sent
+BASE = [word for word in MODEL if not word.startswith("tokenizer.")]
+LORA = {"rank": 4, "alpha": 8.0}
+LAYER, ROWS, COLUMNS, RANK = "model.layers.0.mlp.up_proj", 12, 10, 3
+LLAMA_7B = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+}  # fmt: skip
+
+
+def bytes_of(tensors: dict[str, Any], codec: str) -> int:
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    files = encoded_layout({"model.safetensors": shapes}, codec).values()
+    parts = [part for file in files for part in file.values()]
+    return sum(shape[0] * dtype.itemsize for dtype, shape in parts)
+
+
+def test_adapters_of_7b_are_over_100_times_fewer_bytes() -> None:
+    """By the shapes of the real model, in every encoding both ways."""
+    model = Model(name="x", config=LLAMA_7B, lora=Lora(rank=16))
+    training = Training(**defaults.group("training", global_batch_samples=1))
+    hf = build_model(build_config(model, 32000, 512, {}), training).hf
+    dense = dict(hf.named_parameters())
+    assert sum(tensor.numel() for tensor in dense.values()) == 6_738_415_616
+    adapt(hf, model)
+    sent = {name_in_file(n): p for n, p in hf.named_parameters() if is_adapters(n, None)}
+    for codec in ("fp32", "bf16", "int8", "int4", "sparse"):
+        assert bytes_of(dense, codec) > 100 * bytes_of(sent, codec)
+
+
+def adapter(seed: int, a: Tensor | None = None) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    values = {
+        "A": torch.randn(RANK, COLUMNS, generator=generator) * 0.1 if a is None else a,
+        "B": torch.randn(ROWS, RANK, generator=generator) * 0.1,
+    }
+    return {f"base_model.model.{LAYER}.lora_{x}.weight": value for x, value in values.items()}
+
+
+def written(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / FILE)
+    (folder / "adapter_config.json").write_text("{}")
+    return folder
+
+
+def dense(folder: Path, base: Tensor) -> Tensor:
+    """What an adapter's folder makes of a weight, as the campaign's last model is made."""
+    hf: Any = SimpleNamespace(get_submodule=lambda _: None)
+
+    def read(name: str, slices: Slices) -> Tensor:
+        return base
+
+    lora = Lora(rank=RANK, alpha=2.0 * RANK)
+    return merging_reader(read, hf, lora, folder)(f"{LAYER}.weight", (slice(0), slice(0)))
+
+
+@pytest.mark.parametrize("shares_a", [True, False])
+def test_the_mean_of_adapters(tmp_path: Path, shares_a: bool) -> None:
+    """Of each tensor the dense mean; of the model too, exactly where A is the same for all."""
+    start = adapter(0)
+    first_global(written(tmp_path / "start", start), tmp_path / "global-0", {})
+    a = next(tensor for name, tensor in start.items() if "lora_A" in name)
+    given = {name: adapter(n + 1, a if shares_a else None) for n, name in enumerate(("x", "y"))}
+    updates = []
+    for n, (facility, tensors) in enumerate(given.items()):
+        words = about(facility, tokens=1000 * (n + 1))
+        trained, out = written(tmp_path / facility, tensors), tmp_path / f"update-{facility}"
+        make_delta(
+            tmp_path / "global-0", trained, None, "fp32", out, tmp_path / f"r-{facility}", words
+        )
+        updates.append(verified(out, [read_global(tmp_path / "global-0")["digest"]]))
+    rule = Rule(weigh="tokens", max_norm_ratio=1e9, min_cosine=-1.0, dtype="float32")
+    next_model = tmp_path / "global-1"
+    aggregate(tmp_path / "global-0", updates, rule, "fp32", next_model, {"round": 1})
+    result = load_file(next_model / "master" / FILE)
+    for name, tensor in result.items():
+        wanted = (given["x"][name] + 2 * given["y"][name]) / 3
+        torch.testing.assert_close(tensor, wanted, atol=1e-7, rtol=0)
+    base = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(9))
+    reference = (dense(tmp_path / "x", base) + 2 * dense(tmp_path / "y", base)) / 3
+    merged = dense(next_model / "master", base)
+    is_same = torch.allclose(merged, reference, atol=1e-6, rtol=0)
+    assert is_same == shares_a and not torch.allclose(merged, base, atol=1e-3)
+
+
+def campaign_of(folder: Path, **changes: Any) -> CampaignStore:
+    train = {"train": [*TINY, *BASE, "optimizer.learning_rate=1e-2"], "lora": LORA}
+    values = settings(folder, **(train | changes))
+    return CampaignStore(checked_campaign(values), folder / "campaigns" / "c")
+
+
+def test_a_facility_with_another_base_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read once; when a file of it changes, it is read again."""
+    store, base = campaign_of(tmp_path), tmp_path / "site" / "base"
+    [site, _] = store.campaign.sites
+    asked = {"overrides": training_words(store.campaign, 1, site), "frozen": "f" * 64}
+    base.mkdir(parents=True)
+    (base / "config.json").write_text(json.dumps(LLAMA_7B))
+    digests = ["0" * 64, "f" * 64]
+    monkeypatch.setattr(
+        site_models, "run_verb", lambda *_: f"a greeting\n{json.dumps({'digest': digests.pop(0)})}"
+    )
+    lines = [*asked["overrides"], *site_models.model_words(base.parent, asked, tmp_path / "b")]
+    lines.append("name=x")
+    lora = compose(lines).run.model.lora
+    assert lora is not None and (lora.rank, lora.start) == (4, tmp_path / "b" / "export")
+    bundle = tmp_path / "größe, b" / "model"
+    bundle.mkdir(parents=True)
+    named = asked | {"overrides": [path_word("folders.bundle", bundle.parent)]}
+    assert path_word("model.source", bundle) in site_models.model_words(tmp_path, named, tmp_path)
+    assert path_word("model.source", base) in site_models.model_words(base.parent, named, tmp_path)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"here is 000000000000, the campaign's is ffffffff"):
+            site_models.refuse_other_frozen(base.parent, asked, lines)
+    (base / "config.json").write_text(json.dumps(LLAMA_7B, indent=1))
+    site_models.refuse_other_frozen(base.parent, asked, lines)
+    site_models.refuse_other_frozen(base.parent, asked, lines)
+    assert not digests
+
+
+@pytest.mark.full
+def test_a_campaign_of_adapters_ends_with_the_base_and_their_mean(tmp_path: Path) -> None:
+    """What is sent are adapters; a facility with another base is named, and not waited for."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    words = [word for word in BASE if "hidden_size" not in word]
+    train = {"train": [*TINY, "optimizer.learning_rate=1e-2"], "lora": LORA, "attempts": 1}
+    sites = settings(tmp_path)["sites"]
+    for site, model in zip(sites, (BASE, [*words, "model.config.hidden_size=64"]), strict=True):
+        site["overrides"] += model
+    rule = {"max_norm_ratio": 100, "dtype": "float32"}
+    output = finished(tmp_path, **train, sites=sites, rule=rule, last_loss=True)
+    assert "without lagoon: lagoon: the base llama_tiny here is " in output
+    assert "the model of round 2: loss " in output
+    store = load_store(tmp_path / "campaigns" / "c")
+    merged, run = store.export(2), store.round(0) / "run.yaml"
+    adapters = sum(p.stat().st_size for p in (store.model(0) / "master").iterdir())
+    received = store.journal(1).records("received")[0]["bytes"]
+    assert received < adapters < (merged / "model.safetensors").stat().st_size / 3
+    assert request(store, 2, store.campaign.sites[0])["frozen"]
+    assert main(["untrained", str(run), str(tmp_path / "base")]) == 0
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    tokens = torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        before = base(tokens).logits
+        beside = PeftModel.from_pretrained(base, str(store.model(2) / "export")).eval()
+        wanted = beside(tokens).logits
+        logits = AutoModelForCausalLM.from_pretrained(merged).eval()(tokens).logits
+    torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=0)
+    assert not torch.allclose(logits, before, atol=1e-3)
+    assert main(["verify", str(merged)]) == 0
+    written_twice = sorted(path.name for path in merged.glob("*.safetensors"))
+    assert written_twice == ["model.safetensors"], "merged once, and no adapter is left beside it"
