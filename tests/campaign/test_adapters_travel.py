@@ -9,7 +9,7 @@ import defaults
 import pytest
 import torch
 from made_up import about
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_federate import MODEL, TINY, finished, settings
 from torch import Tensor
 
@@ -20,11 +20,13 @@ from atoll.campaign.store import CampaignStore, checked_campaign, load_store
 from atoll.config.compose import compose, path_word
 from atoll.errors import UserError
 from atoll.federation.aggregate import aggregate, verified
+from atoll.federation.apply_delta import apply_delta
 from atoll.federation.error_feedback import encoded_layout
 from atoll.federation.global_model import first_global, read_global
 from atoll.federation.make_delta import make_delta
 from atoll.models.adapter import FILE, adapt, is_adapters, merging_reader, name_in_file
 from atoll.models.build import build_config, build_model
+from atoll.models.safetensor_files import write_tensors
 from atoll.models.weights import Slices
 from atoll.settings import Lora, Model, Training
 from atoll.settings.federation import Rule
@@ -68,9 +70,10 @@ def adapter(seed: int, a: Tensor | None = None) -> dict[str, Tensor]:
     return {f"base_model.model.{LAYER}.lora_{x}.weight": value for x, value in values.items()}
 
 
-def written(folder: Path, tensors: dict[str, Tensor]) -> Path:
+def written(folder: Path, tensors: dict[str, Tensor], freeze_a: bool) -> Path:
     folder.mkdir()
-    save_file(tensors, folder / FILE)
+    stays = [name for name in tensors if freeze_a and ".lora_A." in name]
+    write_tensors(folder / FILE, tensors, stays)
     (folder / "adapter_config.json").write_text("{}")
     return folder
 
@@ -90,13 +93,16 @@ def dense(folder: Path, base: Tensor) -> Tensor:
 def test_the_mean_of_adapters(tmp_path: Path, shares_a: bool) -> None:
     """Of each tensor the dense mean; of the model too, exactly where A is the same for all."""
     start = adapter(0)
-    first_global(written(tmp_path / "start", start), tmp_path / "global-0", {})
+    first_global(written(tmp_path / "start", start, shares_a), tmp_path / "global-0", {})
     a = next(tensor for name, tensor in start.items() if "lora_A" in name)
     given = {name: adapter(n + 1, a if shares_a else None) for n, name in enumerate(("x", "y"))}
     updates = []
     for n, (facility, tensors) in enumerate(given.items()):
         words = about(facility, tokens=1000 * (n + 1))
-        trained, out = written(tmp_path / facility, tensors), tmp_path / f"update-{facility}"
+        trained, out = (
+            written(tmp_path / facility, tensors, shares_a),
+            tmp_path / f"update-{facility}",
+        )
         make_delta(
             tmp_path / "global-0", trained, None, "fp32", out, tmp_path / f"r-{facility}", words
         )
@@ -104,7 +110,15 @@ def test_the_mean_of_adapters(tmp_path: Path, shares_a: bool) -> None:
     rule = Rule(weigh="tokens", max_norm_ratio=1e9, min_cosine=-1.0, dtype="float32")
     next_model = tmp_path / "global-1"
     aggregate(tmp_path / "global-0", updates, rule, "fp32", next_model, {"round": 1})
-    result = load_file(next_model / "master" / FILE)
+    result, exported = (load_file(next_model / part / FILE) for part in ("master", "export"))
+    for folder in (next_model / "delta", *(update.folder for update in updates)):
+        sent = [name for file in folder.glob("*.safetensors") for name in load_file(file)]
+        assert any("lora_A" in name for name in sent) != shares_a
+        assert any("lora_B" in name for name in sent)
+    assert result.keys() == exported.keys() == start.keys()
+    applied = tmp_path / "applied"
+    apply_delta(tmp_path / "global-0", next_model / "delta", "fp32", applied)
+    assert read_global(applied)["digest"] == read_global(next_model)["digest"]
     for name, tensor in result.items():
         wanted = (given["x"][name] + 2 * given["y"][name]) / 3
         torch.testing.assert_close(tensor, wanted, atol=1e-7, rtol=0)

@@ -47,7 +47,8 @@ def write_master(
     partial: Path, before: TensorReader, values_of: Callable[[Stretch], Tensor]
 ) -> None:
     """The fp32 weights, a stretch at a time; what does not learn as it was before."""
-    with TensorWriter(partial / "master", before.typed_as(torch.float32)) as writer:
+    wide = before.typed_as(torch.float32)
+    with TensorWriter(partial / "master", wide, before.stays) as writer:
         for stretch in stretches(before.layout):
             writer.put(stretch, values_of(stretch))
         copy_fixed(before, writer)

@@ -48,9 +48,10 @@ class NextModel(ExitStack):
         wide = typed(layout, torch.float32)
         encoded = encoded_layout(layout, codec)
         self.before = self.enter_context(TensorReader(base / "master"))
+        stays = self.before.stays
         master, export = (self.before.typed_as(x) for x in (torch.float32, _dtype(rule)))
-        self.master = self.enter_context(TensorWriter(partial / "master", master))
-        self.export = self.enter_context(TensorWriter(partial / "export", export))
+        self.master = self.enter_context(TensorWriter(partial / "master", master, stays))
+        self.export = self.enter_context(TensorWriter(partial / "export", export, stays))
         copy_fixed(self.before, self.master, self.export)
         self.delta = self.enter_context(TensorWriter(partial / "delta", encoded))
         self.memory, self.memory_before = dict[str, TensorWriter](), dict[str, TensorReader]()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import UserError
-from atoll.settings.exchange import refuse_name
+from atoll.settings.exchange import STAYS, refuse_name
 
 # The format's own limit is 100 MB; a file with a thousand layers needs less than 2.
 MAX_HEADER_BYTES = 4 << 20
@@ -55,6 +55,11 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
+    stays: bool = False  # it is said not to learn
+
+    @property
+    def learns(self) -> bool:
+        return self.dtype.is_floating_point and not self.stays
 
     @property
     def numel(self) -> int:
@@ -98,7 +103,7 @@ class TensorReader(ExitStack):
         """File name -> tensor that learns -> shape; `UserError` where there is none."""
         layout: Layout = {}
         for name, entry in self.entries.items():
-            if entry.dtype.is_floating_point:
+            if entry.learns:
                 layout.setdefault(entry.path.name, {})[name] = entry.shape
         if not layout:
             raise UserError(f"no safetensors in {self.folder}", "give the folder of a model")
@@ -106,14 +111,18 @@ class TensorReader(ExitStack):
 
     @property
     def fixed(self) -> dict[str, Entry]:
-        """Counts and masks: they are kept as they are, bit for bit, and never averaged."""
-        return {n: e for n, e in self.entries.items() if not e.dtype.is_floating_point}
+        """Counts, masks and what stays: kept as it is, bit for bit, never sent nor averaged."""
+        return {n: e for n, e in self.entries.items() if not e.learns}
+
+    @property
+    def stays(self) -> list[str]:
+        return [name for name, entry in self.entries.items() if entry.stays]
 
     def typed_as(self, dtype: torch.dtype) -> TypedLayout:
         """The files with what learns in this number format, the rest in its own."""
         layout: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
         for name, entry in self.entries.items():
-            own = dtype if entry.dtype.is_floating_point else entry.dtype
+            own = dtype if entry.learns else entry.dtype
             layout.setdefault(entry.path.name, {})[name] = (own, entry.shape)
         return layout
 
@@ -134,16 +143,17 @@ class TensorReader(ExitStack):
 class TensorWriter(ExitStack):
     """Files of a folder, their headers first; once it is closed, all is on the disk."""
 
-    def __init__(self, folder: Path, layout: TypedLayout) -> None:
+    def __init__(self, folder: Path, layout: TypedLayout, stays: Iterable[str] = ()) -> None:
         super().__init__()
         self.entries: dict[str, Entry] = {}
+        staying = frozenset(stays)
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:
             for name, tensors in layout.items():
                 file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
                 opened.callback(os.close, file)
                 opened.callback(os.fsync, file)  # first: what is called last, is called first
-                self.entries |= _written_header(folder / name, file, tensors)
+                self.entries |= _written_header(folder / name, file, tensors, staying)
             self.push(opened.pop_all())
 
     def put(self, stretch: Stretch, values_N: Tensor) -> None:
@@ -154,7 +164,7 @@ class TensorWriter(ExitStack):
 
 
 def copy_fixed(before: TensorReader, *writers: TensorWriter) -> None:
-    """Counts and masks of the model before."""
+    """Counts, masks and what stays of the model before."""
     for name, entry in before.fixed.items():
         for first in range(0, entry.numel, STRETCH):
             stretch = Stretch(name, first, min(STRETCH, entry.numel - first))
@@ -203,8 +213,10 @@ def _entries(path: Path, file: int) -> dict[str, Entry]:
     place = 8 + length
     try:
         header = json.loads(os.pread(file, length, 8))
-        header.pop("__metadata__", None)
-        entries = {name: _entry(path, file, about, place) for name, about in header.items()}
+        stays = _staying(header.pop("__metadata__", None))
+        entries = {
+            name: _entry(path, file, about, place, name in stays) for name, about in header.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         # of the header's making, whatever it is: lists for numbers, numbers for names
         raise UserError(f"{path} has a header that is not safetensors'", "send it again") from None
@@ -218,7 +230,13 @@ def _entries(path: Path, file: int) -> dict[str, Entry]:
     return entries
 
 
-def _entry(path: Path, file: int, about: dict[str, Any], begin: int) -> Entry:
+def _staying(metadata: Any) -> frozenset[str]:
+    """Names of tensors that a file's metadata says do not learn."""
+    names = metadata.get(STAYS) if isinstance(metadata, dict) else None
+    return frozenset(names.split()) if isinstance(names, str) else frozenset()
+
+
+def _entry(path: Path, file: int, about: dict[str, Any], begin: int, stays: bool = False) -> Entry:
     shape, offsets = about["shape"], about["data_offsets"]
     whole = [type(number) is int for number in (*shape, *offsets)]
     if len(shape) > MAX_DIMENSIONS or len(offsets) != 2 or not all(whole):
@@ -226,17 +244,23 @@ def _entry(path: Path, file: int, about: dict[str, Any], begin: int) -> Entry:
     begins_and_ends = 0 <= offsets[0] <= offsets[1] <= 8 * MAX_VALUES
     if not begins_and_ends or not all(0 <= length <= MAX_VALUES for length in shape):
         raise ValueError("numbers that no file has")
-    entry = Entry(path, file, DTYPES[about["dtype"]], tuple(shape), begin + offsets[0])
+    entry = Entry(path, file, DTYPES[about["dtype"]], tuple(shape), begin + offsets[0], stays)
     if offsets[1] - offsets[0] != entry.size:
         raise ValueError("sizes that do not add up")
     return entry
 
 
 def _written_header(
-    path: Path, file: int, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    path: Path,
+    file: int,
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    stays: frozenset[str],
 ) -> dict[str, Entry]:
     """Write the header, and take all the room that the file will need."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    staying = " ".join(name for name in tensors if name in stays)
+    header: dict[str, Any] = {
+        "__metadata__": {"format": "pt"} | ({STAYS: staying} if staying else {})
+    }
     place = 0
     for name, (dtype, shape) in tensors.items():
         end = place + prod(shape) * dtype.itemsize

@@ -237,7 +237,8 @@ def write_adapter(
         **task,
     )
     config.save_pretrained(str(folder))
-    write_tensors(folder / FILE, tensors)
+    stays = [name for name in tensors if model.lora.freeze_a and ".lora_A." in name]
+    write_tensors(folder / FILE, tensors, stays)
 
 
 def _peft_config(lora: Lora, targets: list[str] | str, **more: Any) -> Any:

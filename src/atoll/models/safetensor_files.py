@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from atoll import run_dir
 from atoll.errors import UserError, first_line
+from atoll.settings.exchange import STAYS
 
 FILE_NAME = re.compile(r"^[A-Za-z0-9._-]+\.safetensors$")
 SINGLE = "model.safetensors"
@@ -57,15 +59,18 @@ def file_name(number: int, count: int) -> str:
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def write_tensors(
+    path: Path, tensors: dict[str, Tensor], stays: Sequence[str] = ()
+) -> dict[str, Any]:
     """A file that is seen complete or not at all, fsynced, its mode from the umask.
 
-    Returns its bytes and sha256, which is taken while the disk syncs. Raises `OSError` where that
-    fails.
+    stays: names of tensors that do not learn, kept in its metadata. Returns its bytes and sha256,
+    which is taken while the disk syncs. Raises `OSError` where that fails.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
-        save_file(tensors, partial, metadata={"format": "pt"})
+        staying = {STAYS: " ".join(stays)} if stays else {}
+        save_file(tensors, partial, metadata={"format": "pt"} | staying)
     except SafetensorError as error:  # its only cause here is the disk
         raise OSError(errno.EIO, str(error), str(path)) from error
     mask = os.umask(0)

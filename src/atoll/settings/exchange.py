@@ -23,6 +23,7 @@ MAX_MANIFEST_BYTES = 1 << 20
 MAX_SIGNATURE_BYTES = 1 << 14
 MAX_ANSWER_BYTES = 1 << 18
 MAX_FILES = 4096
+STAYS = "stays"  # in a safetensors file's metadata: names of tensors that do not learn
 SHOWN = 500  # characters of what others say
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Short = Annotated[str, Field(max_length=500)]
