@@ -88,3 +88,10 @@ def test_tasks_of_ones_own_are_read_from_the_bundle(bundle: Path, composed) -> N
     tasks = ["evaluation.tasks=[mine]", "evaluation.tasks_folder=tasks"]
     run = composed(*words(f"folders.bundle={bundle}"), *tasks).run
     assert run.evaluation.tasks_folder == str(own)
+
+
+def test_tasks_of_ones_own_need_no_folder_beside_the_bundle(bundle: Path, composed) -> None:
+    own = run_dir.own_tasks(run_dir.tasks_folder(bundle))
+    own.mkdir(parents=True)
+    run = composed(*words(f"folders.bundle={bundle}")).run
+    assert run.evaluation.tasks_folder == str(own)

@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from atoll import run_dir
 from atoll.data import harness_tasks
 from atoll.errors import UserError
+from atoll.report.run import read, run_tables
+from atoll.report.tables import number
 from atoll.settings import Evaluation
 from atoll.sharding.process_group import World
 from atoll.train import harness, scores
@@ -108,10 +110,28 @@ def test_scores_are_those_of_the_harness_alone(tasks: Path, tmp_path: Path) -> N
     export = small_model(tmp_path)
     words = ["--tasks=colours,texts", f"--tasks-folder={tasks}"]
     assert scores.main([str(export), *words]) == 0
-    written = json.loads((export / scores.FILE_NAME).read_text())["tasks"]
+    written = json.loads((run_dir.scores_file(export)).read_text())["tasks"]
     assert set(written["colours"]) == {"acc", "acc_stderr", "acc_norm", "acc_norm_stderr"}
     assert set(written["texts"]) == {"bits_per_byte", "word_perplexity"}
     assert written == numbers(alone(export, tasks))
+
+
+def test_the_harness_prints_nothing_of_its_own(
+    tasks: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A line of each rank for each metric, and git's that the folder is no clone."""
+    export = small_model(tmp_path)
+    (tasks / "plain.yaml").write_text(
+        (tasks / "colours.yaml").read_text().replace("task: colours", "task: plain")
+    )
+    monkeypatch.chdir(tmp_path)
+    assert scores.main([str(export), "--tasks=plain", f"--tasks-folder={tasks}"]) == 0
+    assert [record.getMessage() for record in caplog.records if "lm_eval" in record.name] == []
+    assert "git repository" not in capfd.readouterr().err
 
 
 def test_ranks_score_together_as_one_process(tasks: Path, tmp_path: Path, ranks: RankPool) -> None:
@@ -139,6 +159,12 @@ def test_a_run_scores_what_it_exports(tasks: Path, tmp_path: Path, ranks: RankPo
     ].items()
     assert json.loads(run_dir.result_file(folder).read_text())["colours/acc"] == expected["acc"]
     assert not run_dir.scored_model(folder).exists()
+    out = f"--out={run_dir.scores_file(folder)}"  # as --then evaluate does
+    words = ["--tasks=colours", f"--tasks-folder={tasks}", out, str(run_dir.export(folder))]
+    assert scores.main(words) == 0
+    value = number(expected["acc"], 4)
+    row = {"run": run.name, "task": "colours", "figure": "acc", "value": value}
+    assert row in run_tables([read(folder)])["Scores"]
 
 
 @pytest.mark.full  # the harness reads its own 10,000 files
@@ -167,5 +193,5 @@ def test_a_bundle_holds_all_that_its_tasks_read(tasks: Path, tmp_path: Path) -> 
     expected = numbers(alone(export, tasks))["colours"]
     (away / "here.jsonl").unlink()
     assert scores.main([str(export), "--tasks=colours", f"--bundle={bundle}"]) == 0
-    written = json.loads((export / scores.FILE_NAME).read_text())["tasks"]["colours"]
+    written = json.loads((run_dir.scores_file(export)).read_text())["tasks"]["colours"]
     assert written == expected

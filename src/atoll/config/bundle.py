@@ -121,7 +121,7 @@ def _refuse_other_tasks(run: Run, folder: Path, manifest: dict[str, Any]) -> Non
 
 def _with_own_tasks(run: Run, folder: Path) -> Run:
     own = run_dir.own_tasks(run_dir.tasks_folder(folder))
-    if run.evaluation.tasks_folder is None or not own.is_dir():
+    if not own.is_dir():
         return run
     evaluation = run.evaluation.model_copy(update={"tasks_folder": str(own)})
     return run.model_copy(update={"evaluation": evaluation})

@@ -5,6 +5,7 @@ In a bundle, TASKS/DIGEST is what the harness asked `datasets` for, and TASKS/ow
 """
 
 import importlib
+import logging
 import os
 import shutil
 import sys
@@ -50,7 +51,7 @@ def tasks_of(asked: Evaluation, folder: Path | None = None) -> HarnessTasks | No
     check_installed()
     _stay_offline()
     tasks = HarnessTasks(_manager(asked), folder)
-    with data_of(tasks):
+    with data_of(tasks), without_warnings():
         _load(tasks.manager, asked.tasks)
     return tasks
 
@@ -72,7 +73,7 @@ def fetch_tasks(asked: Evaluation, folder: Path) -> None:
         return data
 
     manager = _manager(asked)
-    with _loading(keep):
+    with _loading(keep), without_warnings():
         _load(manager, asked.tasks)
     tasks_of(asked, folder)
 
@@ -95,6 +96,18 @@ def data_of(tasks: HarnessTasks) -> Iterator[None]:
 
     with _loading(read):
         yield
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """The harness's own are of what we do on purpose, and each rank would print them."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -4,7 +4,6 @@
 """
 
 import json
-import logging
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from atoll import run_dir
-from atoll.data.harness_tasks import HarnessTasks, data_of
+from atoll.data.harness_tasks import HarnessTasks, data_of, without_warnings
 from atoll.settings import Evaluation
 from atoll.sharding.process_group import World, of_first
 
@@ -40,7 +39,7 @@ def figures_of(
 
     from atoll.train.harness_model import ModelOnRanks
 
-    with _own_random_numbers(), data_of(tasks), _quiet():
+    with _own_random_numbers(), data_of(tasks), without_warnings(), _quietly():
         results = simple_evaluate(
             model=ModelOnRanks(model, tokenizer, world, beat),
             tasks=list(asked.tasks),
@@ -83,19 +82,17 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Its warnings are of what we do on purpose, and each rank would draw bars."""
+def _quietly() -> Iterator[None]:
+    """Each rank would draw bars, and git complain of a folder that is no clone."""
+    from lm_eval import evaluator
     from lm_eval.api import task
 
-    logger, bar = logging.getLogger("lm_eval"), task.tqdm
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    task.tqdm = lambda each, **_: each
+    bar, commit = task.tqdm, evaluator.get_git_commit_hash
+    task.tqdm, evaluator.get_git_commit_hash = (lambda each, **_: each), (lambda: None)
     try:
         yield
     finally:
-        task.tqdm = bar
-        logger.setLevel(level)
+        task.tqdm, evaluator.get_git_commit_hash = bar, commit
 
 
 @contextmanager
