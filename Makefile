@@ -116,7 +116,7 @@ test-image: $(READY) ## Run inside an image (IMAGE=cpu) the tests of what it can
 
 # Not what needs a clone, its .venv, or programs of a login node; the testbed's jobs try those.
 test-image-full: $(READY) ## Run inside an image every test that does not need a clone
-	$(BIN)/python -m atoll image test $(IMAGE) --full --ignore=tests/testbed \
+	$(BIN)/python -m atoll image test $(IMAGE) --full -m 'not login_node' --ignore=tests/testbed \
 		--ignore=tests/benchmarks --ignore=tests/images --ignore=tests/install --ignore=tests/setup \
 		--ignore=tests/test_documented_commands.py $(ARGS)
 

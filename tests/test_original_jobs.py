@@ -169,6 +169,7 @@ def test_hyper_parameters_are_those_of_the_original(name: str, tree: Path) -> No
         assert (ours == row.original) == (not row.why), f"{row.setting}={ours}, not {row.original}"
 
 
+@pytest.mark.login_node
 @pytest.mark.parametrize("name", JOBS)
 def test_the_docs_list_them_beside_ours(name: str, tree: Path) -> None:
     words, rows = JOBS[name]

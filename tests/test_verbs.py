@@ -83,6 +83,7 @@ def test_a_reader_that_has_gone_is_no_traceback(output):
     assert main(["--help"]) == 1
 
 
+@pytest.mark.login_node
 def test_a_full_disk_behind_the_output_is_two_lines(output, capfd):
     output(os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"))
     assert main(["--help"]) == 2

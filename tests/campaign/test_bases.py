@@ -62,6 +62,7 @@ def test_a_gap_is_asked_for_from_where_it_begins(tmp_path: Path, applied: list[i
     assert site.make_bases(tmp_path, 4, []) == 1
 
 
+@pytest.mark.login_node
 def test_a_model_that_never_gets_there_is_not_sent_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

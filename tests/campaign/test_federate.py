@@ -27,6 +27,8 @@ from atoll.federation.tensors import TensorReader, stretches
 from atoll.report import command as report
 from atoll.report.campaign import rounds
 
+pytestmark = pytest.mark.login_node
+
 TINY = [
     "facility=laptop",
     "ranks_per_node=1",

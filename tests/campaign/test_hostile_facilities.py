@@ -113,6 +113,7 @@ def test_what_floods_is_cut_off(tmp_path: Path) -> None:
     assert "more than" in store.state(1, store.campaign.sites[0]).text
 
 
+@pytest.mark.login_node
 def test_the_deadline_holds_while_a_facility_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +129,7 @@ def test_the_deadline_holds_while_a_facility_hangs(
     assert "no update after 0.03 minutes" in store.left_out(1)["north"]
 
 
+@pytest.mark.login_node
 def test_who_is_at_work_at_the_deadline_has_the_grace_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +179,7 @@ def test_what_a_terminal_would_obey_is_shown_escaped(tmp_path: Path) -> None:
         assert text.isprintable() and "\\x1b[" in text
 
 
+@pytest.mark.login_node
 def test_only_what_the_manifest_names_is_fetched(tmp_path: Path) -> None:
     update = made(tmp_path, "north")
     with open(update / "beside.bin", "wb") as file:
@@ -192,6 +195,7 @@ def test_only_what_the_manifest_names_is_fetched(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.login_node
 def test_a_file_that_is_longer_than_it_was_said_does_not_come(tmp_path: Path) -> None:
     update = made(tmp_path, "north")
     manifest = json.loads((update / "manifest.json").read_text())

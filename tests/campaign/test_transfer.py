@@ -71,6 +71,7 @@ def made(folder: Path) -> Path:
     return folder / "model"
 
 
+@pytest.mark.login_node
 @pytest.mark.parametrize("host", [None, "far"])
 def test_an_rsync_without_mkpath_makes_the_folders_above(
     programs: Path, tmp_path: Path, host: str | None

@@ -53,6 +53,7 @@ def printed(name: str, tree: Path) -> str:
     return text.replace(sys.executable, "{PYTHON}").replace(str(ROOT), "{CLONE}")
 
 
+@pytest.mark.login_node
 @pytest.mark.parametrize("name", NAMES)
 def test_the_full_command(name, tree):
     assert printed(name, tree) == (GOLDEN / f"{name}.txt").read_text()
@@ -248,6 +249,7 @@ def test_machines_without_a_scheduler_need_a_file_of_them(composed):
     assert step[-5:] == ["--fork", "2", "--follow-stdin", "/runs/x", "module:function"]
 
 
+@pytest.mark.login_node
 def test_the_page_of_facilities_has_them_all_as_their_files_say():
     page = (ROOT / "docs" / "facilities.md").read_text()
     limits, known = page.split("### What is known of each")

@@ -321,6 +321,7 @@ def test_a_job_whose_first_node_is_gone_goes_on_in_another_one(
     assert [fault.node for fault in faults(it.folder)] == [host]
 
 
+@pytest.mark.login_node
 @pytest.mark.parametrize(("sinfo", "squeue", "queued"), ENDED)
 def test_a_job_that_ends_as_its_first_node_is_called_down(sinfo, squeue, queued, job):
     """Slurm then ends all of it, at once; not where its user cancelled it, or it just ended."""
@@ -338,6 +339,7 @@ def test_a_job_that_ends_as_its_first_node_is_called_down(sinfo, squeue, queued,
     assert len(it.logged("sbatch")) == queued
 
 
+@pytest.mark.login_node
 def test_what_waits_beside_a_job_ends_with_it(job):
     it = job("spare_nodes=1")
     it.start(1)

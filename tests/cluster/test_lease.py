@@ -94,6 +94,7 @@ def test_of_many_at_the_same_moment_one_is_taken(folder, programs):
     assert sorted(each.returncode for each in jobs) == [2] * 7 + [3]
 
 
+@pytest.mark.login_node
 def test_a_killed_job_leaves_its_run_to_the_next(folder, programs):
     first = job(folder, "slurm", "41")
     first.stdout.readline()
@@ -216,6 +217,7 @@ def test_a_full_disk_is_told_in_two_lines(folder):
     assert "Traceback" not in errors
 
 
+@pytest.mark.login_node
 def test_a_job_whose_run_was_taken_over_ends(folder, programs, tmp_path):
     """However it came: two must not train one run. It queues nothing, and leaves all files."""
     programs(sbatch=f"touch {tmp_path}/queued", squeue="echo RUNNING")

@@ -92,6 +92,7 @@ def test_what_is_no_certificate_is_refused(certified):
         certificate.origin(run)
 
 
+@pytest.mark.login_node
 def test_the_doctor_s_job_may_write_it_and_git_ignores_it(composed):
     run = doctor.as_probe(composed(*LINE, "folders.facilities=/scratch/facilities")).run
     assert run.facility.binds == ["/scratch/facilities"]

@@ -84,6 +84,7 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == "step 10: held-out perplexity 4.482 (loss 1.5000)\n"
 
 
+@pytest.mark.login_node
 def test_a_full_disk_while_lines_are_written_is_two_lines(tmp_path):
     watched = SimpleNamespace(
         world=SimpleNamespace(rank=0),

@@ -12,6 +12,7 @@ from atoll.train import families
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
 
+@pytest.mark.login_node
 def test_the_table_in_the_docs_is_what_the_verb_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert families.main([]) == 0
     printed = capsys.readouterr().out

@@ -21,6 +21,8 @@ from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
 from atoll.proof import statement
 from atoll.verify import of_campaign
 
+pytestmark = pytest.mark.login_node
+
 SITES = ("north", "south")
 
 

@@ -44,6 +44,7 @@ def change_byte(path: Path, at: int = -1) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.login_node
 def test_an_untouched_export_is_as_stated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify(folder) == 0
     output = capsys.readouterr().out
@@ -181,6 +182,7 @@ def test_what_is_missing_short_or_added_is_named(
     assert verify(folder) == 2 and "config.json is missing" in capsys.readouterr().err
 
 
+@pytest.mark.login_node
 def test_a_statement_is_signed_and_then_stays(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

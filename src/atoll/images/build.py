@@ -94,6 +94,7 @@ def test(arguments: argparse.Namespace) -> int:
         *(container_runtime(os.environ), "exec", "--containall", "--no-home"),
         *("--bind", f"{CLONE / 'tests'}:/opt/atoll/tests:ro"),
         *("--env", "HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis"),
+        *("--env", "HF_HOME=/tmp/huggingface"),
         *("--pwd", "/opt/atoll", str(image)),
         *("python3", "-m", "pytest", "-p", "no:cacheprovider", *arguments.rest),
     ]
