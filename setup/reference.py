@@ -89,11 +89,18 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def comments(model: type[BaseModel]) -> dict[str, str]:
-    """What stands behind a field's line, or above it."""
-    lines = inspect.getsource(model).splitlines()
+    """What stands behind a field's line, or above it; of fields it inherits as well."""
+    said: dict[str, str] = {}
+    for part in reversed(model.__mro__):
+        if issubclass(part, BaseModel) and part is not BaseModel:
+            said |= comments_of(inspect.getsource(part))
+    return said
+
+
+def comments_of(source: str) -> dict[str, str]:
     said: dict[str, str] = {}
     above: list[str] = []
-    for line in lines:
+    for line in source.splitlines():
         field = re.match(r"    (\w+):", line)
         comment = re.search(r"(?:^    |  )# (.*)$", line)
         if field:

@@ -36,3 +36,9 @@ def test_a_meaning_stands_behind_a_line_of_yaml_or_of_code(reference):
 def test_what_code_says_of_itself_is_read_without_importing_it(reference):
     page = reference.code()
     assert "## atoll.train.loop\n" in page and "## atoll.config\n" in page
+
+
+def test_every_setting_has_a_meaning(reference):
+    rows = [line.split(" | ") for line in reference.settings().splitlines() if line[:3] == "| `"]
+    assert len(rows) > 180
+    assert [row[0][2:] for row in rows if not row[-1].strip(" |")] == []

@@ -22,25 +22,29 @@ from atoll.settings.fields import (
 class Lora(Settings):
     """Low-rank adapters that learn while the model's own weights stay (Hu et al. 2021)."""
 
-    rank: Count = 16
-    alpha: Positive = 32.0
+    rank: Count = 16  # columns of each adapter's two matrices
+    alpha: Positive = 32.0  # an adapter's output is multiplied with alpha / rank
+    # share of an adapter's inputs that is zeroed in training
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    # names of the linear layers that get adapters
     targets: list[str] | Literal["all-linear"] = "all-linear"
 
 
 class RopeScaling(Settings):
     """Rotary positions stretched, so that a model takes longer samples than it was made for."""
 
+    # how positions are stretched: evenly, or by frequency (YaRN, Peng et al. 2023)
     kind: Literal["linear", "yarn"]
-    factor: Annotated[float, Field(gt=1.0)]
+    factor: Annotated[float, Field(gt=1.0)]  # the model takes samples so many times as long
 
 
 class Model(Settings):
     """A Hugging Face model: a folder, a hub name, or a configuration to initialise at random."""
 
-    name: Word
-    source: str | None = None
-    revision: str | None = None
+    name: Word  # what model=NAME calls it
+    source: str | None = None  # a folder or a hub name; null: random weights in the shape of config
+    revision: str | None = None  # a branch, tag or commit of the hub; null: the newest
+    # values of the model's config.json; model_type says which architecture
     config: dict[str, Any] = {}
     rope_scaling: RopeScaling | None = None
     lora: Lora | None = None
@@ -67,7 +71,8 @@ class Tokenizer(Settings):
 
     path: str | None
     kind: Literal["bpe", "wordpiece", "characters"] = "bpe"  # of one that is made
-    vocabulary_tokens: Annotated[int, Field(ge=258)]
+    vocabulary_tokens: Annotated[int, Field(ge=258)]  # size of the vocabulary of one that is made
+    # documents that one is made from, evenly taken from the training text
     training_documents: Count
     add_tokens: list[str] = []  # beside those it has; the model's embeddings grow with them
     # a jinja template's text (compose reads a file's, or knows chatml); unset: the tokenizer's own
@@ -77,10 +82,10 @@ class Tokenizer(Settings):
 class Validation(Settings):
     """The held-out text: a share of the documents, the end of each file, other files, a split."""
 
-    fraction: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
+    fraction: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None  # of the documents
     tail: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None  # of each file's characters
-    files: FileNames = []
-    split: str | None = None
+    files: FileNames = []  # paths or patterns of files that are held out whole
+    split: str | None = None  # of a hub's data set
     max_documents: CountOrZero | None = None  # of files or a split; 0 or null: all
 
     @model_validator(mode="after")
@@ -97,43 +102,48 @@ class Classes(Settings):
     Metrics are those of the GLUE benchmark (Wang et al. 2019).
     """
 
+    # fields of a row that hold its text, or its pair of texts
     text_fields: Annotated[list[str], Field(min_length=1, max_length=2)]
-    label_field: str = "label"
-    labels: list[str] = []
+    label_field: str = "label"  # field of a row that holds its label
+    labels: list[str] = []  # names of the classes, in order; none: the label is a score
+    # what an evaluation counts beside the loss
     metrics: list[Literal["accuracy", "f1", "matthews", "pearson", "spearman"]] = ["accuracy"]
 
 
 class Data(Settings):
     """Where the text comes from, how it becomes documents, and how documents become batches."""
 
-    name: Word
+    name: Word  # what data=NAME calls it
+    # Python's standard library, own files, or a data set of the hub
     source: Literal["python_stdlib", "files", "hub"]
     files: FileNames = []  # of python_stdlib: patterns of modules, as email/*
-    hub: str | None = None
-    hub_config: str | None = None
-    hub_split: str = "train"
+    hub: str | None = None  # name of the data set on the hub
+    hub_config: str | None = None  # configuration of the data set, where it has several
+    hub_split: str = "train"  # split that is trained on
     hub_revision: str | None = None  # a branch, tag or commit
     # split -> patterns of its files in the repository: where that holds a script, or much more
     hub_files: dict[str, FileNames] = {}
     hub_shuffle_seed: CountOrZero | None = None  # of both splits, before max_documents are taken
-    text_field: str = "text"
+    text_field: str = "text"  # field of a row that holds its text
     quotes: bool = True  # fields of csv and tsv may stand in quotes; false: GLUE's own files
-    document: Literal["file", "paragraph", "line"] = "file"
+    document: Literal["file", "paragraph", "line"] = "file"  # what of a text file is one document
     # chat: a row is a conversation; preference: it has two answers, of which one is better
     format: Literal["text", "chat", "preference"] = "text"
     train_on: Literal["assistant", "last", "all"] = "assistant"  # of a conversation: whose tokens
     # more tokens than a sample: cut after the last answer that fits, or left out
     long_conversations: Literal["cut", "drop"] = "cut"
     classes: Classes | None = None
-    template: str = "{text}"
+    template: str = "{text}"  # text around each document, which takes the place of {text}
     bos: Literal["auto", "always", "never"] = "auto"  # before a document; auto: as the tokenizer
     max_documents: CountOrZero | None = None  # 0 or null: all
     validation: Validation
+    # packing: samples are filled with several documents; padding: one a sample
     batching: Literal["packing", "padding"] = "packing"
+    # best_fit: documents stay whole where they fit; concat: one stream, cut
     packing: Literal["best_fit", "concat"] = "best_fit"
-    sequence_tokens: Annotated[int, Field(ge=2)] = 512
-    documents_per_shard: Count = 5_000
-    workers: Count | None = None
+    sequence_tokens: Annotated[int, Field(ge=2)] = 512  # of a sample
+    documents_per_shard: Count = 5_000  # documents tokenized into one file
+    workers: Count | None = None  # readers and tokenizers at once; null: as many as there are cores
 
     @model_validator(mode="after")
     def _template_holds_text(self) -> "Data":
@@ -210,6 +220,7 @@ def check_positions(positions: int, sequence_tokens: int) -> None:
 class Task(Settings):
     """What is learned."""
 
+    # continue text, label rows, or prefer the better of two answers
     name: Literal["causal_lm", "classification", "preference"]
     # of preference: DPO (Rafailov et al. 2023), or SimPO without a reference (Meng et al. 2024)
     loss: Literal["dpo", "simpo"] = "dpo"
@@ -229,17 +240,21 @@ class ParameterGroup(Settings):
 class Optimizer(Settings):
     """The optimizer, its schedule and its clipping."""
 
-    name: Literal["adamw", "adamw_8bit"]
-    learning_rate: Positive
-    betas: tuple[Fraction, Fraction]
-    epsilon: Positive
+    name: Literal["adamw", "adamw_8bit"]  # AdamW, with its moments in fp32 or in 8 bits
+    learning_rate: Positive  # peak, after the warm-up
+    betas: tuple[Fraction, Fraction]  # decay of the averages of the gradient and of its square
+    epsilon: Positive  # added to the root of the second average
+    # shrinking of the weights in a step, times the learning rate
     weight_decay: Annotated[float, Field(ge=0.0)]
-    clip_norm: Positive | None
-    warmup_steps: CountOrZero
+    clip_norm: Positive | None  # largest norm of a step's gradient; null: it is not clipped
+    warmup_steps: CountOrZero  # in which the learning rate rises from 0 to its peak
+    # course of the learning rate after the warm-up
     decay: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
     cooldown_steps: Count | None = None  # of wsd, at the end; null: a fifth of all steps
-    final_fraction: Fraction
+    final_fraction: Fraction  # of the peak, that the learning rate ends at, or does not go below
+    # multiply the peak with the number of data-parallel ranks, or its root
     scale_with_ranks: Literal["none", "sqrt", "linear"]
+    # names of parameters with their own learning rate, decay or none at all
     groups: list[ParameterGroup] = []
     # of an average of the weights over the steps, exported beside them; null: none
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
@@ -263,28 +278,28 @@ class Optimizer(Settings):
 class Precision(Settings):
     """The number format of the arithmetic; weights and optimizer stay fp32."""
 
-    compute: Literal["auto", "bf16", "fp32"]
+    compute: Literal["auto", "bf16", "fp32"]  # auto: bf16 where the device has it, else fp32
 
 
 class Training(Settings):
     """The length of the run and the shape of a step."""
 
     steps: CountOrZero | None  # 0: evaluate only
-    epochs: Positive | None
+    epochs: Positive | None  # passes over the training text
     # of a step; 0 or null: as many as device_batch_samples gives
     global_batch_samples: Annotated[CountOrZero, none_is_zero]
     device_batch_samples: Count | None = None  # of a step, for each rank with samples of its own
-    microbatch_samples: Count
-    log_every_steps: Count
-    compile: bool
+    microbatch_samples: Count  # that a rank computes at once; more need more memory
+    log_every_steps: Count  # between two lines of figures
+    compile: bool  # run the model through torch.compile
     activation_checkpointing: Literal["none", "selective", "full"]
-    loss_chunk_tokens: Count = 512
+    loss_chunk_tokens: Count = 512  # whose logits are in memory at once
     # of causal_lm: times the squared log of the normaliser, in the gradients (PaLM takes 1e-4)
     z_loss: Annotated[float, Field(ge=0.0)] = 0.0
     consumed_samples: CountOrZero = 0  # of the endless order: taken by earlier rounds
     consumed_steps: CountOrZero = 0  # of the schedule: taken by earlier rounds
     schedule_steps: Count | None = None  # that the schedule spans; null: those and this run's
-    timeout_minutes: Positive
+    timeout_minutes: Positive  # that a rank waits for the others in a collective, before it ends
 
     def place_in_schedule(self, step: int, total_steps: int) -> tuple[int, int]:
         """Where a step of a run of so many stands in the schedule, and how long that is."""
@@ -310,8 +325,8 @@ class Checkpoint(Settings):
 
     # 0: only at the end; auto: by Young and Daly, from what a save and a step turn out to take
     every_steps: CountOrZero | Literal["auto"]
-    keep: Count
-    asynchronous: bool
+    keep: Count  # newest checkpoints that stay on disk
+    asynchronous: bool  # write while training goes on
     # a checkpoint of another run, which this one goes on from as if it were its own: with another
     # schedule or length, as the cooldown of a run that holds its peak
     initial_load_path: Path | None = None
@@ -352,7 +367,7 @@ class Guard(Settings):
     roll_backs: CountOrZero = 2  # to one checkpoint, before the run is stopped
     # of the loss or the gradient's norm over the median of the last steps; null: no spike is seen
     spike_sigma: Positive | None = None
-    window_steps: Annotated[int, Field(ge=8)] = 128
+    window_steps: Annotated[int, Field(ge=8)] = 128  # last steps that a spike is measured against
     # one microbatch is computed twice, and what must agree is compared; 0: never
     replay_every_steps: CountOrZero = 500
 
@@ -361,8 +376,8 @@ class Evaluation(Settings):
     """On the held-out text: before, after, and every so many steps or epochs (0: not between)."""
 
     every_steps: CountOrZero
-    every_epochs: CountOrZero = 0
-    max_samples: Count | None
+    every_epochs: CountOrZero = 0  # between two evaluations; 0: not between
+    max_samples: Count | None  # held-out samples that are judged, the same in every run; null: all
     tasks: list[str] = []  # of EleutherAI's lm-evaluation-harness
     tasks_folder: str | None = None  # with task YAMLs of one's own, in the harness's format
     fewshot: CountOrZero | None = None  # examples before each question; null: as the task says
@@ -372,8 +387,8 @@ class Evaluation(Settings):
 class Export(Settings):
     """The Hugging Face model written at the end."""
 
-    dtype: Literal["bfloat16", "float16", "float32"]
-    max_file_gib: Positive
+    dtype: Literal["bfloat16", "float16", "float32"]  # number format of the exported weights
+    max_file_gib: Positive  # largest file of weights; more weights make more files
     untrained: bool = False  # also of a run of no steps: a model to begin a campaign with
     # a file for llama.cpp beside it; true: in the format of `dtype`
     gguf: Literal[True, False, "f32", "f16", "bf16", "q8_0"] = False
@@ -391,6 +406,7 @@ class Generation(Settings):
 
     prompt: str | None  # null: the run ends without a sample
     before: bool = False  # also of the model as it was before the training, to see the difference
-    max_new_tokens: Count = 48
-    temperature: Positive = 0.8
+    max_new_tokens: Count = 48  # that are sampled at most
+    temperature: Positive = 0.8  # divides the logits; lower is surer
+    # sample from the likeliest tokens that make up this share
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95

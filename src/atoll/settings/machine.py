@@ -45,15 +45,15 @@ def refuse_secrets(setting: str, values: Iterable[Any]) -> None:
 class Node(Settings):
     """The hardware of one node; an unknown value stays unset."""
 
-    devices: Count
-    device: Literal["cpu", "cuda", "rocm", "xpu"]
-    architecture: Literal["x86_64", "aarch64"] = "x86_64"
+    devices: Count  # GPUs of a node; without any, ranks that share its processors
+    device: Literal["cpu", "cuda", "rocm", "xpu"]  # the kind: processors, NVIDIA, AMD or Intel GPUs
+    architecture: Literal["x86_64", "aarch64"] = "x86_64"  # of its processors
     compute_capability: Capability | None = Field(
         None, description="of one device: NVIDIA's as 8.0, AMD's as gfx90a"
     )
-    device_memory_gib: Positive | None = None
-    cores: Count | None = None
-    memory_gib: Positive | None = None
+    device_memory_gib: Positive | None = None  # of one device
+    cores: Count | None = None  # physical cores of a node, shared out among its tasks
+    memory_gib: Positive | None = None  # host memory of a node
     peak_tflops: Positive | None = Field(
         None, description="dense bf16 peak of one device; unset: measured where there is no device"
     )
@@ -65,6 +65,7 @@ class Node(Settings):
 class Network(Settings):
     """What carries messages between nodes, and what of the host NCCL or RCCL needs for it."""
 
+    # what joins the nodes; null: unknown, nothing is checked
     fabric: Literal["ethernet", "infiniband", "slingshot"] | None = None
     plugin: Path | None = Field(
         default=None,
@@ -79,62 +80,69 @@ class Modules(Settings):
     """What a job does with the facility's module command first, in this order."""
 
     use: list[str] = Field(default=[], description="folders of module files to look in as well")
-    load: list[str] = []
+    load: list[str] = []  # modules that a job loads
 
 
 class Queue(Settings):
     """What one partition, QoS or queue allows in one job."""
 
-    min_nodes: Count = 1
-    max_nodes: Count | None = None
-    max_walltime_minutes: Count | None = None
+    min_nodes: Count = 1  # the fewest nodes of a job
+    max_nodes: Count | None = None  # the most nodes of a job; null: no limit is known
+    max_walltime_minutes: Count | None = None  # the longest job; null: no limit is known
 
 
 class Limits(Queue):
     """What a facility allows in one job, and what each of its queues allows, by name."""
 
-    needs_account: bool = False
+    needs_account: bool = False  # a job without facility.account is refused
     walltime_minutes_up_to_nodes: dict[Count, Count] = Field(
         default={}, description="the longest job by its size: up to so many nodes, so many minutes"
     )
-    queues: dict[str, Queue] = {}
+    queues: dict[str, Queue] = {}  # limits of a partition, QoS or queue, by its name
 
 
 class Facility(Settings):
     """One supercomputer or machine: facts only, no code."""
 
-    name: Word
+    name: Word  # of the facility, as its YAML file is called
+    # what queues its jobs; none: runs start where one types
     scheduler: Literal["none", "slurm", "pbs"]
     unsupported: str | None = Field(None, description="why runs are refused here")
-    account: str | None = None
-    walltime_minutes: Count | None = None
+    account: str | None = None  # the project that is charged; null: the scheduler's default
+    walltime_minutes: Count | None = None  # time that a job asks for; null: the queue's default
+    # flags of the submission by name, as sbatch or qsub know them
     submit: dict[str, SubmitFlag] = {}
     node: Node
     step: list[str] = Field([], description="flags of the step, as they are")
     task_binding: list[str] = Field([], description="those that hold for one task per device only")
     modules: Modules = Modules()
+    # the command on the nodes that runs images
     container: Literal["apptainer", "singularity"] = "apptainer"
-    environment: dict[VariableName, VariableText] = {}
+    environment: dict[VariableName, VariableText] = {}  # variables that every rank gets
     task_folders: dict[VariableName, str] = Field(
         {}, description="variable -> the folder in which each task makes one of its own"
     )
+    # folders of the host that containers see, as apptainer's --bind takes them
     binds: list[str] = []
     network: Network = Network()
     limits: Limits = Limits()
     requeue: bool = Field(True, description="may a job put itself back in the queue")
     node_network: bool | None = Field(None, description="do compute nodes reach the internet")
+    # the GPU driver's version (ROCm's release for AMD), where no device says it
     driver: str | None = None
     hosts_file: Path | None = Field(
         default=None, description="machines without a scheduler, one a line, reached by ssh"
     )
-    ssh_options: list[str] = []
-    address_suffix: str = ""
+    ssh_options: list[str] = []  # words for ssh to the machines of hosts_file
+    address_suffix: str = ""  # added to the first host's name to reach it over the fast network
     node_names: str | None = Field(
         None, description="two of its nodes as its scheduler writes them, as nid[001-002]"
     )
+    # of the meeting of ranks, 1024 to 65535; null: from the job's number, or a free one
     port: Port | None = None
+    # the date on which these facts were last compared with the source
     checked_on: str | None = None
-    source: str | None = None
+    source: str | None = None  # the documentation that these facts are from
 
     @field_validator("submit", "step", "task_binding")
     @classmethod
@@ -162,10 +170,12 @@ class Image(Settings):
     one that `atoll image` built from that args file, in `folders.images`.
     """
 
-    name: Word
-    args_file: str | None = None
+    name: Word  # what image=NAME calls it; none: no container
+    args_file: str | None = None  # build arguments it is made from, in containers/
+    # path of the image file; null: the newest that was built from args_file
     file: Path | None = None
-    run_flags: list[str] = []
+    run_flags: list[str] = []  # flags of apptainer's exec, as --nv
+    # the kind of devices that its torch was built for
     device: Literal["cpu", "cuda", "rocm"] = "cpu"
     capabilities: list[str] = Field(
         [], description="the devices it was built for, as 8.0, 12.0+PTX or gfx90a"
@@ -195,13 +205,14 @@ class Image(Settings):
 class Launcher(Settings):
     """How ranks come to life: a task per device, or one per node that starts its ranks."""
 
+    # what starts the ranks of a job on its nodes
     name: Literal["static", "static_node", "torchrun", "mpiexec", "ssh"]
 
 
 class Restart(Settings):
     """How a run goes on by itself: after its wall time, and after a fault while steps advance."""
 
-    max_restarts: CountOrZero = 20
+    max_restarts: CountOrZero = 20  # of one run, by itself; after that it stops and says why
     exclude: bool = Field(
         default=True, description="leave out a node that the evidence of a fault speaks against"
     )
@@ -243,8 +254,8 @@ class Folders(Settings):
     """Where runs, prepared data and images live; relative ones start where one types."""
 
     runs: Path
-    prepared: Path
-    images: Path = Path("images")
+    prepared: Path  # tokenizers and token shards, shared by runs of the same data
+    images: Path = Path("images")  # image files, found there by the name of their args file
     facilities: Path = Path("facilities")  # what `atoll doctor --job` measured
     bundle: Path | None = None  # of `atoll prepare`, where nodes have no network
     caches: dict[VariableName, Path] = Field(

@@ -41,11 +41,11 @@ class Run(Settings):
     """Everything one run needs to know."""
 
     name: Word
-    seed: CountOrZero
-    deterministic: bool
-    nodes: Count
+    seed: CountOrZero  # of the weights, the shuffling and the dropout
+    deterministic: bool  # true: only kernels that repeat to the bit, which are slower
+    nodes: Count  # nodes that train
     spare_nodes: CountOrZero = 0  # that the job asks for as well, to take the place of others
-    ranks_per_node: Count
+    ranks_per_node: Count  # processes on a node, one for each device
     folders: Folders
     facility: Facility
     image: Image

@@ -10,21 +10,24 @@ from atoll.settings.fields import Count, Settings, Word
 class Sharding(Settings):
     """How the model is spread: layouts applied in order, and the engine that takes a step."""
 
-    name: Word
-    layouts: list[str]
+    name: Word  # what sharding=NAME calls it
+    layouts: list[str]  # what wraps the model, in this order, as ddp or fsdp
     exchange: str | None = None  # of gradients, where no layout does it
+    # what takes a step: PyTorch itself, or DeepSpeed
     engine: Literal["plain", "deepspeed"] = "plain"
+    # ranks over which parameters are spread: one, those of a node, all, or so many
     shard: Literal["none", "node", "all"] | Count = "none"
     # a number: after the forward pass, parameters stay spread over so many neighbours alone
     reshard_after_forward: Annotated[bool, Field(strict=True)] | Count = True
+    # reduce gradients after each microbatch: less memory, more traffic
     sync_every_microbatch: bool = False
     offload: bool = False  # parameters, gradients and optimizer live in the host's memory
-    tensor: Count = 1
-    context: Count = 1
-    expert: Count = 1
-    pipeline: Count = 1
-    stages_per_rank: Count = 1
-    deepspeed: dict[str, Any] = {}
+    tensor: Count = 1  # ranks that divide each layer's matrices
+    context: Count = 1  # ranks that divide the tokens of a sample
+    expert: Count = 1  # ranks that divide the experts of a mixture
+    pipeline: Count = 1  # ranks that divide the layers, each a stage or more
+    stages_per_rank: Count = 1  # of a pipeline; more than 1 interleaves them, and ranks wait less
+    deepspeed: dict[str, Any] = {}  # DeepSpeed's own configuration, which wins over what is derived
 
     @property
     def spreads(self) -> bool:
