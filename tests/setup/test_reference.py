@@ -7,6 +7,9 @@ from types import ModuleType
 import pytest
 
 from atoll.settings import setting_names
+from atoll.settings.federation import Campaign, Rule, Site
+from atoll.settings.learning import ParameterGroup
+from atoll.settings.machine import Queue
 
 SCRIPT = Path(__file__).parents[2] / "setup" / "reference.py"
 
@@ -42,3 +45,15 @@ def test_a_meaning_stands_behind_a_line_of_yaml_or_of_code(reference):
 def test_what_code_says_of_itself_is_read_without_importing_it(reference):
     page = reference.code()
     assert "## atoll.train.loop\n" in page and "## atoll.config\n" in page
+
+
+def test_every_setting_has_a_meaning(reference):
+    rows = [line.split(" | ") for line in reference.settings().splitlines() if line[:3] == "| `"]
+    assert len(rows) > 180
+    assert [row[0][2:] for row in rows if not row[-1].strip(" |")] == []
+
+
+@pytest.mark.parametrize("model", [Campaign, Rule, Site, ParameterGroup, Queue])
+def test_every_setting_of_a_campaign_or_in_a_list_has_a_meaning(reference, model):
+    meanings = reference.comments(model)
+    assert [n for n in model.model_fields if not meanings.get(n) and n != "rule"] == []

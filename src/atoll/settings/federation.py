@@ -19,26 +19,29 @@ class Rule(Settings):
 
     # capped: by tokens, which a facility counts itself, but nobody has more than `cap` of the whole
     weigh: Literal["tokens", "steps", "equal", "capped"] = "capped"
+    # of capped: the largest share of the whole that one facility has
     cap: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    # how the facilities' values become one
     combine: Literal["mean", "median", "trimmed_mean", "krum"] = "mean"
-    trim: CountOrZero = 1
-    krum_bad: CountOrZero = 0
-    clip_norm: Positive | None = None
+    trim: CountOrZero = 1  # of trimmed_mean: values left out at each end
+    krum_bad: CountOrZero = 0  # of krum: facilities that may be bad
+    clip_norm: Positive | None = None  # longer updates are shortened to this norm; null: none is
+    # how the combined update is taken by the global model
     update: Literal["replace", "momentum", "nesterov", "adam", "yogi"] = "replace"
+    # of that step; 1 with replace: the model becomes the combined one
     learning_rate: Positive = 1.0
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.99
-    tau: Positive = 1e-3
+    beta1: Fraction = 0.9  # of all but replace: decay of its average of updates
+    beta2: Fraction = 0.99  # of adam and yogi: decay of the average of squares
+    tau: Positive = 1e-3  # of adam and yogi: added to the root of that average
     # an update so many times longer than the others', or than those of earlier rounds, is left out
     max_norm_ratio: Positive = 10.0
     # nor one that points away from the sum of the others by more than this
     min_cosine: Annotated[float, Field(ge=-1.0, le=1.0)] = -0.5
-    # rounds that an update may be late, and what that takes off its weight: (1 + rounds)^-exponent
-    # (FedAsync, Xie et al. 2019, the polynomial rule)
-    max_staleness: CountOrZero = 0
+    max_staleness: CountOrZero = 0  # rounds that an update may be late
+    # a late update's weight is times (1 + rounds late)^-exponent (FedAsync, Xie et al. 2019)
     staleness_exponent: Annotated[float, Field(ge=0.0)] = 0.5
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of the export
-    quorum: Count = 1
+    quorum: Count = 1  # the fewest facilities whose updates make a round
     # where fewer are left: ask those again whose updates were left out, and stop when they have
     # failed; wait for them, round the clock; or hold the model, and go on with the next round
     below_quorum: Literal["ask", "wait", "hold"] = "ask"
@@ -66,7 +69,7 @@ RESERVED = {
 class Site(Settings):
     """One facility of a campaign: how it is reached, and what its runs say that others' do not."""
 
-    name: Word
+    name: Word  # of the facility, in this campaign
     host: Host | None = None  # as ssh knows it; null: this machine
     folder: Plain  # where the campaign lives there
     command: list[str] = []  # atoll there; empty: as here
@@ -77,16 +80,16 @@ class Site(Settings):
 class Campaign(Settings):
     """Rounds of training at several facilities, and of averaging here."""
 
-    name: Word
-    rounds: Count = 5
+    name: Word  # of the campaign, as its folder is called
+    rounds: Count = 5  # of training and combining
     # local: asked in turn, over ssh or on this machine; streamflow: a workflow for each round
     engine: Literal["local", "streamflow"] = "local"
-    folder: str = "campaigns"
-    sites: Annotated[list[Site], Field(min_length=1)]
+    folder: str = "campaigns"  # in which campaigns lie here
+    sites: Annotated[list[Site], Field(min_length=1)]  # the facilities that take part
     start: list[str]  # of the run that makes, or fetches, the model of round 0
     train: list[str] = []  # of every facility's runs
     steps: Count = 100  # of each facility in a round
-    batch_samples: Count = 64
+    batch_samples: Count = 64  # of a step, at each facility
     # the learning rate follows one schedule over so many rounds; null: those it is begun with
     schedule_rounds: Count | None = None
     # adapters alone learn and travel; each facility has the model itself, which `train` names
@@ -94,19 +97,21 @@ class Campaign(Settings):
     inner_state: InnerState = "kept"  # moments of a facility's optimizer, from round to round
     keep_checkpoints: Count = 2  # rounds whose checkpoints stay at a facility
     rule: Rule = Rule()
-    codec: Codec = "int8"
+    codec: Codec = "int8"  # how updates are encoded on their way here
+    # how the global model is encoded on its way to the facilities
     global_codec: Literal["fp32", "bf16", "int8", "int4"] = "bf16"
-    deadline_minutes: Positive = 1440.0
+    deadline_minutes: Positive = 1440.0  # of a round
+    # held-out loss (nats a token) at which the campaign ends; null: all rounds
     target_loss: Positive | None = None
     # of the model of the last round, too: facilities are asked once more, and train nothing
     last_loss: bool = True
     # who is at work at the deadline may end it, and what is on its way may come
     grace_minutes: Positive = 15.0
-    poll_seconds: Positive = 30.0
+    poll_seconds: Positive = 30.0  # between two questions to a facility
     attempts: Count = 3  # of a facility's job, and of a transfer, in a round
     allowed_signers: str | None = None  # ssh-keygen's file; null: updates are not signed
     signing_key: str | None = None  # a private ssh key here, by which the model's proof is signed
-    ssh_options: list[str] = []
+    ssh_options: list[str] = []  # words for ssh and rsync's ssh, to every facility
 
     @model_validator(mode="after")
     def _facilities_are_told_apart(self) -> "Campaign":

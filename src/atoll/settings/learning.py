@@ -241,7 +241,7 @@ class ParameterGroup(Settings):
     """Parameters that learn otherwise than the rest; the first group that names one has it."""
 
     names: str  # as in the Hugging Face model; * stands for any part
-    learning_rate_factor: Positive = 1.0
+    learning_rate_factor: Positive = 1.0  # times the learning rate of the rest
     weight_decay: Annotated[float, Field(ge=0.0)] | None = None  # null: as the rest
     frozen: bool = False  # it stays as it was
 
