@@ -94,7 +94,7 @@ def comments(model: type[BaseModel]) -> dict[str, str]:
     lines = [line for kind in kinds for line in inspect.getsource(kind).splitlines()]
     said: dict[str, str] = {}
     above: list[str] = []
-    for line in source.splitlines():
+    for line in lines:
         field = re.match(r"    (\w+):", line)
         comment = re.search(r"(?:^    |  )# (.*)$", line)
         if field:
