@@ -8,7 +8,7 @@ import small_run
 import yaml
 
 from atoll.plan.choose import choose, options
-from atoll.plan.seconds import Rates, step_seconds
+from atoll.plan.seconds import Rates, explained, step_seconds
 from atoll.plan.shapes import shape_of
 from atoll.plan.traffic import bytes_sent
 from atoll.settings import Run
@@ -71,3 +71,16 @@ def test_time_chooses_where_figures_are_stated() -> None:
     best = choose(rows).seconds.total
     assert best is not None
     assert best == min(r.seconds.total for r in rows if r.fits and r.seconds.total is not None)
+
+
+def test_explained_names_the_bound_and_each_link() -> None:
+    shape = shape_of(LLAMA)
+    slow = explained(step_seconds(run_of(4, "hybrid_shard"), shape, Rates(312, 1500, 2000, 0.4)))
+    assert slow[0].startswith("bound by: link")
+    assert "(inside nodes)" in slow[2]
+    assert "copies" in slow[2] and "(between nodes)" in slow[2]
+    ideal = explained(step_seconds(run_of(2, "full_shard"), shape, IDEAL))
+    assert ideal[0].startswith("bound by: compute")
+    unknown = explained(step_seconds(run_of(2, "full_shard"), shape, Rates(312, 1500, None, None)))
+    assert unknown[0] == "bound by: unknown"
+    assert "parameters, gradients" in unknown[1]

@@ -18,6 +18,7 @@ from atoll.config.compose import (
 from atoll.plan.checkpoint_interval import daly_seconds, seconds_between_failures
 from atoll.plan.choose import USABLE, Option, choose, options
 from atoll.plan.memory import gibibytes
+from atoll.plan.seconds import explained
 from atoll.plan.shapes import Shape
 from atoll.plan.traffic import total
 from atoll.settings import Run
@@ -50,6 +51,7 @@ def main(argv: list[str]) -> int:
     """Print the table and the choice; 1 if nothing fits."""
     parser = overrides_parser("plan", ABOUT)
     parser.add_argument("--json", action="store_true", help="as a JSON object")
+    parser.add_argument("--explain", action="store_true", help="what bounds a step, in three lines")
     arguments = parser.read(argv)
     overrides = [word for word in arguments.overrides if word != AUTO]
     run = compose(overrides).run
@@ -64,6 +66,8 @@ def main(argv: list[str]) -> int:
     best = choose(choices)
     print(verdict(run, best))
     print(time_line(run, best))
+    if arguments.explain:
+        print("\n".join(explained(best.seconds)))
     print(checkpoints_line(run, shape))
     print(f"sbatch/train.sbatch {shlex.join([*kept, *best.overrides])}")
     return 0

@@ -37,6 +37,7 @@ class StepSeconds:
     sent: Mapping[str, float | None]  # by what is sent
     hidden: float | None  # of sent, what takes place while the device computes
     bubble: float | None  # what a stage waits for others
+    links: Mapping[str, str]  # by what is sent: inside nodes, or between them
 
     @property
     def total(self) -> float | None:
@@ -48,8 +49,10 @@ class StepSeconds:
 
     @property
     def bound(self) -> str:
-        """The longest part: compute, memory, bubble, or what is sent."""
-        parts = {"compute": self.compute, "memory": self.memory, "bubble": self.bubble} | self.sent
+        """The longest part: compute, memory, bubble, or the link: all that is sent, less hidden."""
+        link = sum(size or 0.0 for size in self.sent.values()) - (self.hidden or 0.0)
+        own = {"compute": self.compute, "memory": self.memory, "bubble": self.bubble}
+        parts = own | {"link": link}
         return max(parts, key=lambda name: parts[name] or 0.0)
 
     @property
@@ -81,7 +84,39 @@ def step_seconds(run: Run, shape: Shape, rates: Rates) -> StepSeconds:
     if "fsdp" in run.sharding.layouts and run.facility.node.device != "cpu":
         meanwhile = sum(sent.get(kind) or 0.0 for kind in OVERLAPS)
         hidden = None if busy is None else min(busy, meanwhile)
-    return StepSeconds(compute, memory, sent, hidden, None if busy is None else busy * wait)
+    bubble = None if busy is None else busy * wait
+    links = {
+        kind: "inside nodes" if _inside(run, *groups[kind]) else "between nodes" for kind in sent
+    }
+    return StepSeconds(compute, memory, sent, hidden, bubble, links)
+
+
+def _inside(run: Run, distance: int, ranks: int) -> bool:
+    return distance * ranks <= run.ranks_per_node
+
+
+def explained(step: StepSeconds) -> tuple[str, str, str]:
+    """Three lines: what bounds a step, its parts, and what is sent by the link it takes."""
+    if step.total is None:
+        missing = ", ".join(step.unknown) or "the device"
+        return (
+            "bound by: unknown",
+            f"no rate is stated for: {missing}",
+            "state facility.node.peak_tflops, device_memory_gb_s, link_gbps and "
+            "facility.network.gbps, or the choice goes by bytes",
+        )
+    sending = sum(size or 0.0 for size in step.sent.values())
+    shown = sending - (step.hidden or 0.0)
+    parts = {"compute": step.compute, "memory": step.memory, "bubble": step.bubble}
+    shares = [f"{name} {(size or 0.0) / step.total:.0%}" for name, size in parts.items()]
+    each = [
+        f"{kind} {size:,.3g} s ({step.links[kind]})" for kind, size in step.sent.items() if size
+    ]
+    return (
+        f"bound by: {step.bound} of {step.total:,.3g} s",
+        f"of a step: {', '.join(shares)}, links {shown / step.total:.0%}",
+        f"sending: {', '.join(each) or 'nothing'}; {step.hidden:,.3g} s of it while it computes",
+    )
 
 
 def _over(size: float, rate: float | None, unit: float) -> float | None:
@@ -137,7 +172,7 @@ def _gbps(run: Run, rates: Rates, distance: int, ranks: int) -> float | None:
     A ring leaves each node once however many ranks it has there; rings side by side share.
     """
     per_node = run.ranks_per_node
-    if distance * ranks <= per_node:
+    if _inside(run, distance, ranks):
         return rates.link_gbps
     together = max(1, per_node // distance)
     if rates.network_gbps is None or (together > 1 and rates.link_gbps is None):
