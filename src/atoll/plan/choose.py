@@ -94,10 +94,10 @@ def fits(run: Run, memory: Memory) -> bool | None:
 
 
 def choose(candidates: list[Option]) -> Option:
-    """Of those that fit, what takes least time, then memory.
+    """Of those that fit, what takes least time, then computes least, then needs least memory.
 
-    Where no step's time is known, what sends least, with offload and activation checkpointing
-    only if need be.
+    Where the time of one whose bytes are known is not, what sends least, with offload and
+    activation checkpointing only if need be.
 
     Raises `UserError` if none does, with what is nearest to fitting.
     """
@@ -118,11 +118,19 @@ def choose(candidates: list[Option]) -> Option:
             f"({' '.join(least.overrides)})",
             "more nodes, fewer training.microbatch_samples, or a shorter data.sequence_tokens",
         )
-    timed = [(option.seconds.total, option) for option in fitting]
-    known_times = [(time, option) for time, option in timed if time is not None]
-    if known_times:
-        return min(known_times, key=lambda pair: (pair[0], pair[1].memory.peak))[1]
+    sized = [option for option in fitting if total(option.sent) is not None]
+    if sized and all(option.seconds.total is not None for option in sized):
+        return min(sized, key=_time)
     return min(fitting, key=_cost)
+
+
+def _time(option: Option) -> tuple[bool, float, float, float]:
+    """Offload's way to the host has no time here, so it stays the last resort.
+
+    Of two bound by the same link, the one that recomputes nothing: a peak is seldom met.
+    """
+    time, compute = option.seconds.total or 0.0, option.seconds.compute or 0.0
+    return option.memory.host > 0, time, compute, option.memory.peak
 
 
 def _cost(option: Option) -> tuple[bool, int, float]:

@@ -57,7 +57,7 @@ class StepSeconds:
 
     @property
     def unknown(self) -> list[str]:
-        parts = {"compute": self.compute, "memory": self.memory} | self.sent
+        parts = {"compute": self.compute, "memory": self.memory, **self.sent}
         return [name for name, size in parts.items() if size is None]
 
 

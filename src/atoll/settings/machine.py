@@ -74,7 +74,8 @@ class Network(Settings):
 
     fabric: Literal["ethernet", "infiniband", "slingshot"] | None = None  # the kind of the network
     gbps: Positive | None = Field(
-        None, description="Gbit/s of one node to others, in one direction, all its cards together"
+        default=None,
+        description="Gbit/s of one node to others, in one direction, all its cards together",
     )
     plugin: Path | None = Field(
         default=None,
