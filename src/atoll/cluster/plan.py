@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import asdict
 from typing import Any
 
 from atoll.config import certificate
@@ -17,6 +18,7 @@ from atoll.config.compose import (
 from atoll.plan.checkpoint_interval import daly_seconds, seconds_between_failures
 from atoll.plan.choose import USABLE, Option, choose, options
 from atoll.plan.memory import gibibytes
+from atoll.plan.seconds import explained
 from atoll.plan.shapes import Shape
 from atoll.plan.traffic import total
 from atoll.settings import Run
@@ -49,6 +51,7 @@ def main(argv: list[str]) -> int:
     """Print the table and the choice; 1 if nothing fits."""
     parser = overrides_parser("plan", ABOUT)
     parser.add_argument("--json", action="store_true", help="as a JSON object")
+    parser.add_argument("--explain", action="store_true", help="what bounds a step, in three lines")
     arguments = parser.read(argv)
     overrides = [word for word in arguments.overrides if word != AUTO]
     run = compose(overrides).run
@@ -62,6 +65,9 @@ def main(argv: list[str]) -> int:
     print(memory_table(choices))
     best = choose(choices)
     print(verdict(run, best))
+    print(time_line(run, best))
+    if arguments.explain:
+        print("\n".join(explained(best.seconds)))
     print(checkpoints_line(run, shape))
     print(f"sbatch/train.sbatch {shlex.join([*kept, *best.overrides])}")
     return 0
@@ -79,6 +85,7 @@ def as_json(run: Run, choices: list[Option], kept: list[str]) -> dict[str, Any]:
                 "fits": option.fits,
                 "memory_bytes": {part: getattr(option.memory, part) for part in COLUMNS.values()},
                 "sent_bytes": option.sent,
+                "step_seconds": asdict(option.seconds) | {"total": option.seconds.total},
             }
             for option in choices
         ],
@@ -133,6 +140,20 @@ def checkpoints_line(run: Run, shape: Shape) -> str:
     )
 
 
+def time_line(run: Run, best: Option) -> str:
+    """The least that a step takes, and what bounds it; or what is not known."""
+    step = best.seconds.total
+    if step is None:
+        missing = ", ".join(best.seconds.unknown) or "the device"
+        return f"time: unknown, {run.facility.name} states no rate for: {missing}"
+    tokens = run.training.global_batch_samples * run.data.sequence_tokens
+    return (
+        f"time: at least {step:,.3g} s a step, at most {tokens / step:,.0f} tokens/s, "
+        f"{run.nodes * step / tokens * 1e9 / 3600:,.1f} node-hours a billion tokens; "
+        f"bound by {best.seconds.bound}, at the stated peaks"
+    )
+
+
 def sent_text(size: float | None) -> str:
     return "unknown" if size is None else gibibytes(size)
 
@@ -145,6 +166,11 @@ def verdict(run: Run, best: Option) -> str:
             "set facility.node.device_memory_gib"
         )
     sent = " + ".join(f"{name} {sent_text(size)}" for name, size in best.sent.items()) or "nothing"
+    if best.seconds.total is not None:
+        return (
+            f"chosen: {' '.join(best.overrides)}: of those that leave {1 - USABLE:.0%} of the "
+            f"memory free, it takes least time at the stated rates (sends {sent} GiB)"
+        )
     return (
         f"chosen: {' '.join(best.overrides)}: of those that leave {1 - USABLE:.0%} of the memory "
         "free, with the least offload and activation checkpointing, it sends least in a step "

@@ -1,4 +1,4 @@
-"""Which strategies fit, and the one that sends least: a decision list over closed forms."""
+"""Which strategies fit, and the one that takes least time, or sends least: closed forms."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -7,6 +7,7 @@ from typing import Any
 
 from atoll.errors import UserError
 from atoll.plan.memory import Memory, memory_of, why_unknown
+from atoll.plan.seconds import StepSeconds, stated_rates, step_seconds
 from atoll.plan.shapes import FAMILIES, Shape, check_architecture
 from atoll.plan.traffic import Sent, bytes_sent, is_known, total
 from atoll.settings import Run, checked, dumped
@@ -39,6 +40,7 @@ class Option:
     activation_checkpointing: str
     memory: Memory
     sent: Sent
+    seconds: StepSeconds
     fits: bool | None  # None: the device's memory is not known, or what a layout keeps in it
 
 
@@ -70,7 +72,8 @@ def options(run: Run, shape: Shape, tree: Mapping[str, Mapping[str, Any]]) -> It
                 overrides.append(f"training.activation_checkpointing={checkpointing}")
             sent = bytes_sent(candidate, shape)
             enough = None if why_unknown(candidate, shape) else fits(candidate, memory)
-            yield Option(tuple(overrides), checkpointing, memory, sent, enough)
+            seconds = step_seconds(candidate, shape, stated_rates(candidate))
+            yield Option(tuple(overrides), checkpointing, memory, sent, seconds, enough)
 
 
 def fits(run: Run, memory: Memory) -> bool | None:
@@ -91,7 +94,10 @@ def fits(run: Run, memory: Memory) -> bool | None:
 
 
 def choose(candidates: list[Option]) -> Option:
-    """Of those that fit, what sends least; offload and activation checkpointing only if need be.
+    """Of those that fit, what takes least time, then computes least, then needs least memory.
+
+    Where the time of one whose bytes are known is not, what sends least, with offload and
+    activation checkpointing only if need be.
 
     Raises `UserError` if none does, with what is nearest to fitting.
     """
@@ -112,7 +118,19 @@ def choose(candidates: list[Option]) -> Option:
             f"({' '.join(least.overrides)})",
             "more nodes, fewer training.microbatch_samples, or a shorter data.sequence_tokens",
         )
+    sized = [option for option in fitting if total(option.sent) is not None]
+    if sized and all(option.seconds.total is not None for option in sized):
+        return min(sized, key=_time)
     return min(fitting, key=_cost)
+
+
+def _time(option: Option) -> tuple[bool, float, float, float]:
+    """Offload's way to the host has no time here, so it stays the last resort.
+
+    Of two bound by the same link, the one that recomputes nothing: a peak is seldom met.
+    """
+    time, compute = option.seconds.total or 0.0, option.seconds.compute or 0.0
+    return option.memory.host > 0, time, compute, option.memory.peak
 
 
 def _cost(option: Option) -> tuple[bool, int, float]:

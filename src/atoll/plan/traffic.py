@@ -64,13 +64,8 @@ def _sharded(run: Run, shape: Shape) -> dict[str, float]:
     """Gathered parameters, scattered gradients, and copies of shards averaged (HSDP)."""
     axes, sharding, c = run.axes, run.sharding, compute_bytes(run)
     shards, passes = axes.shard * axes.context, run.microbatches
-    layers, vectors = shape.layers / axes.pipeline, shape.block_vectors
-    matrices = shape.block_parameters - vectors - shape.expert_parameters
-    blocks = layers * (matrices / axes.tensor + vectors)
-    experts = layers * shape.expert_parameters / axes.tensor / axes.expert
+    blocks, experts, rest = _own_parameters(run, shape)
     once = ring(shards) * blocks + ring(shards // axes.expert) * experts
-    # the ends of a pipeline have what is in no block, each about half of it
-    rest = shape.rest_parameters / axes.pipeline
     gathers = 2  # of a block's parameters: for its forward pass, and for its backward pass
     if sharding.reshard_after_forward is False:
         gathers = passes = 1
@@ -78,18 +73,41 @@ def _sharded(run: Run, shape: Shape) -> dict[str, float]:
     scatter = 2 if run.facility.node.device == "cpu" else 1
     rest_ring = ring(shards * axes.tensor)
     learning = once + rest_ring * rest
-    copied = blocks + experts * axes.expert + rest
     if (parts := staying(run, shape)) is not None:  # these go with no axis but shards and copies
+        layers = shape.layers / axes.pipeline
         once, rest = once + ring(shards) * layers * parts.block, rest + parts.rest
-        copied = layers * parts.block + parts.rest
-        learning = ring(shards) * copied
+        learning = ring(shards) * _copied(run, shape)
         once -= ring(shards) * layers * parts.stored * (1 - PACKED_BYTES / c)  # as their bytes
     return {
         "parameters": passes * c * (gathers * once + rest_ring * rest),
-        "gradients": scatter * scatters * FP32 * learning
-        # copies of a shard are averaged once
-        + 2 * ring(axes.replicate) * FP32 * copied / shards,
+        "gradients": scatter * scatters * FP32 * learning + shards_averaged(run, shape),
     }
+
+
+def shards_averaged(run: Run, shape: Shape) -> float:
+    """Of the gradients' bytes, those that average a shard's copies, once in a step (HSDP)."""
+    axes = run.axes
+    own = _copied(run, shape) / (axes.shard * axes.context)
+    return 2 * ring(axes.replicate) * FP32 * own
+
+
+def _copied(run: Run, shape: Shape) -> float:
+    """What learns of a rank's stage and tensor part, before sharding."""
+    if (parts := staying(run, shape)) is not None:
+        return shape.layers / run.axes.pipeline * parts.block + parts.rest
+    blocks, experts, rest = _own_parameters(run, shape)
+    return blocks + experts * run.axes.expert + rest
+
+
+def _own_parameters(run: Run, shape: Shape) -> tuple[float, float, float]:
+    """Of a rank's stage and tensor part, before sharding: blocks, experts, what is in no block."""
+    axes = run.axes
+    layers, vectors = shape.layers / axes.pipeline, shape.block_vectors
+    matrices = shape.block_parameters - vectors - shape.expert_parameters
+    blocks = layers * (matrices / axes.tensor + vectors)
+    experts = layers * shape.expert_parameters / axes.tensor / axes.expert
+    # the ends of a pipeline have what is in no block, each about half of it
+    return blocks, experts, shape.rest_parameters / axes.pipeline
 
 
 # layout or exchange -> what is sent for the parameters and their gradients

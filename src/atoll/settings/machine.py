@@ -58,6 +58,12 @@ class Node(Settings):
     peak_tflops: Positive | None = Field(
         None, description="dense bf16 peak of one device; unset: measured where there is no device"
     )
+    device_memory_gb_s: Positive | None = Field(
+        None, description="GB/s of one device's memory, as its data sheet states"
+    )
+    link_gbps: Positive | None = Field(
+        None, description="Gbit/s of one device to others of its node, in one direction"
+    )
     device_watts: Positive | None = Field(
         None, description="the most one device draws, to estimate energy where none is measured"
     )
@@ -67,6 +73,10 @@ class Network(Settings):
     """What carries messages between nodes, and what of the host NCCL or RCCL needs for it."""
 
     fabric: Literal["ethernet", "infiniband", "slingshot"] | None = None  # the kind of the network
+    gbps: Positive | None = Field(
+        default=None,
+        description="Gbit/s of one node to others, in one direction, all its cards together",
+    )
     plugin: Path | None = Field(
         default=None,
         description="the host's plugin (libnccl-net.so) where the image has none for it",

@@ -1,0 +1,181 @@
+"""The least seconds that a step takes, in closed form, from a facility's published figures.
+
+Matrix products run at the device's peak, memory and links at their full bandwidth and without
+latency: no run is faster. A part whose figure is not stated is unknown, and so is the whole.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from atoll.plan.memory import block_activations, compute_bytes, memory_of
+from atoll.plan.shapes import Shape
+from atoll.plan.traffic import bytes_sent, shards_averaged
+from atoll.settings import Run
+
+# Passes over the weights that training multiplies: forward, two backward, and forward again.
+PASSES = {"none": 3, "full": 4}
+# What FSDP sends while a device computes; on processors both take the same cores.
+OVERLAPS = ("parameters", "gradients")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device and its links do in a second; None: not stated."""
+
+    device_tflops: float | None  # dense, in the arithmetic of the run
+    memory_gb_s: float | None  # GB/s of a device's memory
+    link_gbps: float | None  # Gbit/s of a device to others of its node, one direction
+    network_gbps: float | None  # Gbit/s of a node to others, one direction
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """A step by its parts, as one device sees them; None: unknown."""
+
+    compute: float | None
+    memory: float | None
+    sent: Mapping[str, float | None]  # by what is sent
+    hidden: float | None  # of sent, what takes place while the device computes
+    bubble: float | None  # what a stage waits for others
+    links: Mapping[str, str]  # by what is sent: inside nodes, or between them
+
+    @property
+    def total(self) -> float | None:
+        sizes = (self.compute, self.memory, self.bubble, *self.sent.values())
+        known = [size for size in sizes if size is not None]
+        if self.hidden is None or len(known) < len(sizes):
+            return None
+        return sum(known) - self.hidden
+
+    @property
+    def bound(self) -> str:
+        """The longest part: compute, memory, bubble, or the link: all that is sent, less hidden."""
+        link = sum(size or 0.0 for size in self.sent.values()) - (self.hidden or 0.0)
+        own = {"compute": self.compute, "memory": self.memory, "bubble": self.bubble}
+        parts = own | {"link": link}
+        return max(parts, key=lambda name: parts[name] or 0.0)
+
+    @property
+    def unknown(self) -> list[str]:
+        parts = {"compute": self.compute, "memory": self.memory, **self.sent}
+        return [name for name, size in parts.items() if size is None]
+
+
+def stated_rates(run: Run) -> Rates:
+    """The facility's own figures; its peak is that of bf16, and says nothing of fp32."""
+    node, network = run.facility.node, run.facility.network
+    tflops = node.peak_tflops if compute_bytes(run) == 2 else None
+    return Rates(tflops, node.device_memory_gb_s, node.link_gbps, network.gbps)
+
+
+def step_seconds(run: Run, shape: Shape, rates: Rates) -> StepSeconds:
+    """What an average device spends on a step, by its parts."""
+    compute = _over(_flops(run, shape), rates.device_tflops, 1e12)
+    memory = _over(_moved_bytes(run, shape), rates.memory_gb_s, 1e9)
+    groups = _groups(run)
+    sent = {
+        kind: None if size is None else _over(size, _gbps(run, rates, *groups[kind]), 1e9 / 8)
+        for kind, size in _by_group(run, shape).items()
+    }
+    busy = None if compute is None or memory is None else compute + memory
+    stages = run.axes.pipeline * run.sharding.stages_per_rank
+    wait = (run.axes.pipeline - 1) / (run.microbatches * stages / run.axes.pipeline)
+    hidden: float | None = 0.0
+    if "fsdp" in run.sharding.layouts and run.facility.node.device != "cpu":
+        meanwhile = sum(sent.get(kind) or 0.0 for kind in OVERLAPS)
+        hidden = None if busy is None else min(busy, meanwhile)
+    bubble = None if busy is None else busy * wait
+    links = {
+        kind: "inside nodes" if _inside(run, *groups[kind]) else "between nodes" for kind in sent
+    }
+    return StepSeconds(compute, memory, sent, hidden, bubble, links)
+
+
+def _inside(run: Run, distance: int, ranks: int) -> bool:
+    return distance * ranks <= run.ranks_per_node
+
+
+def explained(step: StepSeconds) -> tuple[str, str, str]:
+    """Three lines: what bounds a step, its parts, and what is sent by the link it takes."""
+    if step.total is None:
+        missing = ", ".join(step.unknown) or "the device"
+        return (
+            "bound by: unknown",
+            f"no rate is stated for: {missing}",
+            "state facility.node.peak_tflops, device_memory_gb_s, link_gbps and "
+            "facility.network.gbps, or the choice goes by bytes",
+        )
+    sending = sum(size or 0.0 for size in step.sent.values())
+    shown = sending - (step.hidden or 0.0)
+    parts = {"compute": step.compute, "memory": step.memory, "bubble": step.bubble}
+    shares = [f"{name} {(size or 0.0) / step.total:.0%}" for name, size in parts.items()]
+    each = [
+        f"{kind} {size:,.3g} s ({step.links[kind]})" for kind, size in step.sent.items() if size
+    ]
+    return (
+        f"bound by: {step.bound} of {step.total:,.3g} s",
+        f"of a step: {', '.join(shares)}, links {shown / step.total:.0%}",
+        f"sending: {', '.join(each) or 'nothing'}; {step.hidden:,.3g} s of it while it computes",
+    )
+
+
+def _over(size: float, rate: float | None, unit: float) -> float | None:
+    return None if rate is None else size / (rate * unit)
+
+
+def _flops(run: Run, shape: Shape) -> float:
+    """Two for each weight and token in a pass, and attention over the whole sequence."""
+    context = run.data.sequence_tokens
+    tokens = run.training.global_batch_samples * context / run.world_size
+    attention = 4 * shape.layers * shape.query_width * context
+    passes = PASSES[run.training.activation_checkpointing]
+    return passes * tokens * (2.0 * shape.multiplied_parameters + attention)
+
+
+def _moved_bytes(run: Run, shape: Shape) -> float:
+    """Weights and moments read and written, gradients read, activations written and read."""
+    memory = memory_of(run, shape)
+    state = 2 * (memory.parameters + memory.optimizer) + memory.parameters
+    layers = shape.layers / run.axes.pipeline
+    return state + 2 * run.microbatches * layers * block_activations(run, shape)
+
+
+def _by_group(run: Run, shape: Shape) -> dict[str, float | None]:
+    """What is sent, with the averages of copied shards apart: they take another link."""
+    sent = dict(bytes_sent(run, shape))
+    gradients = sent.get("gradients")
+    if "fsdp" in run.sharding.layouts and run.axes.replicate > 1 and gradients is not None:
+        copies = shards_averaged(run, shape)
+        sent |= {"gradients": gradients - copies, "copies": copies}
+    return sent
+
+
+def _groups(run: Run) -> dict[str, tuple[int, int]]:
+    """Who sends to each other, by what is sent: (distance in ranks, how many of them)."""
+    axes = run.axes
+    shards = axes.shard * axes.context
+    own = (axes.tensor, shards) if "fsdp" in run.sharding.layouts else (1, run.world_size)
+    return {
+        "parameters": own,
+        "gradients": own,
+        "copies": (axes.tensor * shards, axes.replicate),
+        "tensor": (1, axes.tensor),
+        "context": (axes.tensor, axes.context),
+        "expert": (axes.tensor, axes.expert),
+        "pipeline": (run.world_size // axes.pipeline, axes.pipeline),
+    }
+
+
+def _gbps(run: Run, rates: Rates, distance: int, ranks: int) -> float | None:
+    """Of one rank's ring: inside a node its link; between nodes its share of the network too.
+
+    A ring leaves each node once however many ranks it has there; rings side by side share.
+    """
+    per_node = run.ranks_per_node
+    if _inside(run, distance, ranks):
+        return rates.link_gbps
+    together = max(1, per_node // distance)
+    if rates.network_gbps is None or (together > 1 and rates.link_gbps is None):
+        return None
+    share = rates.network_gbps * together / per_node
+    return share if together == 1 else min(share, rates.link_gbps or share)
