@@ -72,6 +72,8 @@ CASES: dict[str, list[str]] = {
     ],
     "head_dim of its own": [*LLAMA, *LONG, *ONE, "+model.config.head_dim=128"],
     "8-bit AdamW": [*HEAVY, *ONE, "optimizer=adamw_8bit"],
+    "muon": [*HEAVY, *ONE, "optimizer=muon"],
+    "full_shard, muon": [*HEAVY, "sharding=full_shard", "optimizer=muon"],
     "average of the weights": [*HEAVY, *ONE, "optimizer.ema_decay=0.99"],
     "proximal": [*HEAVY, *ONE, "optimizer.proximal=0.01"],
     "lora": [*LLAMA, *LONG, *ONE, LORA],

@@ -90,6 +90,8 @@ CASES = [
         "new tokens would never learn",
         "model.lora=null",
     ),
+    (["optimizer=muon", "sharding=deepspeed_zero3"], "optimizer=muon with sharding", "adamw"),
+    (["optimizer=muon", "model.lora.rank=8"], "optimizer=muon with model.lora", "without adapters"),
     (["data.validation.split=test"], "data.validation.fraction", "settings"),
     (["model=gpt2", "export.gguf=true"], "export.gguf of a model of type 'gpt2'", "one of llama"),
     (["export.gguf=q4"], "export.gguf", "f32, f16, bf16, q8_0"),

@@ -10,8 +10,9 @@ from atoll.plan.adapters import PACKED_BYTES, Staying, staying, unknown_targets
 from atoll.plan.shapes import Shape, family_of
 from atoll.settings import Run
 
-FP32 = 4
-MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2.03}  # of both moments; blocks of 256 have a scale
+FP32, BF16 = 4, 2
+# of both moments; of 8 bits, blocks of 256 have a scale
+MOMENT_BYTES = {"adamw": 8.0, "muon": 8.0, "adamw_8bit": 2.03}
 # What a process has before it has a model: measured for torch and transformers on a processor;
 # a device's context and its libraries' workspaces are not the allocator's, and not counted.
 RUNTIME_GIB = {"cpu": 0.35}
@@ -157,6 +158,8 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     has_head = stage == axes.pipeline - 1
     logits = _logits(run, shape) if has_head else 0
     moments = w.learning * MOMENT_BYTES.get(run.optimizer.name, 8.0)
+    if run.optimizer.name == "muon":  # one moment of a matrix, where AdamW has two
+        moments -= FP32 * w.layers * shape.block_matrices / axes.tensor / w.shards
     runtime = _runtime(run)
     # the weights' average, and those the run began with
     copies = bool(run.optimizer.ema_decay) + bool(run.optimizer.proximal)
@@ -203,6 +206,8 @@ def _runtime(run: Run) -> float:
 
 def _step_copies(run: Run, shape: Shape, w: Weights) -> float:
     """What the optimizer makes of one tensor at a time; on devices its kernels need nothing."""
+    if run.optimizer.name == "muon":  # a whole matrix in bf16 and its products, the update too
+        return 5 * BF16 * shape.hidden * max(shape.intermediate, shape.query_width)
     if run.optimizer.name != "adamw_8bit" or run.facility.node.device != "cpu":
         return 0
     largest = max(shape.head_parameters, shape.hidden * shape.intermediate)

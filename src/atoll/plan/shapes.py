@@ -98,6 +98,11 @@ class Shape:
         return family_of(self.family).block(self)[2]
 
     @property
+    def block_matrices(self) -> int:
+        """Numbers in a block's matrices, without those of experts, which are one tensor."""
+        return family_of(self.family).block(self)[0] - self.expert_parameters
+
+    @property
     def head_parameters(self) -> int:
         return self.vocabulary * self.embedded
 

@@ -10,7 +10,7 @@ A layout or an exchange that is not in FORMULAS trains as any other; what it sen
 from collections.abc import Callable, Mapping
 
 from atoll.plan.adapters import PACKED_BYTES, adapter_parameters, staying
-from atoll.plan.memory import FP32, compute_bytes
+from atoll.plan.memory import BF16, FP32, compute_bytes
 from atoll.plan.shapes import Shape
 from atoll.settings import Run, Sharding
 
@@ -78,8 +78,12 @@ def _sharded(run: Run, shape: Shape) -> dict[str, float]:
         once, rest = once + ring(shards) * layers * parts.block, rest + parts.rest
         learning = ring(shards) * _copied(run, shape)
         once -= ring(shards) * layers * parts.stored * (1 - PACKED_BYTES / c)  # as their bytes
+    gathered = passes * c * (gathers * once + rest_ring * rest)
+    if run.optimizer.name == "muon":  # each rank orthogonalises whole matrices, in bf16
+        matrices = shape.layers / axes.pipeline * shape.block_matrices
+        gathered += rest_ring * matrices * BF16
     return {
-        "parameters": passes * c * (gathers * once + rest_ring * rest),
+        "parameters": gathered,
         "gradients": scatter * scatters * FP32 * learning + shards_averaged(run, shape),
     }
 

@@ -249,10 +249,12 @@ class ParameterGroup(Settings):
 class Optimizer(Settings):
     """The optimizer, its schedule and its clipping."""
 
-    name: Literal["adamw", "adamw_8bit"]  # AdamW, or with moments of 8 bits (bitsandbytes)
+    # AdamW, with moments of 8 bits (bitsandbytes), or Muon for the blocks' matrices (Jordan 2024)
+    name: Literal["adamw", "adamw_8bit", "muon"]
     learning_rate: Positive  # the peak of the schedule
     betas: tuple[Fraction, Fraction]  # decay of the mean gradient and of its square
     epsilon: Positive  # added to the root in the denominator
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95  # of muon
     weight_decay: Annotated[float, Field(ge=0.0)]  # of matrices; norms and biases have none
     clip_norm: Positive | None  # largest norm of all gradients together; null: they are not clipped
     warmup_steps: CountOrZero  # in which the rate rises from 0 to the peak

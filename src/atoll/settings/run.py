@@ -163,6 +163,17 @@ class Run(Settings):
         return self
 
     @model_validator(mode="after")
+    def _muon_has_whole_gradients(self) -> "Run":
+        unfit = self.sharding.engine != "plain" or self.sharding.offload
+        if self.optimizer.name == "muon" and (unfit or self.model.lora is not None):
+            what = "model.lora" if not unfit else f"sharding={self.sharding.name}"
+            raise ValueError(
+                f"optimizer=muon with {what}: it gathers each matrix of a block on its device",
+                "optimizer=adamw, or choose full_shard, ddp or tensor ranks, without adapters",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _average_has_its_engine(self) -> "Run":
         if self.optimizer.ema_decay is not None and self.sharding.engine != "plain":
             raise ValueError(

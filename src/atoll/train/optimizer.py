@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from atoll.errors import UserError
 from atoll.settings import Optimizer
 from atoll.sharding.tied_ends import copied_names
+from atoll.train.muon import Muon
 from atoll.train.parameter_groups import optimizer_groups
 
 RANK_SCALES: dict[str, Callable[[int], float]] = {
@@ -53,17 +54,23 @@ class NamedOptimizer:
 
 
 def make_optimizer(settings: Optimizer, model: nn.Module) -> NamedOptimizer:
-    """AdamW over the parameters that learn, each with the settings of its group."""
+    """The optimizer over the parameters that learn, each with the settings of its group."""
     local = settings.name == "adamw_8bit"
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
     pairs = {name: (p, _own_shard(p) if local else p) for name, p in learning.items()}
     groups: list[dict[str, Any]] = []
     # one kernel takes all parameters of a group, so those of another mesh are another group
     names = {id(own): name for name, (_, own) in pairs.items()}
-    for same in by_mesh([own for _, own in pairs.values()]):
-        groups += optimizer_groups(settings, [(names[id(own)], own) for own in same])
+    matrices = hidden_matrices(model) if settings.name == "muon" else frozenset()
+    for orthogonal in (True, False):
+        chosen = [own for name, (_, own) in pairs.items() if (name in matrices) == orthogonal]
+        for same in by_mesh(chosen):
+            named = [(names[id(own)], own) for own in same]
+            groups += [
+                group | {"orthogonal": orthogonal} for group in optimizer_groups(settings, named)
+            ]
     rate, betas, epsilon = settings.learning_rate, settings.betas, settings.epsilon
-    optimizer = KINDS[settings.name]()(groups, lr=rate, betas=betas, eps=epsilon)
+    optimizer = KINDS[settings.name](settings)(groups, lr=rate, betas=betas, eps=epsilon)
 
     def as_they_begin(wanted: object) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in learning.items()} if wanted else {}
@@ -96,6 +103,16 @@ def learning_rate(settings: Optimizer, step: int, total_steps: int, ranks: int) 
         return peak
     share = DECAYS[settings.decay](step - begin, max(1, total_steps - begin))
     return peak * (settings.final_fraction + (1.0 - settings.final_fraction) * share)
+
+
+def hidden_matrices(model: Any) -> frozenset[str]:
+    """Names of the matrices of the blocks: neither embeddings nor heads, nor fused experts."""
+    blocks = f"hf.{model.parts.blocks}."
+    return frozenset(
+        name
+        for name, parameter in model.named_parameters()
+        if name.startswith(blocks) and parameter.ndim == 2
+    )
 
 
 Judge = Callable[[Tensor], Tensor]  # gradient norm -> 1.0 where the update is left out, else 0.0
@@ -229,10 +246,12 @@ def _make_state(optimizer: NamedOptimizer) -> None:
     clear_gradients(optimizer)
     # nor does it count: the corrections of the moments' bias start with the first real step
     for state in optimizer.inner.state.values():
+        if "step" not in state:
+            continue
         state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0
 
 
-def _adamw_8bit() -> Any:
+def _adamw_8bit(settings: Optimizer) -> Any:
     try:
         import bitsandbytes
     except ImportError as error:
@@ -243,9 +262,10 @@ def _adamw_8bit() -> Any:
     return bitsandbytes.optim.AdamW8bit
 
 
-KINDS: dict[str, Callable[[], Any]] = {
-    "adamw": lambda: partial(torch.optim.AdamW, fused=True),
+KINDS: dict[str, Callable[[Optimizer], Any]] = {
+    "adamw": lambda settings: partial(torch.optim.AdamW, fused=True),
     "adamw_8bit": _adamw_8bit,
+    "muon": lambda settings: partial(Muon, momentum=settings.momentum),
 }
 
 

@@ -1,0 +1,103 @@
+"""Muon: matrices of the blocks learn by orthogonalised momentum, all else by AdamW.
+
+Keller Jordan 2024, with the step size of Liu et al. 2025 (Moonlight), which suits AdamW's learning
+rates. torch.optim.Muon takes no DTensor; one process has its very steps here. Where a matrix is
+divided among ranks, each gathers it in bf16, which the iteration computes in anyway.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration
+ITERATIONS = 5
+LEAST_NORM = 1e-7
+
+
+class Muon:
+    """Both optimizers as one: their groups, states and steps together.
+
+    groups: those with `orthogonal` true are of matrices.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        momentum: float,
+    ) -> None:
+        matrices = [group for group in groups if group["orthogonal"]]
+        rest = [group for group in groups if not group["orthogonal"]]
+        self.parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            self.parts.append(Orthogonal(matrices, lr, momentum))
+        if rest:
+            self.parts.append(torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps, fused=True))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        each = {parameter: own for part in self.parts for parameter, own in part.state.items()}
+        return defaultdict(dict, each)
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+
+class Orthogonal(torch.optim.Optimizer):
+    """Nesterov momentum, orthogonalised; each matrix may be divided among ranks."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, momentum: float) -> None:
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step; collective where matrices are divided: all ranks take the same order."""
+        for group in self.param_groups:
+            rate, momentum = group["lr"], group["momentum"]
+            for matrix in group["params"]:
+                if matrix.grad is None:
+                    continue
+                state = self.state[matrix]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+                buffer = state["momentum_buffer"]
+                buffer.lerp_(matrix.grad, 1 - momentum)
+                update = orthogonal(matrix.grad.lerp(buffer, momentum))
+                matrix.mul_(1 - rate * group["weight_decay"])
+                # the root mean square of an update is then that of AdamW's
+                matrix.add_(update, alpha=-rate * 0.2 * math.sqrt(max(matrix.shape)))
+
+
+def orthogonal(update: Tensor) -> Tensor:
+    """The nearest (semi-)orthogonal matrix, roughly; divided as the update is."""
+    if not isinstance(update, DTensor):
+        return newton_schulz(update.bfloat16())
+    mesh, placements = update.device_mesh, update.placements
+    narrow: Any = update.bfloat16()
+    whole = newton_schulz(narrow.full_tensor())
+    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(mesh, placements)
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """Five steps of the quintic Newton-Schulz iteration, in bf16."""
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=LEAST_NORM)
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
