@@ -41,7 +41,21 @@ def test_help_shows_usage_and_options(verb, capsys):
 
 def test_a_word_that_is_no_verb(capsys):
     assert main(["repport"]) == 2
-    assert "unknown command: repport" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "unknown command: repport" in error and "did you mean report?" in error
+    assert "launch" not in error and "make-delta" not in error, (
+        "what jobs call is for nobody to type"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [("--cfg", "atoll compose --cfg …"), ("facility=laptop", "atoll submit facility=laptop …")],
+)
+def test_a_command_comes_first(capsys, word, instead):
+    assert main([word, "job"]) == 2
+    found, hint = capsys.readouterr().err.splitlines()
+    assert f"{word} is no command" in found and instead in hint
 
 
 def test_a_pythonpath_that_shadows_yaml_does_not_reach_the_console_script(tmp_path):

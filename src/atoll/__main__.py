@@ -90,9 +90,16 @@ def _keep(error: UserError, argv: list[str]) -> None:
 
 
 def _unknown(name: str) -> UserError:
+    if name.startswith("-") or "=" in name:
+        command = "compose" if name.startswith("-") else "submit"
+        return UserError(
+            f"{name} is no command, and a command comes first",
+            f"atoll {command} {name} …; atoll --help lists the commands",
+        )
     near = importlib.import_module("difflib").get_close_matches(name, VERBS, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    return UserError(f"unknown command: {name}", f"{hint}choose from: {', '.join(VERBS)}")
+    typed = [word for heading, group in GROUPS.items() if heading != JOBS_OWN for word in group]
+    return UserError(f"unknown command: {name}", f"{hint}choose from: {', '.join(typed)}")
 
 
 def _of_files(error: OSError, hint: str) -> UserError:
