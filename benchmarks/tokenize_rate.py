@@ -86,9 +86,16 @@ def python_sources(characters: int) -> Iterator[str]:
 def measure(folder: Path, turns: int) -> dict[str, list[float]]:
     """Mtok/s of each way in each turn."""
 
+    # no script: multiprocessing would run that again in each process, which `atoll` has not either
+    start = "import sys, tokenize_rate; sys.exit(tokenize_rate.main())"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+
     def turn(name: str) -> float:
-        command = [sys.executable, __file__, "--way", name, "--folder", str(folder)]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        command = [sys.executable, "-c", start, "--way", name, "--folder", str(folder)]
+        done = subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        output = done.stdout
         seconds, tokens = json.loads(output.splitlines()[-1])
         return float(tokens / seconds / 1e6)
 
