@@ -101,6 +101,7 @@ def whole(ranks: RankPool, folder: Path) -> dict[int, float]:
         pytest.param("ddp", {}, marks=pytest.mark.full),
         pytest.param("hybrid_shard", {"shard": 2}, marks=pytest.mark.full),
         pytest.param("tensor", {}, marks=pytest.mark.full),
+        pytest.param("context", {}, marks=pytest.mark.full),
         pytest.param("pipeline", {}, marks=pytest.mark.full),
     ],
 )
