@@ -53,18 +53,21 @@ def settings(folder: Path, strategy: str) -> Any:
 
 
 def rank_main(rank: int, port: int, rounds: int, folder: Path, costs_of_strategies: Any) -> None:
-    from atoll.sharding.process_group import World
+    from torch.distributed.rendezvous import rendezvous
+
+    from atoll.sharding.process_group import MEETING, talking
+    from atoll.sharding.tree import join
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
+    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", rank, RANKS, timeout=MEETING))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     try:
-        groups = [dist.new_group(backend="gloo") for _ in range(2)]
-        world = World(rank, RANKS, torch.device("cpu"), *groups)
-        for strategy in STRATEGIES:
-            costs = measured(world, settings(folder, strategy), rounds)
-            if rank == 0:
-                costs_of_strategies[strategy] = costs
+        trees = join(store, rank, RANKS, "127.0.0.1", MEETING.total_seconds(), count=3)
+        with talking(trees, torch.device("cpu")) as world:
+            for strategy in STRATEGIES:
+                costs = measured(world, settings(folder, strategy), rounds)
+                if rank == 0:
+                    costs_of_strategies[strategy] = costs
     finally:
         dist.destroy_process_group()
 
