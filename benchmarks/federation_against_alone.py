@@ -70,7 +70,7 @@ def alone(campaign: Campaign, site: Site, start: Path) -> Path:
     own = [f"name={name}", f"model.source={start}", f"training.steps={steps}"]
     own += [f"training.global_batch_samples={campaign.batch_samples}", "training.epochs=null"]
     atoll("submit", *of_site(campaign, site), *own)
-    return run_dir.export(Path("runs").absolute() / name)
+    return run_dir.export(run_dir.folder(compose([*of_site(campaign, site), *own]).run))
 
 
 def judged(campaign: Campaign, site: Site, name: str, model: Path) -> dict[str, Any]:
