@@ -27,8 +27,6 @@ from atoll.federation.tensors import TensorReader, stretches
 from atoll.report import command as report
 from atoll.report.campaign import rounds
 
-pytestmark = pytest.mark.login_node
-
 TINY = [
     "facility=laptop",
     "ranks_per_node=1",
@@ -151,6 +149,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.login_node
 def test_a_campaign_ends_with_a_model_that_transformers_loads(whole: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -164,6 +163,7 @@ def test_a_campaign_ends_with_a_model_that_transformers_loads(whole: Path) -> No
     assert len(received) == 4 and max(received) < whole_model / 2
 
 
+@pytest.mark.login_node
 @pytest.mark.full
 def test_the_model_is_verified_down_to_the_runs_of_its_facilities(
     whole: Path, capsys: pytest.CaptureFixture[str]
@@ -179,6 +179,7 @@ def test_the_model_is_verified_down_to_the_runs_of_its_facilities(
         assert main(["verify", str(run / "export")]) == 0
 
 
+@pytest.mark.login_node
 def test_the_report_tells_rounds_bytes_losses_and_weights(
     whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,6 +205,7 @@ def test_the_report_tells_rounds_bytes_losses_and_weights(
     assert not list(whole.glob("sites/*/rounds/round-003")), "nothing was trained for it"
 
 
+@pytest.mark.login_node
 def test_a_campaign_ends_early_where_its_target_is_reached(
     whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +218,7 @@ def test_a_campaign_ends_early_where_its_target_is_reached(
     assert not store.round(3).exists()
 
 
+@pytest.mark.login_node
 @pytest.mark.matrix(always=lambda moment: moment == "received")
 @pytest.mark.parametrize("moment", ["sent", "received"])
 def test_a_killed_coordinator_goes_on_where_it_was(whole: Path, folder: Path, moment: str) -> None:
@@ -234,6 +237,7 @@ def test_a_killed_coordinator_goes_on_where_it_was(whole: Path, folder: Path, mo
     assert len(list(folder.glob("sites/*/runs/*"))) == 2, "a run for each facility, not more"
 
 
+@pytest.mark.login_node
 @pytest.mark.matrix
 def test_rounds_of_one_facility_are_one_run(folder: Path) -> None:
     """Moments, counts, warm-up and schedule go on; what differs is the rounding of differences."""
@@ -266,6 +270,7 @@ def test_rounds_of_one_facility_are_one_run(folder: Path) -> None:
             assert not torch.allclose(values_N, start_N, rtol=0, atol=1e-3)
 
 
+@pytest.mark.login_node
 @pytest.mark.matrix
 def test_a_facility_that_never_answers_is_left_out(folder: Path) -> None:
     sites = settings(folder)["sites"]
@@ -278,6 +283,7 @@ def test_a_facility_that_never_answers_is_left_out(folder: Path) -> None:
     )
 
 
+@pytest.mark.login_node
 @pytest.mark.matrix
 def test_late_work_has_its_part_in_the_next_round(folder: Path) -> None:
     """One facility answers when round 1 is over; in round 2 what it makes for round 1 is taken."""
@@ -300,6 +306,7 @@ def test_late_work_has_its_part_in_the_next_round(folder: Path) -> None:
     assert shares["lagoon"] == pytest.approx(2**-0.5 / (1 + 2**-0.5))
 
 
+@pytest.mark.login_node
 @pytest.mark.matrix
 def test_below_the_quorum_the_model_stays_and_nobody_trains_twice(folder: Path) -> None:
     sites = settings(folder)["sites"]
@@ -315,6 +322,7 @@ def test_below_the_quorum_the_model_stays_and_nobody_trains_twice(folder: Path) 
     assert json.loads(update.read_text())["nonce"] == nonce
 
 
+@pytest.mark.login_node
 @pytest.mark.matrix
 def test_a_facility_trains_on_the_tokens_of_its_bundle(whole: Path, tmp_path: Path) -> None:
     """The model that the bundle was made with is not there, nor is any text."""
@@ -334,6 +342,7 @@ def test_a_facility_trains_on_the_tokens_of_its_bundle(whole: Path, tmp_path: Pa
     assert not list(tmp_path.glob("sites/reef/prepared/*"))
 
 
+@pytest.mark.login_node
 @pytest.mark.parametrize(
     ("change", "found"),
     [
@@ -358,6 +367,7 @@ def test_foreign_and_replayed_updates_are_refused(
         check_update(store, 1, campaign.sites[0], tmp_path)
 
 
+@pytest.mark.login_node
 def test_signatures_are_of_one_facility_and_one_text(tmp_path: Path) -> None:
     allowed = keys(tmp_path, "reef", "lagoon")
     file = tmp_path / "manifest.json"
@@ -373,6 +383,7 @@ def test_signatures_are_of_one_facility_and_one_text(tmp_path: Path) -> None:
         refuse_unsigned(file, allowed, "reef")
 
 
+@pytest.mark.login_node
 def test_an_update_that_another_facility_signed_is_refused(whole: Path, tmp_path: Path) -> None:
     campaign = checked_campaign(settings(whole, **signed(whole)))
     store = CampaignStore(campaign, whole / "campaigns" / "c")
@@ -388,6 +399,7 @@ def test_an_update_that_another_facility_signed_is_refused(whole: Path, tmp_path
         check_update(store, 1, lagoon, tmp_path)
 
 
+@pytest.mark.login_node
 def test_settings_stay_for_a_campaigns_life(whole: Path) -> None:
     store = CampaignStore(
         checked_campaign(settings(whole, steps=4, **signed(whole))), whole / "campaigns" / "c"
@@ -417,6 +429,7 @@ Host gate
 """
 
 
+@pytest.mark.login_node
 def test_the_workflow_names_hosts_as_ssh_knows_them(tmp_path: Path) -> None:
     (tmp_path / "config").write_text(SSH_CONFIG.format(folder=tmp_path))
     (tmp_path / "known").write_text("login.leonardo.example ssh-ed25519 AAAA\n")
