@@ -30,6 +30,7 @@ def no_start(monkeypatch):
         ("folders.runs=FILE/runs", "cannot write the run folder FILE/runs/x: Not a directory"),
         ("folders.prepared=FILE/p", "cannot make FILE/p: Not a directory"),
         ("model.source=/no/such/folder", "no such folder: model.source=/no/such/folder"),
+        ("model.source=/", "no config.json in model.source=/"),
     ],
 )
 def test_a_place_that_cannot_be_used_is_named(word, found, here, capsys):
@@ -52,6 +53,34 @@ def test_an_environment_of_a_login_node_starts_no_training(here, monkeypatch, ca
 
 
 @pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("data.files=none.txt", "data.files: no such file or folder: HERE/none.txt"),
+        ("data.files=*.txt", "data.files holds no text: 1 files, 0 bytes"),
+        ("data.files=folder", "data.files: the folder HERE/folder holds no file that ends in"),
+        (
+            "data.files=full.md data.validation.files=gone.txt data.validation.fraction=null",
+            "data.validation.files: no such file or folder: HERE/gone.txt",
+        ),
+        (
+            "data=python_stdlib data.files=full.md",
+            "data.files names full.md, and data=python_stdlib reads Python's own sources",
+        ),
+    ],
+)
+def test_text_that_is_not_there_is_refused_before_a_folder_is_written(words, found, here, capsys):
+    (here / "empty.txt").touch()
+    (here / "full.md").write_text("words")
+    (here / "folder").mkdir()
+    assert main(["submit", *LAPTOP, "data=text_files", *words.split()]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"atoll: {found.replace('HERE', str(here))}") and len(lines) == 2
+    assert not (here / "runs").exists()
+    dry = ["submit", "--dry-run", *LAPTOP, "data=text_files", *words.split()]
+    assert main(dry) == 0  # may be typed before the text is there
+
+
+@pytest.mark.parametrize(
     ("words", "shown"),
     [
         ([], "evaluating llama_tiny, untrained (model.source=FOLDER gives a model), on what"),
@@ -59,6 +88,7 @@ def test_an_environment_of_a_login_node_starts_no_training(here, monkeypatch, ca
     ],
 )
 def test_evaluate_says_what_it_evaluates(words, shown, here, capsys):
+    (here / "config.json").write_text('{"model_type": "llama"}')
     words = [word.replace("HERE", str(here)) for word in words]
     with pytest.raises(StartedError):
         main(["evaluate", *LAPTOP, *words])

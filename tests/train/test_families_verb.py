@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers.utils import logging
 
 from atoll.errors import UserError
 from atoll.models.self_check import TRIED
@@ -12,10 +13,18 @@ from atoll.train import families
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
 
+@pytest.fixture(autouse=True)
+def verbosity():
+    before = logging.get_verbosity()
+    yield
+    logging.set_verbosity(before)
+
+
 @pytest.mark.login_node
 def test_the_table_in_the_docs_is_what_the_verb_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert families.main([]) == 0
-    printed = capsys.readouterr().out
+    printed, warned = capsys.readouterr()
+    assert not warned
     assert printed in DOCS.read_text(), "write what `atoll models` prints into docs/models.md"
     assert all(f"| {family} |" in printed for family in TRIED)
 

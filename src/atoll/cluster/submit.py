@@ -25,6 +25,7 @@ from atoll.errors import UserError, printable
 from atoll.health.exclusions import excluded
 from atoll.images.check import check_image
 from atoll.settings import Run
+from atoll.settings.named_files import named_files, refuse_no_text
 
 ABOUT = """\
 Compose a run, check it, write its folder, and queue it; without a scheduler it runs here."""
@@ -102,6 +103,7 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
         if not arguments.dry_run:  # which may be typed before there is an image
             check_image(composition.run)
             check_environment(composition.run)
+            check_data(composition.run)
     if arguments.dry_run:
         heads = [
             f"# {line}\n" if (line := counted(compositions, each)) else "" for each in compositions
@@ -210,8 +212,14 @@ def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
 def check_source(run: Run) -> None:
     """Refuse a folder that is not on this machine, where the run takes place on it."""
     source = run.model.source
-    if source is not None and source.startswith("/") and not Path(source).is_dir():
-        raise UserError(f"no such folder: model.source={source}", "check the path")
+    if source is not None and source.startswith("/"):
+        if not Path(source).is_dir():
+            raise UserError(f"no such folder: model.source={source}", "check the path")
+        if not (Path(source) / "config.json").is_file():
+            raise UserError(
+                f"no config.json in model.source={source}",
+                "give the folder of a Hugging Face model",
+            )
     tasks = run.evaluation.tasks_folder
     if tasks is not None and not Path(tasks).is_dir():
         raise UserError(f"no such folder: evaluation.tasks_folder={tasks}", "check the path")
@@ -219,6 +227,32 @@ def check_source(run: Run) -> None:
         origin = getattr(run.checkpoint, name)
         if origin is not None and not origin.is_dir():
             raise UserError(f"no such folder: checkpoint.{name}={origin}", "check the path")
+
+
+def check_data(run: Run) -> None:
+    """Refuse text files that are not there before a job waits for them, or holds none.
+
+    Where their tokens are made already, the text may have been put away.
+    """
+    data = run.data
+    if data.source == "hub" or run.folders.bundle is not None:
+        return
+    if (run_dir.prepared(run) / "manifest.json").is_file():
+        return
+    if data.source == "python_stdlib":
+        if named := next((entry for entry in data.files if Path(entry).is_file()), None):
+            raise UserError(
+                f"data.files names {named}, and data={data.name} reads Python's own sources",
+                f"for text of your own: data=text_files data.files={named}",
+            )
+        return
+    for setting, entries in (
+        ("data.files", data.files),
+        ("data.validation.files", data.validation.files),
+    ):
+        if entries:
+            paths = [path for entry in entries for _, path in named_files(entry, setting)]
+            refuse_no_text(paths, setting)
 
 
 def check_environment(run: Run) -> None:

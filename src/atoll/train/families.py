@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from transformers.utils import logging
+
 from atoll.commands import VerbParser
 from atoll.errors import UserError
 from atoll.models.build import skeleton
@@ -28,6 +30,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="of all: those listed")
     parser.add_argument("--json", action="store_true", help="as a JSON list, with reasons")
     arguments = parser.read(argv)
+    logging.set_verbosity_error()  # which warns of small copies' odd sizes
     rows = [row_of(family) for family in arguments.families or sorted((*PARTS, *TRIED))]
     print(json.dumps(rows, indent=1) if arguments.json else table(rows))
     return 0

@@ -18,8 +18,8 @@ from atoll.data.sources import columns, hub, rows
 from atoll.data.sources.parts import Part
 from atoll.errors import UserError
 from atoll.settings import Data
+from atoll.settings.named_files import SUFFIXES, named_files, refuse_no_text
 
-SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
 # Tests, tables (of characters, entities, help topics) and packages that distributions leave out.
 LEFT_OUT = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib",
@@ -124,14 +124,11 @@ def _files(
     by_path: dict[Path, Part] = {}
     fields = _fields(data)
     for entry in entries:
-        for name, path in _expand(entry, setting):
+        for name, path in named_files(entry, setting):
             part = Part(name, path, _format(path, data, setting), fields, share=share)
             by_path.setdefault(path.resolve(), part)
     parts = tuple(by_path.values())
-    if not any(part.path.stat().st_size for part in parts):
-        raise UserError(
-            f"{setting} holds no text: {len(parts)} files, 0 bytes", "give files that are not empty"
-        )
+    refuse_no_text([part.path for part in parts], setting)
     if data.holds_conversations:
         parts = tuple(rows.with_layout(part, data) for part in parts)
     about = [data.document, *fields, *(map(str, share) if share != WHOLE else ())]
@@ -143,35 +140,6 @@ def _fields(data: Data) -> tuple[str, ...]:
     if data.classes is None:
         return (data.text_field,)
     return (*data.classes.text_fields, data.classes.label_field)
-
-
-def _expand(entry: str, setting: str) -> list[tuple[str, Path]]:
-    """The files behind one entry, each with a name that does not depend on the machine."""
-    path = Path(entry).expanduser()
-    if path.is_dir():
-        inside = sorted(
-            file.relative_to(path).as_posix()
-            for file in path.rglob("*")
-            if file.suffix in SUFFIXES and file.is_file() and not file.name.startswith(".")
-        )
-        if not inside:
-            raise UserError(
-                f"{setting}: the folder {entry} holds no file that ends in {', '.join(SUFFIXES)}",
-                "give a folder that does, or name the files",
-            )
-        return [(name, path / name) for name in inside]
-    if path.is_file():
-        return [(path.name, path)]
-    root = Path(path.anchor)
-    pattern = str(path.relative_to(root))
-    matches = sorted(match for match in root.glob(pattern) if match.is_file())
-    if not matches:
-        kind = "no file matches" if set("*?[") & set(entry) else "no such file or folder:"
-        raise UserError(
-            f"{setting}: {kind} {entry} (from {Path.cwd()})",
-            "check the spelling; relative paths start where the command was typed",
-        )
-    return [(match.name, match) for match in matches]
 
 
 def _format(path: Path, data: Data, setting: str) -> str:
