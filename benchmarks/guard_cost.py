@@ -145,9 +145,11 @@ def with_run(train_state: Any, run: Any) -> Any:
 
 
 def timed(call: Callable[[], object]) -> float:
+    """Until all ranks are through: else a guard would count what a later call waits for."""
     dist.barrier()
     started = time.perf_counter()
     call()
+    dist.barrier()
     return time.perf_counter() - started
 
 
