@@ -9,6 +9,9 @@ import math
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,6 @@ from atoll import run_dir
 from atoll.campaign.store import CampaignStore, checked_campaign, load_store
 from atoll.config.compose import campaign_values, compose
 from atoll.settings.federation import Campaign, Site
-
-MODELS_BEFORE = "before"
 
 
 def main() -> int:
@@ -31,20 +32,25 @@ def main() -> int:
     os.chdir(arguments.folder)
     lines = ["federation=demo", f"rounds={arguments.rounds}", *arguments.settings]
     campaign = checked_campaign(campaign_values(lines))
-    stages = [f"{site.name} alone" for site in campaign.sites]
-    print(f"1/{len(stages) + 2} federated: {campaign.rounds} rounds", flush=True)
-    atoll("federate", *lines)
+    print(f"1/3 federated: {campaign.rounds} rounds", flush=True)
+    subprocess.run([sys.executable, "-m", "atoll", "federate", *lines], check=True)
     home = Path(campaign.folder).absolute() / campaign.name
-    models = {MODELS_BEFORE: home / "round-000" / "global" / "export"}
-    for stage, site in enumerate(campaign.sites, 2):
-        print(f"{stage}/{len(stages) + 2} {site.name} alone", flush=True)
-        models[f"{site.name} alone"] = alone(campaign, site, models[MODELS_BEFORE])
-    models["federated"] = home / f"round-{campaign.rounds:03d}" / "global" / "export"
-    print(f"{len(stages) + 2}/{len(stages) + 2} every model on every text", flush=True)
-    table = {
-        name: {site.name: judged(campaign, site, name, model) for site in campaign.sites}
-        for name, model in models.items()
+    first, last = (home / f"round-{n:03d}" / "global" / "export" for n in (0, campaign.rounds))
+    print("2/3 each facility alone, side by side", flush=True)
+    runs = {f"{site.name} alone": alone(campaign, site, first) for site in campaign.sites}
+    side_by_side(runs, "submit", len(runs))
+    exports = {name: run_dir.export(folder_of(words)) for name, words in runs.items()}
+    models = {"before": first, **exports, "federated": last}
+    print("3/3 every model on every text", flush=True)
+    pairs = [(name, site) for name in models for site in campaign.sites]
+    judges = {
+        f"{name} on {site.name}": judge(campaign, site, name, models[name]) for name, site in pairs
     }
+    side_by_side(judges, "evaluate", len(os.sched_getaffinity(0)))
+    table: dict[str, dict[str, Any]] = {name: {} for name in models}
+    for (name, site), words in zip(pairs, judges.values(), strict=True):
+        result = run_dir.result_file(folder_of(words))
+        table[name][site.name] = json.loads(result.read_text())
     union = show(campaign, table)
     show_rounds(load_store(home))
     if arguments.check and min(union, key=lambda name: union[name]) != "federated":
@@ -52,36 +58,49 @@ def main() -> int:
     return 0
 
 
-def atoll(*words: str) -> None:
-    """Run a verb; its progress is shown."""
-    subprocess.run([sys.executable, "-m", "atoll", *words], check=True)
+def side_by_side(runs: Mapping[str, Sequence[str]], verb: str, at_once: int) -> None:
+    """Run a verb for each on one core, so many at once; a line when one ends, output if it fails.
+
+    A model of this size is no faster on two cores, and half of a run is the start of its process.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def run(name: str) -> None:
+        began = time.monotonic()
+        command = [sys.executable, "-m", "atoll", verb, *runs[name]]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{name} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        print(f"{name}: done in {time.monotonic() - began:.0f} s", flush=True)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        for ended in [pool.submit(run, name) for name in runs]:
+            ended.result()
+
+
+def folder_of(words: Sequence[str]) -> Path:
+    return run_dir.folder(compose(words).run)
 
 
 def of_site(campaign: Campaign, site: Site) -> list[str]:
     tokenizer = Path(site.folder).absolute() / "tokenizer"
     lines = [*campaign.train, *site.overrides, "model=from_path", f"tokenizer.path={tokenizer}"]
+    lines.append(f"training.global_batch_samples={campaign.batch_samples}")
     return [*lines, f"folders.prepared={Path(site.folder).absolute() / 'prepared'}"]
 
 
-def alone(campaign: Campaign, site: Site, start: Path) -> Path:
+def alone(campaign: Campaign, site: Site, start: Path) -> list[str]:
     """The same model, steps and samples as in the campaign, without the others."""
-    name = f"alone-{site.name}"
     steps = campaign.rounds * campaign.steps
-    own = [f"name={name}", f"model.source={start}", f"training.steps={steps}"]
-    own += [f"training.global_batch_samples={campaign.batch_samples}", "training.epochs=null"]
-    atoll("submit", *of_site(campaign, site), *own)
-    return run_dir.export(run_dir.folder(compose([*of_site(campaign, site), *own]).run))
+    own = [f"name=alone-{site.name}", f"model.source={start}", f"training.steps={steps}"]
+    return [*of_site(campaign, site), *own, "training.epochs=null"]
 
 
-def judged(campaign: Campaign, site: Site, name: str, model: Path) -> dict[str, Any]:
+def judge(campaign: Campaign, site: Site, name: str, model: Path) -> list[str]:
     """Loss on a facility's whole held-out text, and its number of targets."""
     run = f"judge-{name.replace(' ', '-')}-on-{site.name}"
     own = [f"name={run}", f"model.source={model}", "evaluation.max_samples=null"]
-    own += [f"training.global_batch_samples={campaign.batch_samples}"]
-    atoll("evaluate", *of_site(campaign, site), *own)
-    folder = run_dir.folder(compose([*of_site(campaign, site), *own]).run)
-    result: dict[str, Any] = json.loads(run_dir.result_file(folder).read_text())
-    return result
+    return [*of_site(campaign, site), *own]
 
 
 def show(campaign: Campaign, table: dict[str, dict[str, Any]]) -> dict[str, float]:

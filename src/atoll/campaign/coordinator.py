@@ -7,12 +7,13 @@ same question, and does nothing twice.
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from atoll.campaign import streamflow
 from atoll.campaign.average import average
-from atoll.campaign.calls import LOOK_SECONDS
+from atoll.campaign.calls import LOOK_SECONDS, Over, never
 from atoll.campaign.dry_run import dry_run
 from atoll.campaign.first_model import make_first_model, merge_adapter
 from atoll.campaign.journal import alone
@@ -98,18 +99,29 @@ def collect_here(store: CampaignStore, number: int) -> None:
 def _ask_until_settled(
     store: CampaignStore, number: int, site: Site, stop: threading.Event
 ) -> None:
-    """Up to the deadline, and once after it: what is ready then is not lost."""
+    for seconds in questions(store, number, site, lambda _: stop.is_set()):
+        if stop.wait(seconds):
+            return
+
+
+def questions(
+    store: CampaignStore, number: int, site: Site, stopped: Over = never
+) -> Iterator[float]:
+    """Ask a facility until it has sent its update or the time is over; the seconds between two.
+
+    Up to the deadline, and once after it: what is ready then is not lost.
+    """
     deadline, quick = store.deadline(number), 0
-    while not stop.is_set():
+    while not stopped(0.0):
         before = store.state(number, site).text
-        go_on(store, number, site, lambda _: stop.is_set())
+        go_on(store, number, site, stopped)
         state = store.state(number, site)
         if state.settled or time.time() > deadline:
             return
         quick += 1
-        if state.text == before or quick > QUICK_QUESTIONS:
-            left = max(0.0, deadline - time.time())
-            stop.wait(min(store.campaign.poll_seconds, left + LOOK_SECONDS))
+        waits = state.text == before or quick > QUICK_QUESTIONS
+        left = max(0.0, deadline - time.time())
+        yield min(store.campaign.poll_seconds, left + LOOK_SECONDS) if waits else 0.0
 
 
 # engine -> how it gets the updates of one round; cut off, it goes on from where it was
