@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from atoll.__main__ import LOADS, main
-from atoll.commands import VERBS
+from atoll.commands import GROUPS, JOBS_OWN, VERBS
 from atoll.config.compose import compose_all, groups
+from atoll.examples import FIRST, LINES
 from atoll.settings import is_setting
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +46,15 @@ def commands(page: Path) -> list[str]:
     return list(dict.fromkeys(line.strip() for line in [*lines, *ours] if line.strip()))
 
 
-CASES = [(page.name, line) for page in PAGES for line in commands(page)]
+def examples() -> list[tuple[str, str]]:
+    """The lines at the end of each command's help, without what is said of them."""
+    lines = [
+        line for text in (FIRST.partition("\n")[2], *LINES.values()) for line in text.splitlines()
+    ]
+    return [("--help", re.split(" {2,}", line.strip())[0]) for line in lines]
+
+
+CASES = [(page.name, line) for page in PAGES for line in commands(page)] + examples()
 
 
 def words_of(line: str) -> list[list[str]]:
@@ -121,11 +130,11 @@ def options_of(verb: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def in_readme(page: str, line: str) -> bool:
-    return page == "README.md"
+def first_read(page: str, line: str) -> bool:
+    return page in ("README.md", "--help")
 
 
-@pytest.mark.matrix(always=in_readme)
+@pytest.mark.matrix(always=first_read)
 @pytest.mark.parametrize(
     ("page", "line"), CASES, ids=[f"{p}-{n}" for n, (p, _) in enumerate(CASES)]
 )
@@ -142,6 +151,13 @@ def test_a_command_is_what_it_says(page, line, clone, monkeypatch, capsys):
             assert unknown in ([], ["install"]), unknown
         else:
             assert words[0] in OTHERS, f"{words[0]} of {page} is no known program"
+
+
+def test_each_command_that_a_person_types_ends_its_help_with_examples(capsys):
+    typed = {name for heading, group in GROUPS.items() if heading != JOBS_OWN for name in group}
+    assert set(LINES) == typed
+    for name in typed - LOADS:
+        assert f"examples:\n{LINES[name]}" in options_of(name, capsys)
 
 
 @functools.cache

@@ -15,9 +15,10 @@ BASE = {"settings", "errors", "run_dir", "commands"}
 # room -> the rooms it may import, beside itself
 ROOMS = {
     "__init__": set(),
-    "__main__": {"errors", "commands"},
+    "__main__": {"errors", "commands", "examples"},
     "errors": set(),
-    "commands": {"errors"},
+    "examples": set(),
+    "commands": {"errors", "examples"},
     "tables": set(),
     "settings": {"errors"},
     "run_dir": {"errors", "settings"},
@@ -44,6 +45,7 @@ PACKAGES = {
     "__init__": set(),
     "__main__": set(),
     "errors": set(),
+    "examples": set(),
     "commands": set(),
     "tables": {"rich"},
     "settings": {"pydantic", "yaml"},

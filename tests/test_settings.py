@@ -103,7 +103,7 @@ def test_a_run_cannot_be_changed():
         ("model", {"name": "m"}, "model.source", "settings"),
         ("training.epochs", 1, "and both are set", "training.steps=null training.epochs=1"),
         ("training.steps", None, "and neither is set", "training.steps=1000 training.epochs=null"),
-        ("training.global_batch_samples", 5, "(5)", "settings"),
+        ("training.global_batch_samples", 5, "(5)", "global_batch_samples=4, the nearest"),
         ("sharding.layouts", [], "2 ranks", "settings"),
         ("sharding.shard", 3, "world size (2) must be divisible by sharding.shard (3)", "settings"),
         ("name", "../x", "name = '../x'", "another value"),

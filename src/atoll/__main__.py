@@ -8,14 +8,7 @@ from pathlib import Path
 
 from atoll.commands import GROUPS, JOBS_OWN, VERBS, close_stdin
 from atoll.errors import UserError, keep_failure
-
-EXAMPLES = """\
-examples:
-  atoll list facilities                                what facility= may be
-  atoll submit facility=NAME experiment=demo           train a small model here
-  atoll submit --dry-run facility=NAME nodes=8         print the job, queue nothing
-  atoll status                                         every run of this folder
-"""
+from atoll.examples import FIRST
 
 # of others, with libraries that may ask
 LOADS = {"tokenize", "fetch", "untrained", "adapter", "generate", "scores"}
@@ -140,7 +133,7 @@ def _usage() -> str:
     for heading, group in GROUPS.items():
         lines += [f"{heading}:", *(f"  {name:11} {about}" for name, (_, about) in group.items())]
         lines.append("")
-    return "\n".join([*lines, EXAMPLES.rstrip()])
+    return "\n".join([*lines, FIRST.rstrip()])
 
 
 if __name__ == "__main__":

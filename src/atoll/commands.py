@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from atoll.errors import UserError
+from atoll.examples import examples_of
 
 MISSING = 127  # as a shell says of a program that is not there
 TIMED_OUT = 124  # as timeout(1) says
@@ -121,6 +122,7 @@ class VerbParser(argparse.ArgumentParser):
         super().__init__(
             prog=f"atoll {verb}",
             description=about,
+            epilog=examples_of(verb),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )

@@ -75,7 +75,7 @@ CASES = [
         "training.steps=600",
     ),
     (["checkpoint.initial_load_path=runs/x"], "runs/x is no checkpoint", "step-00000500"),
-    (["training.global_batch_samples=3"], "(3)", "settings"),
+    (["training.global_batch_samples=3"], "(3)", "global_batch_samples=4, the nearest"),
     (["training.device_batch_samples=3"], "(64) is not", "set one of them, the other to null"),
     (["training.global_batch_samples=null"], "a step has no samples", "device_batch_samples=4"),
     (["data.hub_shuffle_seed=1"], "data.source=python_stdlib", "data.hub_shuffle_seed=null"),

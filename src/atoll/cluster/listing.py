@@ -38,9 +38,9 @@ def main(argv: list[str]) -> int:
     """Print one table, or one JSON list."""
     parser = VerbParser("list", ABOUT)
     what = [*GROUPS, *HERE]
-    parser.add_argument("what", nargs="?", default="runs", choices=what, metavar="WHAT")
+    about = f"{', '.join(what)}; default: runs"
+    parser.add_argument("what", nargs="?", default="runs", choices=what, metavar="WHAT", help=about)
     parser.add_argument("--json", action="store_true", help="as a JSON list of objects")
-    parser.epilog = f"WHAT is one of {', '.join(what)}.\n\nexamples:\n  atoll list models"
     arguments = parser.read(argv)
     kind = arguments.what
     rows = choices(GROUPS[kind]) if kind in GROUPS else HERE[kind]()
@@ -55,7 +55,6 @@ def status_of(argv: list[str]) -> int:
     lines = "of one run: loss, tokens/s and time left, line by line, until it has ended"
     parser.add_argument("--follow", action="store_true", help=lines)
     parser.add_argument("--json", action="store_true", help="as a JSON list of objects")
-    parser.epilog = "examples:\n  atoll status\n  atoll status NAME --follow"
     arguments = parser.read(argv)
     if arguments.follow:
         if len(arguments.runs) != 1:

@@ -34,14 +34,6 @@ Perplexity (task=causal_lm) or the metrics of the data set (task=classification)
 model.source=FOLDER on the held-out part of data=NAME, anywhere a run may go. The last line of the
 run's metrics.jsonl holds them.
 `atoll evaluate WHERE --tasks NAMES`: the scores of tasks, here; `atoll scores --help` says more."""
-EXAMPLES = """\
-Settings that are not given have the values that `atoll compose facility=NAME` prints.
-
-examples:
-  sbatch/train.sbatch facility=NAME experiment=demo
-  sbatch/train.sbatch facility=NAME model=llama2_7b nodes=8 --dry-run
-  sbatch/train.sbatch facility=NAME --then evaluate,report --tasks piqa,arc_easy
-  sbatch/train.sbatch facility=NAME --multirun sharding=ddp,full_shard"""
 NO_STEPS = ["training.steps=0", "training.epochs=null"]
 # scheduler -> the command that queues a run
 SUBMISSIONS = {"slurm": slurm.sbatch_argv, "pbs": pbs.qsub_argv}
@@ -83,7 +75,6 @@ def _parser(verb: str, about: str) -> VerbParser:
     parser.add_argument("--sbatch-env", action="store_true", help=exports)
     parser.add_argument("--hand-over", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--clone", type=Path, help=argparse.SUPPRESS)  # whose batch file it is
-    parser.epilog = EXAMPLES
     return parser
 
 

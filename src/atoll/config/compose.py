@@ -112,7 +112,8 @@ def origin_line(run: Run) -> str:
 def overrides_parser(verb: str, about: str, multirun: bool = False) -> VerbParser:
     """A verb that takes the words of a configuration, beside options of its own."""
     parser = VerbParser(verb, about, replaced=HYDRA_FLAGS)
-    shown = "a setting, as nodes=8, or a choice of a group, as model=llama2_7b"
+    shown = "a setting, as nodes=8, or a choice of a group, as model=llama2_7b; what is not given "
+    shown += "`atoll compose facility=NAME` prints"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=shown)
     if multirun:
         several = "take several values, as in nodes=1,2,4: one run for each combination"

@@ -24,10 +24,6 @@ OWN = Path("hydra_conf", "local")  # never written over
 ABOUT = """\
 Write a working folder for an installed atoll: the configuration tree, your own settings
 (hydra_conf/local/default.yaml), the batch file and a Makefile. A clone is one already."""
-EXAMPLES = """\
-examples:
-  atoll init my_models                  then: cd my_models && make demo
-  atoll init --update my_models         after an upgrade; your own settings and files stay"""
 
 
 def main(argv: list[str]) -> int:
@@ -36,7 +32,6 @@ def main(argv: list[str]) -> int:
     again = "write this version's files over those of an older one"
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--update", action="store_true", help=again)
-    parser.epilog = EXAMPLES
     arguments = parser.read(argv)
     folder = Path(os.path.normpath(Path.cwd() / arguments.folder.expanduser()))
     write_working_folder(folder, arguments.update)

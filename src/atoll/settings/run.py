@@ -290,9 +290,20 @@ class Run(Settings):
             raise ValueError(
                 f"training.global_batch_samples ({self.training.global_batch_samples}) must be "
                 f"divisible by ranks x training.microbatch_samples "
-                f"({data} x {microbatch} = {per_pass})"
+                f"({data} x {microbatch} = {per_pass})",
+                self._nearest_batch(per_pass),
             )
         return self
+
+    def _nearest_batch(self, per_pass: int) -> str:
+        """Smaller microbatches for the same step where there are any, or another step."""
+        whole, ranks = self.training.global_batch_samples, self.axes.data
+        if whole % ranks == 0:
+            share = whole // ranks
+            fits = max(n for n in range(1, per_pass // ranks + 1) if share % n == 0)
+            return f"training.microbatch_samples={fits}, with the same samples in a step"
+        nearest = max(1, round(whole / per_pass)) * per_pass
+        return f"training.global_batch_samples={nearest}, the nearest that fits"
 
     @model_validator(mode="after")
     def _tokens_divide(self) -> "Run":

@@ -36,9 +36,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--prompt", help="default: generation.prompt of the run")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines: prompt and text")
-    parser.add_argument("--max-new-tokens", type=int)
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--seed", type=int)
+    for option, kind in (("--max-new-tokens", int), ("--temperature", float)):
+        name = f"generation.{option[2:].replace('-', '_')}"
+        parser.add_argument(option, type=kind, metavar="N", help=f"default: {name} of the run")
+    parser.add_argument("--seed", type=int, metavar="N", help="default: that of the run")
     parser.add_argument(
         "--chat", action="store_true", help="prompts are what a user says; as data.format=chat"
     )
