@@ -141,7 +141,7 @@ def test_a_facility_with_another_base_is_refused(
     """It is read once; when a file of it changes, it is read again."""
     store, base = campaign_of(tmp_path), tmp_path / "site" / "base"
     [site, _] = store.campaign.sites
-    asked = {"overrides": training_words(store.campaign, 1, site), "frozen": "f" * 64}
+    asked = {"overrides": training_words(store.campaign, 1, site, 3, 0), "frozen": "f" * 64}
     base.mkdir(parents=True)
     (base / "config.json").write_text(json.dumps(LLAMA_7B))
     digests = ["0" * 64, "f" * 64]

@@ -46,7 +46,7 @@ def test_every_preset_names_a_bundle_where_nodes_have_no_network(tree: Path) -> 
     for file in (tree / "federation").glob("*.yaml"):
         campaign = checked_campaign(campaign_values([f"federation={file.stem}"], tree))
         for site in campaign.sites:
-            words = [*training_words(campaign, 1, site), "model.source=hub/model"]
+            words = [*training_words(campaign, 1, site, 1, 0), "model.source=hub/model"]
             kept = [word for word in words if not word.startswith("folders.bundle=")]
             offline = compose(kept, tree).run.facility.node_network is False
             assert not offline or kept != words, f"{file.name}: {site.name}"

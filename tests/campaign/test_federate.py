@@ -18,7 +18,7 @@ from atoll import run_dir
 from atoll.__main__ import main
 from atoll.campaign import coordinator, streamflow
 from atoll.campaign.asked import training_words
-from atoll.campaign.journal import Journal
+from atoll.campaign.journal import Journal, round_name
 from atoll.campaign.round import check_update
 from atoll.campaign.signing import refuse_unsigned, sign
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings, load_store
@@ -26,6 +26,7 @@ from atoll.errors import UserError
 from atoll.federation.tensors import TensorReader, stretches
 from atoll.report import command as report
 from atoll.report.campaign import rounds
+from atoll.settings import load_run
 
 TINY = [
     "facility=laptop",
@@ -246,7 +247,7 @@ def test_rounds_of_one_facility_are_one_run(folder: Path) -> None:
     finished(folder, sites=settings(folder)["sites"][:1], **exact)
     store = load_store(folder / "campaigns" / "c")
     whole_run = training_words(
-        store.campaign.model_copy(update={"steps": 6}), 1, store.campaign.sites[0]
+        store.campaign.model_copy(update={"steps": 6}), 1, store.campaign.sites[0], 6, 0
     )
     first = store.model(0) / "export"
     own = [f"model.source={first}", f"tokenizer.path={folder}/sites/reef/tokenizer"]
@@ -268,6 +269,35 @@ def test_rounds_of_one_facility_are_one_run(folder: Path) -> None:
             values_N, start_N = in_rounds.values(stretch), before.values(stretch)
             torch.testing.assert_close(values_N, one_run.values(stretch), rtol=0, atol=2e-7)
             assert not torch.allclose(values_N, start_N, rtol=0, atol=1e-3)
+
+
+@pytest.mark.full
+@pytest.mark.login_node
+def test_each_facility_takes_the_steps_that_its_queue_leaves_it(folder: Path) -> None:
+    slow = ["data.files=[email/*]", "data.sequence_tokens=128"]  # four times the tokens of a step
+    sites = settings(folder)["sites"]
+    sites[1] = sites[1] | {"overrides": slow}
+    finished(folder, steps=24, steps_by="queue", rounds=3, schedule_rounds=3, sites=sites)
+    store = load_store(folder / "campaigns" / "c")
+    before = dict.fromkeys(TEXT, 0)
+    for number in (1, 2, 3):
+        chosen = store.journal(number).last("steps")["steps"]
+        assert sum(chosen.values()) == 2 * 24
+        for name, steps in chosen.items():
+            update = store.update(number, store.site(name)) / "manifest.json"
+            assert json.loads(update.read_text())["steps"] == steps
+            run = load_run(
+                store.folder.parents[1]
+                / "sites"
+                / name
+                / "runs"
+                / f"c-{round_name(number)}-{name}"
+                / "run.yaml"
+            )
+            assert run.training.consumed_samples == before[name] * 4
+            before[name] += steps
+    assert store.journal(1).last("steps")["steps"] == dict.fromkeys(TEXT, 24)
+    assert chosen != dict.fromkeys(TEXT, 24)
 
 
 @pytest.mark.login_node

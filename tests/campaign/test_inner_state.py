@@ -88,7 +88,7 @@ def test_one_schedule_spans_the_campaign_however_long_it_becomes(tmp_path: Path)
         campaign = checked_campaign(VALUES | {"rounds": rounds})
         store = keep_settings(CampaignStore(campaign, tmp_path))
         assert store.campaign == load_store(tmp_path).campaign
-        asked = training_words(store.campaign, 3, store.campaign.sites[0])
+        asked = training_words(store.campaign, 3, store.campaign.sites[0], 3, 6)
         assert {"training.consumed_steps=20", "training.schedule_steps=40"} < set(asked)
     with pytest.raises(UserError, match="begun with schedule_rounds=4, now it is 9"):
         keep_settings(CampaignStore(checked_campaign(VALUES | {"schedule_rounds": 9}), tmp_path))

@@ -33,23 +33,29 @@ def request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
         "attempts": campaign.attempts,
         "keep_checkpoints": campaign.keep_checkpoints,
         "signing_key": site.signing_key,
-        "overrides": training_words(campaign, number, site),
+        "overrides": training_words(
+            campaign, number, site, store.steps(number, site), store.steps_before(number, site)
+        ),
     }
 
 
-def training_words(campaign: Campaign, number: int, site: Site) -> list[str]:
-    """The settings of a facility's run of a round, but for the folders there."""
-    before = (number - 1) * campaign.steps
+def training_words(
+    campaign: Campaign, number: int, site: Site, steps: int, steps_before: int
+) -> list[str]:
+    """The settings of a facility's run of a round, but for the folders there.
+
+    Its data goes on where its own steps ended; the schedule follows the campaign's.
+    """
     return [
         *campaign.train,
         *site.overrides,
         *(["model=from_path"] if campaign.lora is None else lora_words(campaign.lora)),
-        f"training.steps={campaign.steps}",
+        f"training.steps={steps}",
         "training.epochs=null",
         f"training.global_batch_samples={campaign.batch_samples}",
         "training.device_batch_samples=null",
-        f"training.consumed_samples={before * campaign.batch_samples}",
-        f"training.consumed_steps={before}",
+        f"training.consumed_samples={steps_before * campaign.batch_samples}",
+        f"training.consumed_steps={(number - 1) * campaign.steps}",
         f"training.schedule_steps={(campaign.schedule_rounds or campaign.rounds) * campaign.steps}",
     ]
 
@@ -79,19 +85,21 @@ def check_update(store: CampaignStore, number: int, site: Site, folder: Path) ->
                 f"{asked['codec' if name == 'encoding' else name]}",
                 "train the model of this round",
             )
-    _refuse_large_claims(store, site, manifest)
+    _refuse_large_claims(store, site, manifest, store.steps(asked["round"], site))
     if manifest.nonce in store.nonces(number, site):
         raise UserError(f"the update of {site.name} was sent before", "train again")
     return manifest
 
 
-def _refuse_large_claims(store: CampaignStore, site: Site, manifest: UpdateManifest) -> None:
+def _refuse_large_claims(
+    store: CampaignStore, site: Site, manifest: UpdateManifest, steps: int
+) -> None:
     """No more steps and tokens than were asked for, nor more bytes than the model has."""
     campaign = store.campaign
-    samples = campaign.steps * campaign.batch_samples
+    samples = steps * campaign.batch_samples
     size = sum(path.stat().st_size for path in (store.model(0) / "master").glob("*"))
     claims = {
-        "steps": (manifest.steps, campaign.steps),
+        "steps": (manifest.steps, steps),
         "tokens": (manifest.tokens, samples * sequence_tokens(campaign, site)),
         "bytes": (sum(f.bytes for f in manifest.files.values()), size + size // 10 + ROOM_BYTES),
     }
@@ -106,7 +114,7 @@ def _refuse_large_claims(store: CampaignStore, site: Site, manifest: UpdateManif
 
 def sequence_tokens(campaign: Campaign, site: Site) -> int:
     """Of a sample at a facility, as far as this machine's clone knows its settings."""
-    return _sequence_tokens(tuple(without_bundle(training_words(campaign, 1, site))[0]))
+    return _sequence_tokens(tuple(without_bundle(training_words(campaign, 1, site, 1, 0))[0]))
 
 
 @cache

@@ -21,6 +21,7 @@ from atoll.campaign.last_loss import measure_last
 from atoll.campaign.progress import shown
 from atoll.campaign.prove import prove_campaign
 from atoll.campaign.round import go_on
+from atoll.campaign.steps_by_queue import choose_steps
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
 from atoll.commands import VerbParser
 from atoll.config.compose import campaign_values
@@ -58,6 +59,7 @@ def run(store: CampaignStore) -> int:
     last = campaign.rounds
     for number in range(1, last + 1):
         while not store.has_model(number):
+            choose_steps(store, number)
             with shown(store, number):
                 collect(store, number)
             average(store, number)

@@ -53,7 +53,7 @@ def _first_model(store: CampaignStore, start: Run) -> str:
 def _of_site(store: CampaignStore, site: Site, model: Model) -> list[str]:
     """What a facility does in a round; checked as it will be there."""
     campaign = store.campaign
-    words, bundle = without_bundle(training_words(campaign, 1, site))
+    words, bundle = without_bundle(training_words(campaign, 1, site, campaign.steps, 0))
     if campaign.lora is None:
         words.append(path_word("model.source", store.model(0)))
     run = compose([*words, f"name={site.name}"]).run

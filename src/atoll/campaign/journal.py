@@ -10,6 +10,7 @@ submitted    facility       a job is handed to the scheduler
 refused      facility       it was not taken
 accepted     facility       it was taken, and where there is no scheduler it has ended: an attempt
                             that no kill cut short
+steps        coordinator    how many each facility is asked for (steps_by_queue.py)
 began        coordinator    the deadline counts from here
 answered     coordinator    state of a facility: needs, received, queued, running, retry, unknown,
                             unreachable, ready, refused or failed

@@ -62,7 +62,8 @@ def progress_line(store: CampaignStore, number: int, elapsed_seconds: float) -> 
 def _place(store: CampaignStore, number: int, site: Site, share: float | None) -> str:
     if share is None or store.state(number, site).settled:
         return store.state(number, site).text
-    return f"step {round(share * store.campaign.steps)}/{store.campaign.steps}"
+    steps = store.steps(number, site)
+    return f"step {round(share * steps)}/{steps}"
 
 
 def _share(store: CampaignStore, number: int, site: Site) -> float | None:
@@ -74,4 +75,4 @@ def _share(store: CampaignStore, number: int, site: Site) -> float | None:
     name = f"{store.campaign.name}-{round_name(number)}-{site.name}"
     records = run_dir.metrics(Path(site.folder) / "runs" / name)
     steps = [line["step"] for line in records if line["event"] == "train"]
-    return min(1.0, steps[-1] / store.campaign.steps) if steps else 0.0
+    return min(1.0, steps[-1] / store.steps(number, site)) if steps else 0.0

@@ -61,7 +61,7 @@ def _card(store: CampaignStore, last: int) -> str:
         "Training": [
             ("Rounds", last),
             ("Facilities", ", ".join(site.name for site in sites)),
-            ("Steps of a facility in a round", campaign.steps),
+            ("Steps of a facility in a round", _steps(campaign)),
             ("Tokens, as facilities count", f"{sum(m.tokens for m in manifests):,}"),
             ("Weighed, combined, updated", _rule(campaign)),
             ("Encoding of updates, of the model", f"{campaign.codec}, {campaign.global_codec}"),
@@ -77,6 +77,11 @@ def _card(store: CampaignStore, last: int) -> str:
 
 def _rule(campaign: Campaign) -> str:
     return f"{campaign.rule.weigh}, {campaign.rule.combine}, {campaign.rule.update}"
+
+
+def _steps(campaign: Campaign) -> str:
+    mean = ", in the mean of the facilities" if campaign.steps_by == "queue" else ""
+    return f"{campaign.steps}{mean}"
 
 
 def _loss(store: CampaignStore, last: int) -> str | None:

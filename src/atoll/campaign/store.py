@@ -107,6 +107,19 @@ class CampaignStore:
             last = [self.journal(number).append("began")]
         return float(last[0]["time"]) + self.campaign.deadline_minutes * 60
 
+    def steps(self, number: int, site: Site) -> int:
+        """How many a facility is asked for in a round."""
+        if self.campaign.steps_by == "fixed":
+            return self.campaign.steps
+        chosen = self.journal(number).last("steps").get("steps", {})
+        return int(chosen.get(site.name, self.campaign.steps))
+
+    def steps_before(self, number: int, site: Site) -> int:
+        """How many it was asked for in all rounds before: where its data goes on."""
+        if self.campaign.steps_by == "fixed":
+            return (number - 1) * self.campaign.steps
+        return sum(self.steps(earlier, site) for earlier in range(1, number))
+
     def state(self, number: int, site: Site) -> SiteState:
         """Where a facility stands in a round."""
         state = SiteState(self.update(number, site).is_dir())

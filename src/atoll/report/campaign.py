@@ -18,6 +18,7 @@ class Part:
     round: int
     facility: str
     of_round: int  # the round whose work it did: an earlier one, where it was late
+    steps: int  # that it was asked for
     sent: list[Record]
     received: list[Record]
     spans: dict[str, tuple[float, float]]  # send, queue, train, fetch: from when to when, if known
@@ -80,6 +81,7 @@ def _part(store: CampaignStore, number: int, site: Site, records: Sequence[Recor
         round=number,
         facility=site.name,
         of_round=store.asked_round(number, site),
+        steps=store.steps(store.asked_round(number, site), site),
         sent=sent,
         received=received,
         spans=_spans(sent, received, answer),
@@ -145,6 +147,7 @@ def _facility(part: Part) -> dict[str, str]:
     return {
         "round": str(part.round),
         "facility": part.facility,
+        "steps": str(part.steps),
         "queue s": number(part.seconds("queue")),
         "send s": number(sum(event["seconds"] for event in part.sent)),
         "train s": number(part.seconds("train")),

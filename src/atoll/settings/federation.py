@@ -89,6 +89,11 @@ class Campaign(Settings):
     start: list[str]  # of the run that makes, or fetches, the model of round 0
     train: list[str] = []  # of every facility's runs
     steps: Count = 100  # of each facility in a round
+    # fixed: every facility takes `steps`; queue: as many in the mean, and all end together, by what
+    # queue, start, transfers and a step took each of them in earlier rounds
+    steps_by: Literal["fixed", "queue"] = "fixed"
+    # of queue: nobody takes more than `steps` x this, nor fewer than `steps` / this
+    steps_span: Annotated[float, Field(ge=1.0, le=100.0)] = 4.0
     batch_samples: Count = 64  # of a step, at each facility
     # the learning rate follows one schedule over so many rounds; null: those it is begun with
     schedule_rounds: Count | None = None
