@@ -13,11 +13,12 @@ learns so unevenly that two campaigns differ by more than their codecs.
 import argparse
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import results
-from federation_against_alone import atoll, judged
+from federation_against_alone import judged
 
 from atoll.campaign.store import checked_campaign, load_store
 from atoll.config.compose import campaign_values
@@ -61,13 +62,13 @@ def measured(codec: str, arguments: argparse.Namespace) -> tuple[int, float]:
     words = [word for word in given if not word.startswith(RATE)]
     lines.append(f"train={json.dumps([*words, f'{RATE}={arguments.learning_rate}'])}")
     campaign = checked_campaign(campaign_values(lines))
-    atoll("federate", *lines)
+    subprocess.run([sys.executable, "-m", "atoll", "federate", *lines], check=True)
     home = Path(campaign.folder).absolute() / campaign.name
     journals = [load_store(home).journal(number + 1) for number in range(arguments.rounds)]
     received = [record for journal in journals for record in journal.records("received")]
     size = sum(record["bytes"] for record in received)
     model = home / f"round-{arguments.rounds:03d}" / "global" / "export"
-    rows = [judged(campaign, site, f"{codec}-last", model) for site in campaign.sites]
+    rows = judged(campaign, {f"{codec} last": model})[f"{codec} last"].values()
     targets = sum(row["targets"] for row in rows)
     return size, sum(row["loss"] * row["targets"] for row in rows) / targets
 

@@ -42,16 +42,7 @@ def main() -> int:
     exports = {name: run_dir.export(folder_of(words)) for name, words in runs.items()}
     models = {"before": first, **exports, "federated": last}
     print("3/3 every model on every text", flush=True)
-    pairs = [(name, site) for name in models for site in campaign.sites]
-    judges = {
-        f"{name} on {site.name}": judge(campaign, site, name, models[name]) for name, site in pairs
-    }
-    side_by_side(judges, "evaluate", len(os.sched_getaffinity(0)))
-    table: dict[str, dict[str, Any]] = {name: {} for name in models}
-    for (name, site), words in zip(pairs, judges.values(), strict=True):
-        result = run_dir.result_file(folder_of(words))
-        table[name][site.name] = json.loads(result.read_text())
-    union = show(campaign, table)
+    union = show(campaign, judged(campaign, models))
     show_rounds(load_store(home))
     if arguments.check and min(union, key=lambda name: union[name]) != "federated":
         return 1
@@ -94,6 +85,20 @@ def alone(campaign: Campaign, site: Site, start: Path) -> list[str]:
     steps = campaign.rounds * campaign.steps
     own = [f"name=alone-{site.name}", f"model.source={start}", f"training.steps={steps}"]
     return [*of_site(campaign, site), *own, "training.epochs=null"]
+
+
+def judged(campaign: Campaign, models: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """Model -> facility -> the result of the model on its held-out text."""
+    pairs = [(name, site) for name in models for site in campaign.sites]
+    judges = {
+        f"{name} on {site.name}": judge(campaign, site, name, models[name]) for name, site in pairs
+    }
+    side_by_side(judges, "evaluate", len(os.sched_getaffinity(0)))
+    table: dict[str, dict[str, Any]] = {name: {} for name in models}
+    for (name, site), words in zip(pairs, judges.values(), strict=True):
+        result = run_dir.result_file(folder_of(words))
+        table[name][site.name] = json.loads(result.read_text())
+    return table
 
 
 def judge(campaign: Campaign, site: Site, name: str, model: Path) -> list[str]:
