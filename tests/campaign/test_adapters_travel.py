@@ -167,6 +167,7 @@ def test_a_facility_with_another_base_is_refused(
 
 
 @pytest.mark.full
+@pytest.mark.login_node
 def test_a_campaign_of_adapters_ends_with_the_base_and_their_mean(tmp_path: Path) -> None:
     """What is sent are adapters; a facility with another base is named, and not waited for."""
     from peft import PeftModel

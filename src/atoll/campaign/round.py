@@ -181,7 +181,8 @@ def _take(store: CampaignStore, number: int, site: Site, stopped: Over) -> None:
 
         try:
             get(MANIFEST, MAX_MANIFEST_BYTES)
-            files = check_update(store, number, site, partial).files
+            manifest = check_update(store, number, site, partial)
+            files = manifest.files
             keep_only(partial, {*MANIFEST, *files})  # whole files of a transfer that was cut off
             for names in of_like_size({name: facts.bytes for name, facts in files.items()}):
                 get(names, max(files[name].bytes for name in names))
@@ -192,6 +193,7 @@ def _take(store: CampaignStore, number: int, site: Site, stopped: Over) -> None:
             raise
         size = sum(path.stat().st_size for path in _files(partial))
         shutil.rmtree(partial / PARTS, ignore_errors=True)  # of an update that came before it
+        store.remember_nonce(number, site, manifest.nonce)
         partial.rename(update)
         run_dir.sync_folder(update.parent)
     seconds = time.time() - began

@@ -2,6 +2,7 @@
 
 campaigns/NAME/
   campaign.json              the settings, which stay
+  nonces.jsonl               of every update that was taken: none is taken twice
   round-000/global/          the model to begin with
   round-001/journal.jsonl    what happened, line by line (journal.py)
   round-001/FACILITY/update/ what a facility sent
@@ -10,7 +11,6 @@ campaigns/NAME/
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from atoll.settings.federation import Campaign, Site, checked_settings
 FREE = {"rounds", "deadline_minutes", "poll_seconds", "attempts", "target_loss", "ssh_options"}
 FREE |= {"engine", "signing_key", "grace_minutes", "rule.below_quorum"}
 FREE |= {"last_loss", "keep_checkpoints"}
+NONCES = "nonces.jsonl"
 
 
 @dataclass
@@ -150,11 +151,16 @@ class CampaignStore:
         asked = int(late["asked"])
         return asked if number - asked <= self.campaign.rule.max_staleness else number
 
-    def nonces(self, number: int, site: Site) -> Iterator[str]:
-        """Of all updates that were taken so far, but the one of this facility and round."""
-        for path in self.folder.glob("round-*/*/update/manifest.json"):
-            if path.parent != self.update(number, site):
-                yield str(json.loads(path.read_text())["nonce"])
+    def remember_nonce(self, number: int, site: Site, nonce: str) -> None:
+        """Of an update that is about to be taken: one that a kill cut off may come again."""
+        record = {"round": number, "facility": site.name, "nonce": nonce}
+        run_dir.append_record(self.folder / NONCES, record, is_durable=True)
+
+    def nonces(self, number: int, site: Site) -> set[str]:
+        """Of all updates that were taken so far, but those of this facility and round."""
+        own = (number, site.name)
+        records = run_dir.records(self.folder / NONCES)
+        return {r["nonce"] for r in records if (r["round"], r["facility"]) != own}
 
     def mean_losses(self, number: int) -> tuple[float, float] | None:
         """Held-out, the mean over facilities: of the model they began with, and of their own."""
