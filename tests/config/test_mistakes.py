@@ -100,6 +100,25 @@ CASES = [
         "llama.cpp has no such tokenizer",
         "tokenizer.kind=bpe",
     ),
+    (
+        ["model.mup.base_width=64", "model.source=meta-llama/Llama-2-7b-hf"],
+        "muP is for weights that begin at random",
+        "model.mup.base_width=null",
+    ),
+    (["model.mup.base_width=64", "model=bert_tiny"], "of type bert", "one of gpt2, "),
+    (["model.mup.base_width=64", "model.config.model_type=gemma"], "of type gemma", "llama"),
+    (
+        ["model=gpt2_tiny", "model.mup.base_width=64", "model.mup.base_head_width=8"],
+        "model.mup.base_head_width with a model of type gpt2",
+        "model.mup.base_head_width=null",
+    ),
+    (["model.mup.base_head_width=8"], "without a base_width", "model.mup.base_width"),
+    (
+        ["model.mup.base_width=64", "sharding=deepspeed_zero3"],
+        "model.mup.base_width=64 with sharding=deepspeed_zero3",
+        "full_shard",
+    ),
+    (["model.mup.base_width=64", "optimizer.proximal=0.1"], "optimizer.proximal=0.1", "proximal=0"),
 ]
 
 

@@ -1,10 +1,13 @@
 """Muon takes the steps of torch's own, however its matrices are divided."""
 
+import json
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import defaults
+import families
 import pytest
 import small_run
 import tiny
@@ -14,8 +17,10 @@ from test_train import stop_after
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from atoll import run_dir
 from atoll.settings import Optimizer
 from atoll.train.optimizer import make_optimizer, take_step
+from atoll.train.parameter_groups import freeze
 
 CONFIG = tiny.CONFIGS["llama"] | {"vocab_size": 300, "num_key_value_heads": 4}
 RATE = 0.01
@@ -24,10 +29,10 @@ RATE = 0.01
 class Wrapped(nn.Module):
     """A model as the trainer holds it."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: dict[str, Any] = CONFIG) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
+        self.hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
         self.parts = SimpleNamespace(blocks="model.layers")
 
 
@@ -112,3 +117,124 @@ def test_divided_matrices_learn_as_whole_ones(
     made = trained(ranks, folder, strategy, 4, stop=2, **sharding)
     # the iteration is in bf16; of each rank's own part alone, the losses differ by 0.03
     assert small_run.losses(made) == pytest.approx(whole, abs=1e-4)
+
+
+EXPERTS = families.config_of("mixtral") | {"vocab_size": 300, "output_router_logits": False}
+
+
+def test_each_expert_learns_as_a_matrix_of_its_own() -> None:
+    ours = Wrapped(EXPERTS)
+    settings = Optimizer(**defaults.group("optimizer", name="muon", learning_rate=RATE))
+    optimizer = make_optimizer(settings, ours)
+    fused = {n: p for n, p in ours.named_parameters() if p.ndim == 3}
+    apart = {n: [nn.Parameter(own.clone()) for own in p.detach()] for n, p in fused.items()}
+    assert len(fused) == 2 * EXPERTS["num_hidden_layers"]
+    theirs = torch.optim.Muon(
+        [expert for each in apart.values() for expert in each],
+        lr=RATE,
+        weight_decay=settings.weight_decay,
+        momentum=settings.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    for step in range(3):
+        for name, parameter in fused.items():
+            parameter.grad = torch.randn_like(parameter)
+            parameter.grad[step] = 0.0  # to which no token went
+            for expert, gradient in zip(apart[name], parameter.grad, strict=True):
+                expert.grad = gradient.clone()
+        take_step(optimizer, RATE, None)
+        theirs.step()
+    for name, parameter in fused.items():
+        expected = torch.stack(list(apart[name])).detach()
+        torch.testing.assert_close(parameter.detach(), expected, atol=1e-5, rtol=1e-4, msg=name)
+
+
+GROUPS = [
+    {"names": "*.q_proj.*", "frozen": True},
+    {"names": "*.mlp.*", "learning_rate_factor": 0.3, "weight_decay": 0.0},
+    {"names": "*.embed_tokens.*", "learning_rate_factor": 0.1},
+]
+
+
+def test_groups_are_of_matrices_and_of_the_rest_alike() -> None:
+    """A matrix of a group moves by its share of what it moves without, and is not decayed."""
+    moved = []
+    for groups in ([], GROUPS):
+        model = Wrapped()
+        values = {"name": "muon", "learning_rate": RATE, "groups": groups, "weight_decay": 0.0}
+        settings = Optimizer(**defaults.group("optimizer", **values))
+        freeze(settings, model)
+        optimizer = make_optimizer(settings, model)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            gradient = torch.randn_like(parameter)
+            parameter.grad = gradient if parameter.requires_grad else None
+        take_step(optimizer, RATE, None)
+        moved.append({n: p.detach() - before[n] for n, p in model.named_parameters()})
+    shares = {"q_proj": 0.0, ".mlp.": 0.3, "embed_tokens": 0.1}
+    for name, alone in moved[0].items():
+        share = next((own for part, own in shares.items() if part in name), 1.0)
+        torch.testing.assert_close(moved[1][name], alone * share, atol=1e-7, rtol=1e-3, msg=name)
+    own = Optimizer(**defaults.group("optimizer", name="muon", groups=GROUPS))
+    made = make_optimizer(own, Wrapped()).inner.param_groups
+    matrices = {(g["learning_rate_factor"], g["weight_decay"]) for g in made if g["orthogonal"]}
+    rest = {(g["learning_rate_factor"], g["weight_decay"]) for g in made if not g["orthogonal"]}
+    assert matrices == {(1.0, 0.1), (0.3, 0.0)} and rest == {(1.0, 0.1), (0.1, 0.1), (1.0, 0.0)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "sharding"),
+    [
+        ("full_shard", 2, {}),
+        # of four experts, one for each rank; with another number of ranks, not as many for each
+        pytest.param("full_shard", 3, {}, marks=pytest.mark.full),
+        pytest.param("full_shard", 4, {"expert": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_divided_experts_learn_as_whole_ones(
+    ranks: RankPool, folder: Path, strategy: str, world: int, sharding: dict[str, Any]
+) -> None:
+    """Beside a group of another rate and frozen parts."""
+    groups = [GROUPS[0], {"names": "*.experts.*", "learning_rate_factor": 0.5}]
+    seen = []
+    for name, size, more in (("single", 1, {}), (strategy, world, sharding)):
+        run = small_run.settings(
+            folder,
+            size,
+            name=f"experts-{name}-{size}-{len(more)}",
+            model__config=EXPERTS,
+            sharding=small_run.sharding(name) | more,
+            optimizer__name="muon",
+            optimizer__groups=groups[1:] if more else groups,
+            training__steps=4,
+            training__global_batch_samples=12,
+            training__microbatch_samples=1,
+        )
+        made = small_run.ready(run)
+        ranks.run(small_run.train_here, run, world=size)
+        seen.append(small_run.losses(made))
+    assert seen[0][4] < seen[0][1]
+    assert seen[1] == pytest.approx(seen[0], abs=2e-4)
+
+
+def test_a_whole_run_from_the_command_line(tmp_path: Path) -> None:
+    """Of experts, with groups and muP: trained, saved, exported and sampled from."""
+    (tmp_path / "text.txt").write_text(small_run.shared_text().read_text())
+    config = {k: v for k, v in EXPERTS.items() if k != "model_type" and "_token_id" not in k}
+    words = [f"model.config.{name}={json.dumps(value)}" for name, value in config.items()]
+    line = ["facility=laptop", "optimizer=muon", "name=muon", "data=text_files"]
+    line += ["model=llama_tiny", "model.name=experts", "model.config.model_type=mixtral", *words]
+    line += ["model.mup.base_width=32", f"data.files=[{tmp_path}/text.txt]", "data.document=line"]
+    line += ["data.validation.fraction=0.1", "data.sequence_tokens=32", "training.steps=3"]
+    line += ["training.global_batch_samples=8", "tokenizer.vocabulary_tokens=290"]
+    line += ["training.log_every_steps=1"]
+    line += ["optimizer.groups=[{names:'*.experts.*',learning_rate_factor:0.5}]"]
+    line += ["optimizer.warmup_steps=0", "generation.max_new_tokens=3"]
+    line += [f"folders.runs={tmp_path}/runs", f"folders.prepared={tmp_path}/prepared"]
+    script = Path(__file__).parents[2] / "sbatch" / "train.sbatch"
+    done = subprocess.run([script, *line], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = tmp_path / "runs" / "muon"
+    assert len(small_run.losses(made)) == 3
+    assert (run_dir.export(made) / "config.json").is_file()

@@ -12,11 +12,12 @@ from atoll.errors import UserError
 from atoll.models import attention
 from atoll.models.causal_lm import CausalLM
 from atoll.models.classifier import Classifier, classifies, new_head
+from atoll.models.mup import widths_of
 from atoll.models.pair_ranker import PairRanker
 from atoll.models.parts import check_family, parts_of
 from atoll.models.positions import scale_positions
 from atoll.models.source import load_config, local_folder
-from atoll.models.weights import ReadTensor, random_reader, stored_reader
+from atoll.models.weights import ReadTensor, random_reader, scaled_reader, stored_reader
 from atoll.settings import Classes, Model, Task, Training, check_positions
 
 
@@ -115,9 +116,11 @@ def build_model(
 def weights_for(model: Model, config: Any, seed: int) -> Iterator[ReadTensor]:
     """The reader of the model's weights: of its source, or of random ones."""
     empty = skeleton(config)
-    random = random_reader(empty, parts_of(empty), seed)
+    parts = parts_of(empty)
+    random = random_reader(empty, parts, seed)
     if model.source is None:
-        yield random
+        widths = widths_of(model.mup, empty, parts)
+        yield random if widths is None else scaled_reader(random, widths)
         return
     folder = local_folder(model.source, model.revision)
     with stored_reader(folder, empty, new_head(config), random) as read:

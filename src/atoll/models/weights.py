@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from atoll.errors import UserError
+from atoll.models.mup import Widths
 from atoll.models.parts import Parts
 from atoll.models.safetensor_files import corrupted, weight_files
 from atoll.models.stored_names import Origin, maker, origins
@@ -120,6 +121,17 @@ def random_reader(skeleton: Any, parts: Parts, seed: int) -> ReadTensor:
     def part(name: str, slices: Slices) -> Tensor:
         name = tied.get(name, name)
         return drawn(_unit_of(name, parts.blocks))[name][slices]
+
+    return part
+
+
+def scaled_reader(read: ReadTensor, widths: Widths) -> ReadTensor:
+    """The same weights, as muP would have them begin."""
+
+    def part(name: str, slices: Slices) -> Tensor:
+        tensor = read(name, slices)
+        scale = widths.scale(name, tensor).initial
+        return tensor if scale == 1.0 else tensor * scale
 
     return part
 

@@ -33,12 +33,29 @@ class Lora(Settings):
     start: Path | None = None  # a folder with adapter_model.safetensors that training begins with
 
 
+# families that have a matrix for the queries alone, and no norm behind it
+QUERY_FAMILIES = ("llama", "mistral", "mixtral", "opt", "qwen2", "smollm3")
+# and others in which no number but the weights depends on the width
+OTHER_FAMILIES = ("gpt2", "gpt_neox", "granite", "olmo2", "olmoe", "phi3", "qwen3", "qwen3_moe")
+MUP_FAMILIES = (*QUERY_FAMILIES, *OTHER_FAMILIES)
+
+
 class RopeScaling(Settings):
     """Rotary positions stretched, so that a model takes longer samples than it was made for."""
 
     # linear: all positions alike; yarn: low frequencies alone (Peng et al. 2023)
     kind: Literal["linear", "yarn"]
     factor: Annotated[float, Field(gt=1.0)]  # how many times longer samples may be
+
+
+class Mup(Settings):
+    """Maximal update parametrization: the learning rate of a narrow model holds on a wide one.
+
+    Yang et al. 2022, Tensor Programs V. All widths of the blocks are to grow with the hidden size.
+    """
+
+    base_width: Count | None = None  # hidden size where the rate was found; null: as transformers
+    base_head_width: Count | None = None  # of that model's heads; null: the same, in smaller number
 
 
 class Model(Settings):
@@ -50,6 +67,7 @@ class Model(Settings):
     # of transformers: overrides those of the source, or says it all with model_type
     config: dict[str, Any] = {}
     rope_scaling: RopeScaling | None = None
+    mup: Mup = Mup()
     lora: Lora | None = None
     quantisation: Literal["none", "int8", "nf4"] = "none"  # of weights that stay
 
@@ -64,6 +82,33 @@ class Model(Settings):
             raise ValueError(
                 f"model.quantisation={self.quantisation}: quantised weights cannot learn",
                 "set model.lora.rank=16, or model.quantisation=none",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mup_has_its_family(self) -> "Model":
+        mup, family = self.mup, self.config.get("model_type")
+        if mup.base_width is None:
+            if mup.base_head_width is not None:
+                raise ValueError(
+                    f"model.mup.base_head_width={mup.base_head_width} without a base_width",
+                    "set model.mup.base_width too",
+                )
+            return self
+        if self.source is not None or self.lora is not None:
+            what = "model.lora" if self.source is None else f"model.source={self.source}"
+            raise ValueError(
+                f"model.mup.base_width={mup.base_width} with {what}: muP is for weights that begin "
+                "at random",
+                "model.mup.base_width=null",
+            )
+        known = MUP_FAMILIES if mup.base_head_width is None else QUERY_FAMILIES
+        if family not in known:
+            name = "base_width" if family not in MUP_FAMILIES else "base_head_width"
+            raise ValueError(
+                f"model.mup.{name} with a model of type {family}: its width would have to be "
+                "scaled in other ways as well",
+                f"one of {', '.join(sorted(known))}, or model.mup.{name}=null",
             )
         return self
 

@@ -163,6 +163,22 @@ class Run(Settings):
         return self
 
     @model_validator(mode="after")
+    def _mup_has_its_task_and_engine(self) -> "Run":
+        unfit = {
+            f"task={self.task.name}": self.task.name != "causal_lm",
+            f"sharding={self.sharding.name}": self.sharding.engine == "deepspeed",
+            f"optimizer.proximal={self.optimizer.proximal:g}": self.optimizer.proximal > 0,
+        }
+        wrong = [name for name, present in unfit.items() if present]
+        if self.model.mup.base_width is not None and wrong:
+            raise ValueError(
+                f"model.mup.base_width={self.model.mup.base_width} with {wrong[0]}: it cannot give "
+                "each parameter steps of its own",
+                "model.mup.base_width=null, or task=causal_lm, full_shard, optimizer.proximal=0",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _muon_has_whole_gradients(self) -> "Run":
         unfit = self.sharding.engine != "plain" or self.sharding.offload
         if self.optimizer.name == "muon" and (unfit or self.model.lora is not None):

@@ -19,6 +19,7 @@ from atoll.errors import UserError
 from atoll.health.heartbeat import Heartbeat, unwatched
 from atoll.models.adapter import adapt, adapted_reader, check_device, fill_int8
 from atoll.models.build import weights_for
+from atoll.models.mup import widths_of
 from atoll.models.nf4 import fill_packed
 from atoll.models.parts import blocks_of
 from atoll.models.self_check import self_check
@@ -92,8 +93,9 @@ def assemble(
     dtype, reason = run_on_all_ranks(world, lambda: compute_dtype(run.precision, world.device))
     say(world, f"compute dtype {reason}")
     empty = task.model(config, run, manifest.vocabulary)
+    widths = run_on_all_ranks(world, lambda: widths_of(run.model.mup, empty.hf, empty.parts))
     model, wrapped = build_sharded(run, config, empty, world, dtype)
-    optimizer = run_on_all_ranks(world, lambda: make_optimizer(run.optimizer, model))
+    optimizer = run_on_all_ranks(world, lambda: make_optimizer(run.optimizer, model, widths))
     if run.sharding.step_engine == "deepspeed":
         wrapped = run_on_all_ranks(world, lambda: initialize(run, model, optimizer.inner, dtype))
     plan = StepPlan(

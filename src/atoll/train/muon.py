@@ -2,7 +2,8 @@
 
 Keller Jordan 2024, with the step size of Liu et al. 2025 (Moonlight), which suits AdamW's learning
 rates. torch.optim.Muon takes no DTensor; one process has its very steps here. Where a matrix is
-divided among ranks, each gathers it in bf16, which the iteration computes in anyway.
+divided among ranks, each gathers it in bf16, which the iteration computes in anyway. A mixture's
+experts are matrices of their own in one tensor: a rank takes those that it has whole.
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration
 ITERATIONS = 5
@@ -77,27 +78,32 @@ class Orthogonal(torch.optim.Optimizer):
                 update = orthogonal(matrix.grad.lerp(buffer, momentum))
                 matrix.mul_(1 - rate * group["weight_decay"])
                 # the root mean square of an update is then that of AdamW's
-                matrix.add_(update, alpha=-rate * 0.2 * math.sqrt(max(matrix.shape)))
+                matrix.add_(update, alpha=-rate * 0.2 * math.sqrt(max(matrix.shape[-2:])))
 
 
 def orthogonal(update: Tensor) -> Tensor:
-    """The nearest (semi-)orthogonal matrix, roughly; divided as the update is."""
+    """The nearest (semi-)orthogonal matrix, roughly, of each expert too; divided as the update."""
     if not isinstance(update, DTensor):
         return newton_schulz(update.bfloat16())
     mesh, placements = update.device_mesh, update.placements
     narrow: Any = update.bfloat16()
-    whole = newton_schulz(narrow.full_tensor())
-    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return everywhere.redistribute(mesh, placements)
+    by_expert = update.ndim == 3 and all(type(p) in (Shard, Replicate) for p in placements)
+    kept = [p if by_expert and p == Shard(0) else Replicate() for p in placements]
+    whole = newton_schulz(narrow.redistribute(mesh, kept).to_local())
+    sizes = {"shape": update.shape, "stride": update.stride()}
+    return DTensor.from_local(whole, mesh, kept, run_check=False, **sizes).redistribute(
+        mesh, placements
+    )
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """Five steps of the quintic Newton-Schulz iteration, in bf16."""
+    """Five steps of the quintic Newton-Schulz iteration, in bf16; of one matrix or of a batch."""
     a, b, c = COEFFICIENTS
-    is_tall = matrix.size(0) > matrix.size(1)
-    x = matrix.T if is_tall else matrix
-    x = x / x.norm().clamp(min=LEAST_NORM)
+    is_tall = matrix.size(-2) > matrix.size(-1)
+    x = matrix.mT if is_tall else matrix
+    add_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=LEAST_NORM)
     for _ in range(ITERATIONS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x

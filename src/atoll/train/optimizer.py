@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from atoll.errors import UserError
+from atoll.models.mup import Scale, Widths
 from atoll.settings import Optimizer
+from atoll.sharding.expert import experts_of
 from atoll.sharding.tied_ends import copied_names
 from atoll.train.muon import Muon
 from atoll.train.parameter_groups import optimizer_groups
@@ -51,24 +53,22 @@ class NamedOptimizer:
     averages: dict[str, Tensor] = field(default_factory=dict)
     ema_decay: float = 0.0
     copies: frozenset[str] = frozenset()  # of weights that another stage of a pipeline counts
+    # what muP multiplies gradients with, before they are clipped
+    gradient_scales: dict[str, float] = field(default_factory=dict)
 
 
-def make_optimizer(settings: Optimizer, model: nn.Module) -> NamedOptimizer:
-    """The optimizer over the parameters that learn, each with the settings of its group."""
+def make_optimizer(
+    settings: Optimizer, model: nn.Module, widths: Widths | None = None
+) -> NamedOptimizer:
+    """The optimizer over the parameters that learn, each with the settings of its group.
+
+    widths: what muP scales their steps by.
+    """
     local = settings.name == "adamw_8bit"
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
     pairs = {name: (p, _own_shard(p) if local else p) for name, p in learning.items()}
-    groups: list[dict[str, Any]] = []
-    # one kernel takes all parameters of a group, so those of another mesh are another group
-    names = {id(own): name for name, (_, own) in pairs.items()}
-    matrices = hidden_matrices(model) if settings.name == "muon" else frozenset()
-    for orthogonal in (True, False):
-        chosen = [own for name, (_, own) in pairs.items() if (name in matrices) == orthogonal]
-        for same in by_mesh(chosen):
-            named = [(names[id(own)], own) for own in same]
-            groups += [
-                group | {"orthogonal": orthogonal} for group in optimizer_groups(settings, named)
-            ]
+    scales = {} if widths is None else {n: widths.scale(n, p) for n, p in learning.items()}
+    groups = _groups(settings, model, {name: own for name, (_, own) in pairs.items()}, scales)
     rate, betas, epsilon = settings.learning_rate, settings.betas, settings.epsilon
     optimizer = KINDS[settings.name](settings)(groups, lr=rate, betas=betas, eps=epsilon)
 
@@ -83,7 +83,25 @@ def make_optimizer(settings: Optimizer, model: nn.Module) -> NamedOptimizer:
         averages=as_they_begin(settings.ema_decay),
         ema_decay=settings.ema_decay or 0.0,
         copies=frozenset(copied_names(model)),
+        gradient_scales={n: s.gradient for n, s in scales.items() if s.gradient != 1.0},
     )
+
+
+def _groups(
+    settings: Optimizer, model: nn.Module, learning: dict[str, Tensor], scales: dict[str, Scale]
+) -> list[dict[str, Any]]:
+    """Groups as the optimizer takes them: one kernel takes all of a group, which is of one mesh."""
+    groups: list[dict[str, Any]] = []
+    names = {id(own): name for name, own in learning.items()}
+    matrices = hidden_matrices(model) if settings.name == "muon" else frozenset()
+    for orthogonal in (True, False):
+        of_width = {n: s.orthogonal_rate if orthogonal else s.rate for n, s in scales.items()}
+        chosen = [own for name, own in learning.items() if (name in matrices) == orthogonal]
+        for same in by_mesh(chosen):
+            named = [(names[id(own)], own) for own in same]
+            made = optimizer_groups(settings, named, of_width)
+            groups += [group | {"orthogonal": orthogonal} for group in made]
+    return groups
 
 
 def learning_rate(settings: Optimizer, step: int, total_steps: int, ranks: int) -> float:
@@ -106,12 +124,18 @@ def learning_rate(settings: Optimizer, step: int, total_steps: int, ranks: int) 
 
 
 def hidden_matrices(model: Any) -> frozenset[str]:
-    """Names of the matrices of the blocks: neither embeddings nor heads, nor fused experts."""
+    """Names of the matrices of the blocks, those of experts too: neither embeddings nor heads."""
     blocks = f"hf.{model.parts.blocks}."
+    experts = {
+        f"{blocks}{number}.{name}."
+        for number, block in model.hf.get_submodule(model.parts.blocks).named_children()
+        for name in experts_of(block)
+    }
     return frozenset(
         name
         for name, parameter in model.named_parameters()
-        if name.startswith(blocks) and parameter.ndim == 2
+        if name.startswith(blocks)
+        and (parameter.ndim == 2 or (parameter.ndim == 3 and name.startswith(tuple(experts))))
     )
 
 
@@ -129,6 +153,10 @@ def take_step(
 
     pipeline: the group of ranks that hold other layers of the same model.
     """
+    for name, scale in optimizer.gradient_scales.items():
+        parameter, _ = optimizer.parameters[name]
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale)
     for name, anchor in optimizer.anchors.items():
         parameter, _ = optimizer.parameters[name]
         if parameter.grad is not None:

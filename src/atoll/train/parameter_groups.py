@@ -1,6 +1,6 @@
 """Parameters that learn otherwise than the rest, by a pattern of their names."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -41,17 +41,23 @@ def group_of(groups: Sequence[ParameterGroup], name: str) -> ParameterGroup | No
 
 
 def optimizer_groups(
-    settings: Optimizer, named: Sequence[tuple[str, Tensor]]
+    settings: Optimizer,
+    named: Sequence[tuple[str, Tensor]],
+    of_width: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups as torch's optimizers take them; vectors (norms, biases) are not decayed."""
+    """Groups as torch's optimizers take them; vectors (norms, biases) are not decayed.
+
+    of_width: parameter -> what muP multiplies its rate with; what a step decays stays the same.
+    """
     decay = settings.weight_decay
     groups: dict[tuple[float, float], list[Tensor]] = {(1.0, decay): [], (1.0, 0.0): []}
     for name, parameter in named:
-        group = group_of(settings.groups, name)
+        group, scale = group_of(settings.groups, name), (of_width or {}).get(name, 1.0)
         own_decay = decay if parameter.ndim >= 2 else 0.0
         if group is not None and group.weight_decay is not None:
             own_decay = group.weight_decay
-        factor = 1.0 if group is None else group.learning_rate_factor
+        own_decay /= scale
+        factor = scale * (1.0 if group is None else group.learning_rate_factor)
         groups.setdefault((factor, own_decay), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": decay, "learning_rate_factor": factor}
