@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import coordinate_check
 import readme_figures
 import results
 
@@ -39,6 +40,7 @@ def main() -> int:
     before, _, rest = PAGE.read_text().partition(BEGIN)
     write_whole(PAGE, f"{before}{BEGIN}{text}\n{END}{rest.partition(END)[2]}")
     readme_figures.main()
+    coordinate_check.draw()
     arguments.page.parent.mkdir(parents=True, exist_ok=True)
     write_whole(arguments.page, page(machines))
     print(f"\nfigures: {arguments.page}")

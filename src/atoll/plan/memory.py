@@ -157,9 +157,7 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     activations = recomputed if run.training.activation_checkpointing == "full" else full
     has_head = stage == axes.pipeline - 1
     logits = _logits(run, shape) if has_head else 0
-    moments = w.learning * MOMENT_BYTES.get(run.optimizer.name, 8.0)
-    if run.optimizer.name == "muon":  # one moment of a matrix, where AdamW has two
-        moments -= FP32 * w.layers * shape.block_matrices / axes.tensor / w.shards
+    moments = _moments(run, shape, w)
     runtime = _runtime(run)
     # the weights' average, and those the run began with
     copies = bool(run.optimizer.ema_decay) + bool(run.optimizer.proximal)
@@ -204,10 +202,21 @@ def _runtime(run: Run) -> float:
     return (RUNTIME_GIB[run.facility.node.device] + more) * 2**30
 
 
+def _moments(run: Run, shape: Shape, w: Weights) -> float:
+    """What the optimizer keeps of its own parameters; Muon one of a matrix, where AdamW has two."""
+    every = w.learning * MOMENT_BYTES.get(run.optimizer.name, 8.0)
+    if run.optimizer.name != "muon":
+        return every
+    matrices = shape.block_matrices / run.axes.tensor + shape.expert_parameters
+    return every - FP32 * w.layers * matrices / w.shards
+
+
 def _step_copies(run: Run, shape: Shape, w: Weights) -> float:
     """What the optimizer makes of one tensor at a time; on devices its kernels need nothing."""
     if run.optimizer.name == "muon":  # a whole matrix in bf16 and its products, the update too
-        return 5 * BF16 * shape.hidden * max(shape.intermediate, shape.query_width)
+        # of a mixture, all of a tensor's experts that a rank has
+        experts = 2 * shape.expert_width * shape.experts / w.shards if shape.experts else 0
+        return 5 * BF16 * shape.hidden * max(shape.intermediate, shape.query_width, experts)
     if run.optimizer.name != "adamw_8bit" or run.facility.node.device != "cpu":
         return 0
     largest = max(shape.head_parameters, shape.hidden * shape.intermediate)

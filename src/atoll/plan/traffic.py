@@ -82,6 +82,8 @@ def _sharded(run: Run, shape: Shape) -> dict[str, float]:
     if run.optimizer.name == "muon":  # each rank orthogonalises whole matrices, in bf16
         matrices = shape.layers / axes.pipeline * shape.block_matrices
         gathered += rest_ring * matrices * BF16
+        if axes.expert > 1:  # else a rank has some of them whole
+            gathered += ring(shards // axes.expert) * experts * BF16
     return {
         "parameters": gathered,
         "gradients": scatter * scatters * FP32 * learning + shards_averaged(run, shape),
