@@ -71,6 +71,11 @@ def jobs_file(run_folder: Path) -> Path:
     return run_folder / "jobs.txt"
 
 
+def prediction_file(run_folder: Path) -> Path:
+    """What the run was expected to take when it was submitted."""
+    return run_folder / "prediction.json"
+
+
 def restarts_file(run_folder: Path) -> Path:
     """How often a run was started again by itself since a person submitted it, and why."""
     return run_folder / "restarts.jsonl"

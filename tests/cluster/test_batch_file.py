@@ -107,7 +107,8 @@ class Clone:
     def calls(self) -> list[dict]:
         if not self.calls_file.exists():
             return []
-        return [json.loads(line) for line in self.calls_file.read_text().splitlines()]
+        calls = [json.loads(line) for line in self.calls_file.read_text().splitlines()]
+        return [call for call in calls if "--test-only" not in call["argv"]]  # queues nothing
 
     def called(self) -> list[list[str]]:
         return [call["argv"] for call in self.calls()]
@@ -235,7 +236,7 @@ def test_a_refusal_comes_in_slurm_s_own_words_and_leaves_nothing(words, setting,
     clone.add_program("sbatch", "")
     done = clone.type("facility=generic_slurm", SLURM_SAYS=words)
     assert done.returncode == 2
-    found, hint = done.stderr.splitlines()
+    _, found, hint = done.stderr.splitlines()  # behind what the run would take
     assert found == f"atoll: {words.replace('error: ', '')}"
     assert setting in hint
     assert list((clone.root / "runs").iterdir()) == []
@@ -249,7 +250,7 @@ def test_a_refusal_names_the_nodes_that_the_run_leaves_out(clone):
     words = "sbatch: error: Batch job submission failed: Requested node configuration is not ..."
     done = clone.type("facility=generic_slurm", SLURM_SAYS=words)
     assert done.returncode == 2
-    hint = done.stderr.splitlines()[1]
+    hint = done.stderr.splitlines()[-1]
     assert hint.startswith("       see nodes, ranks_per_node, facility.node.cores; without n2 (")
     assert f"atoll exclusions {folder} --take-back NODE" in hint
 
@@ -266,7 +267,7 @@ def bare_path(clone: Clone) -> Path:
 def test_a_machine_without_slurm_says_so(clone):
     done = clone.type("facility=generic_slurm", PATH=str(bare_path(clone)))
     assert done.returncode == 2
-    assert done.stderr.splitlines()[0] == "atoll: cannot start sbatch: No such file or directory"
+    assert done.stderr.splitlines()[1] == "atoll: cannot start sbatch: No such file or directory"
 
 
 def test_a_job_with_a_run_folder_runs_it(clone):
@@ -362,7 +363,7 @@ def test_secrets_of_the_shell_are_in_no_file_of_the_run(clone):
     assert done.returncode == 0
     assert clone.calls()[0]["environment"]["HF_TOKEN"] == "hf_very_secret"
     texts = [path.read_text() for path in only_run(clone).rglob("*") if path.is_file()]
-    assert len(texts) == 4  # run.yaml, launch.sh, job.sh, lease/1
+    assert len(texts) == 5  # run.yaml, launch.sh, job.sh, prediction.json, lease/1
     assert not [text for text in texts if "hf_very_secret" in text]
     assert "hf_very_secret" not in done.stdout + done.stderr
 

@@ -124,7 +124,7 @@ def test_a_refused_run_leaves_nothing(clone):
     clone.add_program("sbatch", "")
     done = clone.type(*SLURM, SLURM_SAYS=REFUSED)
     assert done.returncode == 2
-    found, hint = done.stderr.splitlines()
+    _, found, hint = done.stderr.splitlines()  # behind what the run would take
     assert found == "atoll: sbatch: Batch job submission failed: Invalid qos"
     assert "facility.submit.qos" in hint
     assert list((clone.root / "runs").iterdir()) == []

@@ -14,7 +14,7 @@ def check_fit(run: Run) -> None:
 
     Raises `UserError`. Where it is not known whether it fits, `unknown_fit` tells.
     """
-    shape = _shape(run)
+    shape = shape_known_here(run)
     if shape is None or not _is_asked(run) or _unknown(run, shape):
         return
     memory = memory_of(run, shape)
@@ -27,7 +27,7 @@ def unknown_fit(run: Run) -> str:
     on_processors = run.facility.scheduler == "none" or run.facility.node.device == "cpu"
     if on_processors or not _is_asked(run):
         return ""
-    why = _unknown(run, _shape(run))
+    why = _unknown(run, shape_known_here(run))
     return f"whether it fits is not known: {why}\n" if why else ""
 
 
@@ -35,7 +35,8 @@ def _is_asked(run: Run) -> bool:
     return "fit" not in run.override and run.training.steps != 0
 
 
-def _shape(run: Run) -> Shape | None:
+def shape_known_here(run: Run) -> Shape | None:
+    """The shape of a run's model; None where this machine has no configuration of it."""
     config = known_config(run.model)
     return shape_of(config) if config and "model_type" in config else None
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from atoll import run_dir
-from atoll.cluster import limits, pbs, slurm, then
+from atoll.cluster import bet, limits, pbs, slurm, then
 from atoll.cluster.fit import check_fit, unknown_fit
 from atoll.cluster.hand_over import hand_over
 from atoll.cluster.job_script import around_job, launch_script, then_head
@@ -72,6 +72,8 @@ def _parser(verb: str, about: str) -> VerbParser:
     exports = 'print the sbatch flags as exports: eval "$(atoll submit --sbatch-env …)"'
     parser.add_argument("--dry-run", action="store_true", help=only_print)
     parser.add_argument("--here", action="store_true", help=here)
+    yes = "queue it without a question (confirm.node_hours)"
+    parser.add_argument("--yes", action="store_true", help=yes)
     parser.add_argument("--sbatch-env", action="store_true", help=exports)
     parser.add_argument("--hand-over", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--clone", type=Path, help=argparse.SUPPRESS)  # whose batch file it is
@@ -103,6 +105,7 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
             dry_run(each.run, here) + _then_dry(run, steps, here)
             for each, run in zip(compositions, after, strict=True)
         ]
+        _say_bets(compositions, here)
         print("\n".join(head + text for head, text in zip(heads, texts, strict=True)), end="")
         print(
             "".join(f"\n# {note}" for each in compositions if (note := unknown_fit(each.run))),
@@ -115,6 +118,8 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
             print(line, file=sys.stderr, flush=True)
         if composition.run.training.steps == 0:
             print(what_is_evaluated(composition.run), file=sys.stderr, flush=True)
+        if not _runs_here(composition.run, here):
+            _bet(composition.run, arguments.yes, environment)
         if arguments.hand_over and _runs_here(composition.run, here):
             folder = write_run_folder(composition, here)
             hand_over(composition.run, arguments.hand_over, folder, _write_then(scored, steps))
@@ -124,6 +129,21 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
         print(unknown_fit(composition.run), end="", file=sys.stderr)
         print(_left_out(composition.run), end="", file=sys.stderr)
     return 0
+
+
+def _say_bets(compositions: Sequence[Composition], here: bool) -> None:
+    """What each run will take, beside its commands."""
+    for each in compositions:
+        if (text := bet.line(each.run)) and not _runs_here(each.run, here):
+            print(text, file=sys.stderr, flush=True)
+
+
+def _bet(run: Run, is_said: bool, environment: Mapping[str, str]) -> None:
+    """Say what a run will take, and ask where it takes much."""
+    if text := bet.line(run):
+        asked = bet.asked_of_facility(run, _submission(run), environment)
+        print(f"{text}{asked}", file=sys.stderr, flush=True)
+    bet.confirm(run, is_said)
 
 
 def dry_run(run: Run, here: bool = False) -> str:
@@ -169,7 +189,8 @@ def _left_out(run: Run) -> str:
 
 def _discard(folder: Path) -> None:
     """Leave no trace of a refused run; whatever else is in its folder stays."""
-    for path in (run_dir.launch_script, run_dir.job_script, run_dir.settings_file):
+    kept = (run_dir.launch_script, run_dir.job_script, run_dir.settings_file)
+    for path in (*kept, run_dir.prediction_file):
         path(folder).unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
@@ -258,7 +279,7 @@ def check_environment(run: Run) -> None:
 def write_run_folder(
     composition: Composition, here: bool = False, entrypoint: str | None = None
 ) -> Path:
-    """Write `job.sh`, `launch.sh`, then `run.yaml`, and return the run's folder."""
+    """Write all that a job reads, then `run.yaml`, and return the run's folder."""
     folder = run_dir.folder(composition.run)
     script = _script(composition.run, here, entrypoint)
     prepared = composition.run.folders.prepared
@@ -270,6 +291,8 @@ def write_run_folder(
     try:
         run_dir.write_whole(run_dir.job_script(folder), around_job())
         run_dir.write_whole(run_dir.launch_script(folder), script)
+        if entrypoint is None:
+            bet.keep_prediction(composition.run)
         run_dir.write_whole(run_dir.settings_file(folder), composition.as_yaml())
     except OSError as error:
         raise _unusable(folder, error) from None

@@ -40,7 +40,7 @@ def derived_name(run: Run, stated: Mapping[str, Any], typed: Mapping[str, Any]) 
     says. Settings that are as stated there, or at a default of their own, do not count, so that one
     added later renames nothing. Nor do folders, spare nodes, what watches
     the run, checks left out, and all that a facility says of itself but its name: who pays or a
-    network variable make no other run.
+    network variable make no other run, nor what is asked before it is queued.
     """
     values = run.model_dump(
         mode="json",
@@ -54,6 +54,7 @@ def derived_name(run: Run, stated: Mapping[str, Any], typed: Mapping[str, Any]) 
             "spare_nodes": True,
             "monitor": True,
             "override": True,
+            "confirm": True,
             "image": set(Image.model_fields) - {"name", "args_file", "run_flags", "device"},
             "data": {"workers"},
         },

@@ -111,6 +111,29 @@ class Limits(Queue):
     queues: dict[str, Queue] = {}  # name of a partition, QoS or queue -> its own limits
 
 
+class Budget(Settings):
+    """How the facility tells what an account has left."""
+
+    command: list[str] = Field(default=[], description="its words; none: nothing is asked")
+    pattern: str | None = Field(
+        default=None, description="what it prints, with the node-hours left as its one group"
+    )
+
+    @field_validator("pattern")
+    @classmethod
+    def _has_one_group(cls, pattern: str | None) -> str | None:
+        try:
+            groups = 1 if pattern is None else re.compile(pattern).groups
+        except re.error as error:
+            found = f"facility.budget.pattern is no regular expression: {error}"
+            raise ValueError(found, r"as 'left: (\d+)'") from None
+        if groups != 1:
+            raise ValueError(
+                f"facility.budget.pattern has {groups} groups", r"one, as in 'left: (\d+)'"
+            )
+        return pattern
+
+
 class Facility(Settings):
     """One supercomputer or machine: facts only, no code."""
 
@@ -135,6 +158,7 @@ class Facility(Settings):
     binds: list[str] = []  # folders of the host that the image sees, as apptainer writes them
     network: Network = Network()
     limits: Limits = Limits()
+    budget: Budget = Budget()
     requeue: bool = Field(True, description="may a job put itself back in the queue")
     node_network: bool | None = Field(None, description="do compute nodes reach the internet")
     # version of the GPU driver on its nodes, to refuse an image that needs a newer one

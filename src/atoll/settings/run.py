@@ -8,6 +8,7 @@ from atoll.settings.fields import (
     CountOrZero,
     LoggerNames,
     OverrideNames,
+    Positive,
     Settings,
     Word,
 )
@@ -35,6 +36,14 @@ class Monitor(Settings):
     communication: bool  # profile one step: bytes and seconds of its collectives
     energy: bool  # joules of devices and processors
     progress: bool  # a progress bar, or plain lines
+
+
+class Confirm(Settings):
+    """When `atoll submit` asks a person first."""
+
+    node_hours: Positive | None = Field(
+        default=None, description="from so many on, submit asks before it queues a run; null: never"
+    )
 
 
 class Run(Settings):
@@ -69,6 +78,7 @@ class Run(Settings):
     export: Export
     generation: Generation
     monitor: Monitor
+    confirm: Confirm = Confirm()
     override: OverrideNames = []  # checks that are left out
     loggers: LoggerNames  # where figures go beside metrics.jsonl, in the run's folder
 

@@ -1,0 +1,72 @@
+"""What a run is expected to take, from its settings alone."""
+
+import pytest
+
+from atoll.config.compose import known_shape
+from atoll.plan.prediction import QUANTITIES, in_a_line, predict
+
+LUMI = ("facility=lumi", "facility.account=x", "model=llama2_7b", "nodes=8", "precision=bf16")
+
+
+def predicted(composed, *words):
+    run = composed(*LUMI, *words).run
+    return predict(run, known_shape(run)), run
+
+
+def test_every_figure_where_the_rates_are_stated(composed):
+    words = ("training.steps=1000", "facility.node.device_watts=280")
+    prediction, run = predicted(composed, *words)
+    seconds = prediction.step_seconds
+    tokens = run.training.global_batch_samples * run.data.sequence_tokens
+    assert prediction.tokens_per_second == tokens / seconds
+    assert prediction.hours == 1000 * seconds / 3600
+    assert prediction.node_hours == 8 * prediction.hours
+    assert prediction.device_kwh == pytest.approx(0.28 * 64 * prediction.hours)
+    line = in_a_line(prediction, run)
+    assert line.startswith("at least ") and "node-hours, 1 job of up to" in line
+    assert "GiB a device" in line and "kWh" in line and "?" not in line
+
+
+def test_a_rate_that_is_not_stated_is_a_question_mark(composed):
+    prediction, run = predicted(composed, "facility.node.link_gbps=null")
+    assert prediction.step_seconds is prediction.hours is prediction.jobs is None
+    line = in_a_line(prediction, run)
+    assert line.startswith("time ? (lumi states no rate for: ")
+    assert "GiB a checkpoint" in line and "kWh" not in line
+
+
+def test_steps_that_follow_from_the_text_have_no_total(composed):
+    prediction, run = predicted(composed, "training.steps=null", "training.epochs=2")
+    assert prediction.step_seconds and prediction.node_hours is None
+    assert "time ? (training.epochs" in in_a_line(prediction, run)
+
+
+def test_a_chain_has_as_many_jobs_as_its_walltime_needs(composed):
+    words = ("facility.walltime_minutes=60", "training.steps=100000")
+    prediction, run = predicted(composed, *words)
+    usable = 3600 - run.restart.notice_seconds
+    assert (prediction.jobs - 1) * usable < prediction.hours * 3600 <= prediction.jobs * usable
+    assert f"{prediction.jobs} jobs of up to 1 h" in in_a_line(prediction, run)
+
+
+def test_a_checkpoint_holds_what_learns(composed):
+    whole, run = predicted(composed)
+    assert whole.checkpoint_gib * 2**30 == 12 * known_shape(run).parameters
+    adapters, _ = predicted(composed, "sharding=ddp", "model.lora={rank: 8}")
+    assert adapters.checkpoint_gib < whole.checkpoint_gib / 100
+    assert predicted(composed, "optimizer=muon")[0].checkpoint_gib < whole.checkpoint_gib
+
+
+def test_deepspeed_s_memory_is_unknown(composed):
+    prediction, run = predicted(composed, "sharding=deepspeed_zero3")
+    assert prediction.memory_gib is prediction.checkpoint_gib is None
+    assert "; ? GiB a device; ? GiB a checkpoint" in in_a_line(prediction, run)
+
+
+def test_a_record_names_units_rates_and_version(composed):
+    prediction, run = predicted(composed)
+    record = prediction.record(run, "0.1.0")
+    assert record["atoll"] == "0.1.0" and record["rates"]["network_gbps"] == 800
+    assert record["predicted"].keys() == QUANTITIES.keys()
+    step = record["predicted"]["step_seconds"]
+    assert step == {"value": prediction.step_seconds, "unit": "s", "bound": "at least"}
