@@ -3,8 +3,11 @@
 import json
 import shlex
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from atoll.cluster.record import record_of, record_text
+from atoll.cluster.status import runs_folder
 from atoll.config import certificate
 from atoll.config.compose import (
     AUTO,
@@ -27,7 +30,7 @@ from atoll.tables import table
 ABOUT = """\
 Print, for each strategy, the memory of the fullest device by its parts, what fits, the bytes each
 rank sends in a step, the strategy it would choose and why, and the line that submits it.
-sharding=auto chooses the same."""
+sharding=auto chooses the same. With --record: how far off the predictions of past runs were."""
 COLUMNS = {
     "params": "parameters",
     "grads": "gradients",
@@ -52,7 +55,15 @@ def main(argv: list[str]) -> int:
     parser = overrides_parser("plan", ABOUT)
     parser.add_argument("--json", action="store_true", help="as a JSON object")
     parser.add_argument("--explain", action="store_true", help="what bounds a step, in three lines")
+    record = "errors of past predictions, of all runs in FOLDER; default: runs"
+    parser.add_argument(
+        "--record", nargs="?", type=Path, const=runs_folder(), metavar="FOLDER", help=record
+    )
     arguments = parser.read(argv)
+    if arguments.record is not None:
+        rows = record_of(arguments.record)
+        print(json.dumps(rows, indent=1) if arguments.json else record_text(rows))
+        return 0
     overrides = [word for word in arguments.overrides if word != AUTO]
     run = compose(overrides).run
     shape = known_shape(run)

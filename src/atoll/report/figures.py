@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from atoll.cluster.goodput import COLUMNS
+from atoll.cluster.record import MEASURED
 from atoll.plan.traffic import total
 from atoll.report.campaign import Part, Round, spent
 from atoll.report.drawing import Bars, Curves, Figure, Point, Series, Span
@@ -31,6 +32,9 @@ def of_runs(runs: Sequence[RunMetrics]) -> Iterator[Figure]:
     yield _curves(runs, "Memory of a rank", "step", "GiB", "memory_gib")
     if any(run.checkpoints for run in runs):
         yield _checkpoints(runs)
+    predicted = _predicted(runs)
+    if predicted.series:
+        yield predicted
     if any(run.communication for run in runs):
         yield _communication(runs)
     names = labels(runs)
@@ -92,6 +96,27 @@ def _checkpoints(runs: Sequence[RunMetrics]) -> Curves:
             series.append(Series(name + ending, colour, points, style, name))
     caption = "Filled: until it was complete. Open: how long training stood still for it."
     return Curves("Checkpoints", "step", "seconds", series, log_y=True, caption=caption)
+
+
+def _predicted(runs: Sequence[RunMetrics]) -> Curves:
+    """What was measured against what was predicted, a point for each run and figure."""
+    points: dict[str, list[Point]] = {}
+    for one in (one for run in runs for one in run.outcomes):
+        if one.predicted and one.measured:
+            points.setdefault(one.name, []).append((one.predicted, one.measured))
+    places = {name: place for place, name in enumerate(MEASURED)}
+    series = [
+        Series(
+            f"{MEASURED[name].what}, {MEASURED[name].unit}", places[name], sorted(each), "points"
+        )
+        for name, each in points.items()
+    ]
+    ends = sorted(x for each in points.values() for point in each for x in point)
+    if ends:
+        line = [(ends[0], ends[0]), (ends[-1], ends[-1])]
+        series.append(Series("as predicted", len(places), line, "dashed"))
+    caption = "Each in its own unit. A predicted time is the least there can be: points lie above."
+    return Curves("Predicted and measured", "predicted", "measured", series, True, True, caption)
 
 
 def _communication(runs: Sequence[RunMetrics]) -> Bars:

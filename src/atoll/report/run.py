@@ -10,6 +10,7 @@ from typing import Any
 
 from atoll import run_dir
 from atoll.cluster import goodput as ledger
+from atoll.cluster.record import MEASURED, Outcome, outcomes
 from atoll.cluster.status import queued_jobs, slurm_energy
 from atoll.errors import UserError
 from atoll.health.faults import Fault, faults
@@ -78,6 +79,11 @@ class RunMetrics:
         """Node-seconds by column; empty where its ranks never began."""
         return ledger.goodput(self.folder)
 
+    @cached_property
+    def outcomes(self) -> list[Outcome]:
+        """What it was expected to take beside what it took; none without a prediction."""
+        return outcomes(self.folder, self.goodput)
+
     @property
     def step_seconds(self) -> float:
         return statistics.fmean(line["step_seconds"] for line in self.steady)
@@ -102,6 +108,7 @@ def run_tables(runs: Sequence[RunMetrics], is_series: bool = True) -> dict[str, 
     return {
         "Scaling" if is_series else "Speed": speed,
         "Communication per rank and step, MiB": [_sent(run) for run in runs if run.communication],
+        "Predicted and measured": [row for run in runs for row in _outcomes(run)],
         "Scores": [row for run in runs for row in _scores(run)],
         "Checkpoints": [_checkpoints(run) for run in runs if run.checkpoints],
         "Goodput, node-minutes": [
@@ -115,6 +122,22 @@ def run_tables(runs: Sequence[RunMetrics], is_series: bool = True) -> dict[str, 
             {"run": run.name} | run.start["made_of"] for run in runs if run.start.get("made_of")
         ],
     }
+
+
+def _outcomes(run: RunMetrics) -> Rows:
+    """Each figure before and after; a bound cannot be wrong on its other side."""
+    return [
+        {
+            "run": run.name,
+            "what": f"{kind.what}, {kind.unit}",
+            "predicted": "" if one.predicted is None else f"{one.predicted:,.4g}",
+            "measured": "" if one.measured is None else f"{one.measured:,.4g}",
+            "error": "" if one.error is None else f"{one.error:+.1%}",
+            "is": kind.bound,
+        }
+        for one in run.outcomes
+        for kind in [MEASURED[one.name]]
+    ]
 
 
 def _fault(run: RunMetrics, fault: Fault) -> dict[str, str]:
