@@ -22,7 +22,8 @@ LINES: Mapping[str, str] = {
   atoll compose facility=NAME --json""",
     "plan": """\
   atoll plan facility=NAME model=llama2_7b nodes=8
-  atoll plan facility=NAME model=llama2_7b sharding=auto --explain""",
+  atoll plan facility=NAME model=llama2_7b sharding=auto --explain
+  atoll plan --record                             how far off past predictions were""",
     "status": """\
   atoll status
   atoll status NAME --follow""",

@@ -413,6 +413,7 @@ FORBIDDEN = [
     "data.files=[/etc/passwd]", "data.files=[../../x]", "data.files=['~/x']",
     "data.text_field='${oc.env:HOME}'", "data.validation={files:[/etc/passwd]}", "loggers=[wandb]",
     "facility.ssh_options=['-oProxyCommand=id']", "override=[fit]", "~facility.binds",
+    "facility.budget.command=[id]", "confirm.node_hours=null",
 ]  # fmt: skip
 
 

@@ -17,14 +17,15 @@ from atoll.settings import Run
 
 FILE = "site.allow"
 DEFAULT = "default"
-# Settings that start a program, load code, leave the folder, or send to another machine.
+# Settings that start a program, load code, leave the folder, or send to another machine; and what
+# a person is asked first.
 DENIED = (
     "facility.step", "facility.task_binding", "facility.modules", "facility.environment",
     "facility.task_folders", "facility.binds", "facility.network", "facility.container",
     "facility.hosts_file", "facility.ssh_options", "facility.address_suffix", "facility.driver",
-    "facility.scheduler", "facility.submit", "image", "folders", "launcher", "loggers", "override",
-    "model.source", "model.lora.start", "tokenizer.path", "tokenizer.chat_template",
-    "checkpoint.initial_load_path", "checkpoint.optimizer_load_path",
+    "facility.scheduler", "facility.submit", "facility.budget", "confirm", "image", "folders",
+    "launcher", "loggers", "override", "model.source", "model.lora.start", "tokenizer.path",
+    "tokenizer.chat_template", "checkpoint.initial_load_path", "checkpoint.optimizer_load_path",
 )  # fmt: skip
 # flags of sbatch and qsub that choose a queue, and nothing else
 QUEUES = ("partition", "qos", "constraint", "reservation", "q", "l")
