@@ -57,9 +57,10 @@ def test_a_checkpoint_holds_what_learns(composed):
     assert predicted(composed, "optimizer=muon")[0].checkpoint_gib < whole.checkpoint_gib
 
 
-def test_deepspeed_s_memory_is_unknown(composed):
+def test_what_has_no_formula_is_unknown(composed):
     prediction, run = predicted(composed, "sharding=deepspeed_zero3")
-    assert prediction.memory_gib is prediction.checkpoint_gib is None
+    assert prediction.memory_gib is prediction.checkpoint_gib is prediction.step_seconds is None
+    assert in_a_line(prediction, run).startswith("time ? (DeepSpeed spreads")
     assert "; ? GiB a device; ? GiB a checkpoint" in in_a_line(prediction, run)
 
 

@@ -57,7 +57,7 @@ def read_prediction(folder: Path) -> dict[str, float | None]:
     file = run_dir.prediction_file(folder)
     if not file.is_file():
         return {}
-    figures = json.loads(file.read_text())["predicted"]
+    figures = json.loads(file.read_text()).get("predicted", {})
     return {name: each["value"] for name, each in figures.items()}
 
 

@@ -50,7 +50,7 @@ class Prediction:
     node_hours: float | None
     device_kwh: float | None
     jobs: int | None  # of a chain, each up to its walltime
-    no_rate_for: tuple[str, ...]  # why its time is unknown
+    why_no_time: str  # where the time of a step is unknown
 
     def record(self, run: Run, version: str) -> dict[str, Any]:
         """Each figure with its unit, and the rates that it rests on."""
@@ -64,9 +64,11 @@ class Prediction:
 
 def predict(run: Run, shape: Shape) -> Prediction:
     """What a run will take on the devices of its facility, without its start, saves and queues."""
-    unknown = bool(why_unknown(run, shape))
+    unknown = why_unknown(run, shape)
     step = step_seconds(run, shape, stated_rates(run))
-    seconds, steps = step.total, steps_taken(run)
+    seconds, steps = None if unknown else step.total, steps_taken(run)
+    missing = ", ".join(step.unknown) or "the device"
+    no_rate = f"{run.facility.name} states no rate for: {missing}"
     hours = None if seconds is None or steps is None else seconds * steps / 3600
     sent = total(bytes_sent(run, shape))
     tokens = run.training.global_batch_samples * run.data.sequence_tokens
@@ -80,7 +82,7 @@ def predict(run: Run, shape: Shape) -> Prediction:
         node_hours=None if hours is None else hours * run.job_nodes,
         device_kwh=_device_kwh(run, hours),
         jobs=_jobs(run, hours),
-        no_rate_for=() if seconds is not None else tuple(step.unknown) or ("the device",),
+        why_no_time="" if seconds is not None else unknown or no_rate,
     )
 
 
@@ -129,8 +131,7 @@ def in_a_line(prediction: Prediction, run: Run) -> str:
 def _time(prediction: Prediction, run: Run) -> str:
     each, rate = prediction.step_seconds, prediction.tokens_per_second
     if each is None or rate is None:
-        missing = ", ".join(prediction.no_rate_for)
-        return f"time ? ({run.facility.name} states no rate for: {missing})"
+        return f"time ? ({prediction.why_no_time})"
     text = f"at least {each:,.3g} s a step, at most {rate:,.0f} tokens/s; "
     hours, node_hours = prediction.hours, prediction.node_hours
     if hours is None or node_hours is None:
