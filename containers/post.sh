@@ -69,10 +69,11 @@ if [[ $compat == yes ]]; then
     printf 'export LD_LIBRARY_PATH=%q:"$LD_LIBRARY_PATH"\n' "$libraries" >> "$environment_file"
 fi
 
-python3 $atoll/containers/sbom.py "$title" > $atoll/sbom/sbom.cdx.json
+python3 $atoll/containers/sbom.py "$title" "$locks/image.txt" > $atoll/sbom/sbom.cdx.json
 {
     printf '%s\n' "$labels" | tr ' ' '\n' | sed 's/=/ /'
     python3 $atoll/containers/sbom.py --labels
+    printf 'atoll.sbom %s\n' "$(sha256sum < $atoll/sbom/sbom.cdx.json | cut -d ' ' -f 1)"
     printf 'atoll.cuda.compat %s\n' "$compat"
 } >> "$label_file"
 rm -rf /tmp/lock.txt /tmp/problems.txt /var/lib/apt/lists/* /var/cache/apt/archives/*.deb

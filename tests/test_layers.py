@@ -27,7 +27,7 @@ ROOMS = {
     "verify": BASE | {"proof", "campaign", "cluster"},
     "config": BASE | {"plan"},
     "images": BASE,
-    "cluster": BASE | {"config", "images", "plan", "tables", "health"},
+    "cluster": BASE | {"config", "images", "plan", "proof", "tables", "health"},
     "campaign": BASE | {"config", "cluster", "proof"},
     "report": BASE | {"config", "cluster", "campaign", "plan", "tables", "health"},
     "rehearse": BASE | {"config", "cluster", "launch", "tables"},

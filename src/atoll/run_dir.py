@@ -121,6 +121,16 @@ def status_file(run_folder: Path) -> Path:
     return run_folder / "status.json"
 
 
+def accounting_file(run_folder: Path) -> Path:
+    """What the scheduler's accounting has of the run's jobs, once all have ended."""
+    return run_folder / "accounting.json"
+
+
+def sbom_file(run_folder: Path) -> Path:
+    """What is in the image that the run was made in."""
+    return run_folder / "sbom.cdx.json"
+
+
 def ledger_file(run_folder: Path) -> Path:
     """Where the time of all starts of a run went."""
     return run_folder / "ledger.jsonl"

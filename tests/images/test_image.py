@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -368,9 +369,36 @@ def test_what_an_image_holds_is_listed(tmp_path):
     listed = subprocess.run([sys.executable, script, "x"], capture_output=True, text=True)
     names = {part["name"].lower() for part in json.loads(listed.stdout)["components"]}
     assert {"torch", "transformers"} <= names
+    lock = f"Transformers=={metadata.version('transformers')} \\\n    --hash=sha256:{'a' * 64}\n"
+    (tmp_path / "lock.txt").write_text(lock)
+    listed = subprocess.run(
+        [sys.executable, script, "x", tmp_path / "lock.txt"], capture_output=True, text=True
+    )
+    bill = json.loads(listed.stdout)
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.5")
+    addresses = [part["bom-ref"] for part in bill["components"]]
+    assert len(set(addresses)) == len(addresses)
+    [one] = [part for part in bill["components"] if part["name"] == "transformers"]
+    known = {entry["name"]: entry["value"] for entry in one["properties"]}
+    assert known["atoll:lock:sha256"] == "a" * 64 and len(known["atoll:record:sha256"]) == 64
     printed = subprocess.run([sys.executable, script, "--labels"], capture_output=True, text=True)
     labels = dict(line.split(" ", 1) for line in printed.stdout.splitlines())
     assert set(labels) >= {"atoll.torch", "atoll.python", "atoll.architecture"}
+
+
+def test_an_image_says_what_it_holds(tmp_path, monkeypatch, capsys):
+    """The recipe writes it where `inspect --sbom` reads it, and its digest among the labels."""
+    recipe_text = (ROOT / "containers" / "post.sh").read_text()
+    assert image.SBOM == "/opt/atoll/sbom/sbom.cdx.json"
+    assert '"$locks/image.txt" > $atoll/sbom/sbom.cdx.json' in recipe_text
+    assert "printf 'atoll.sbom %s" in recipe_text
+    program = tmp_path / "apptainer"
+    program.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1.3.0 || echo "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "x.sif").touch()
+    assert image.main(["inspect", str(tmp_path / "x.sif"), "--sbom"]) == 0
+    assert capsys.readouterr().out.endswith(f"x.sif cat {image.SBOM}\n")
 
 
 def test_the_lock_never_replaces_what_the_vendor_built():

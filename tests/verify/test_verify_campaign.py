@@ -103,6 +103,24 @@ def test_an_untouched_campaign_is_as_stated(
     assert str(store.folder.parent) not in text and "BEGIN" not in text
 
 
+def test_one_round_is_aggregated_alone(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify(store, "--round", "1") == 0
+    output = capsys.readouterr().out
+    assert "round 1: aggregated again, bit for bit (2)" in output and "round 2" not in output
+    update = an_update(store)
+    content = bytearray(update.read_bytes())
+    content[-1] ^= 1
+    update.write_bytes(content)
+    assert verify(store, "--round", "2") == 0
+    assert verify(store, "--round", "1") == 2
+    assert f"atoll: {update} has changed" in capsys.readouterr().err
+    assert verify(store, "--round", "3") == 2
+    assert "no round 3 made this model" in capsys.readouterr().err
+    assert verify(store, "--round", "1", "--quick") == 2
+
+
 def an_update(store: CampaignStore) -> Path:
     return next(store.update(1, store.site("south")).glob("*.safetensors"))
 
@@ -123,12 +141,24 @@ def the_manifest(store: CampaignStore) -> Path:
     return store.model(1) / "manifest.json"
 
 
+def the_card(store: CampaignStore) -> Path:
+    return store.model(2) / "export" / statement.CARD
+
+
+def a_weight(store: CampaignStore) -> Path:
+    return next((store.model(2) / "export").glob("*.safetensors"))
+
+
 def a_signature(store: CampaignStore) -> Path:
     return store.update(2, store.site("north")) / "manifest.json.sig"
 
 
 @pytest.mark.parametrize(
-    "which", [an_update, a_journal, the_settings, an_older_model, the_manifest, a_signature]
+    "which",
+    [
+        *(an_update, a_journal, the_settings, an_older_model, the_manifest, a_signature),
+        *(the_card, a_weight),
+    ],
 )
 def test_a_changed_byte_of_a_campaign_is_named(
     store: CampaignStore,

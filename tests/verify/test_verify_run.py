@@ -1,10 +1,12 @@
 """A run's export against its provenance.json: every kind of change is named."""
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_run
@@ -12,7 +14,12 @@ from rank_pool import RankPool
 
 from atoll import run_dir
 from atoll.__main__ import main
-from atoll.proof import card, statement
+from atoll.proof import card, of_run, statement
+from atoll.settings import load_run
+
+ENDED_JOB = "123|cl|gpu|2|60|1000|1010|1070|7200000|COMPLETED|0:0\n"
+RUNNING_JOB = "123|cl|gpu|2|60|1000|1010|Unknown||RUNNING|0:0\n"
+CANCELLED_JOB = "123|cl|gpu|2|60|1000|1010|1070||CANCELLED by 1000|0:15\n"
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +39,27 @@ def folder(trained: Path, tmp_path: Path) -> Path:
     """A copy of the run; its run.yaml says where its tokens are."""
     shutil.copytree(trained / "runs" / "proof", tmp_path / "proof")
     return tmp_path / "proof"
+
+
+@pytest.fixture
+def complete(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same run as made in an image, its job ended and its accounting kept."""
+    sbom = tmp_path / "image.cdx.json"
+    sbom.write_text('{"bomFormat": "CycloneDX"}')
+    monkeypatch.setattr(of_run, "SBOM", sbom)
+    run = load_run(run_dir.settings_file(folder))
+    of_run.prove_run(run_dir.export(folder), run, folder, {"libraries": "torch 1"}, {})
+    sacct(tmp_path / "bin", monkeypatch, ENDED_JOB)
+    assert main(["status", str(folder)]) == 0
+    return folder
+
+
+def sacct(programs: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    """A sacct that says this, before every other on PATH."""
+    programs.mkdir(exist_ok=True)
+    (programs / "sacct").write_text(f"#!/bin/sh\ncat <<'END'\n{answer}END\n")
+    (programs / "sacct").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
 
 
 def verify(run_folder: Path, *words: str) -> int:
@@ -143,12 +171,20 @@ def a_checkpoint(folder: Path) -> Path:
         run_dir.settings_file,
         run_dir.result_file,
         lambda folder: run_dir.export(folder) / "tokenizer.json",
+        lambda folder: run_dir.export(folder) / statement.CARD,
+        lambda folder: run_dir.export(folder) / statement.CRATE,
+        run_dir.accounting_file,
+        run_dir.sbom_file,
     ],
-    ids=["weights", "checkpoint", "metrics", "jobs", "settings", "result", "tokenizer"],
+    ids=[
+        *("weights", "checkpoint", "metrics", "jobs", "settings", "result", "tokenizer"),
+        *("card", "crate", "accounting", "sbom"),
+    ],
 )
 def test_a_changed_byte_is_named(
-    folder: Path, which: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
+    complete: Path, which: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    folder = complete
     path = which(folder)
     change_byte(path, at=path.stat().st_size // 2)
     assert verify(folder) == 2
@@ -199,6 +235,64 @@ def test_a_statement_is_signed_and_then_stays(
     path.write_text(path.read_text().replace("slurm", "Slurm").replace('"bytes": ', '"bytes":  '))
     assert verify(folder, *who) == 2
     assert "is not signed by anna" in capsys.readouterr().err
+
+
+@pytest.mark.login_node
+def test_the_accounting_of_jobs_comes_into_the_proof_when_they_have_ended(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert verify(folder, "--quick") == 0
+    assert "not at hand  accounting: said to be jobs " in capsys.readouterr().out
+    sacct(tmp_path / "bin", monkeypatch, RUNNING_JOB)
+    assert main(["status", str(folder)]) == 0 and not run_dir.accounting_file(folder).exists()
+    sacct(tmp_path / "bin", monkeypatch, CANCELLED_JOB + ENDED_JOB)
+    crate = run_dir.export(folder) / statement.CRATE
+    first, stated = crate.read_bytes(), (crate.parent / statement.NAME).read_bytes()
+    assert main(["status", str(folder)]) == 0
+    kept = json.loads(run_dir.accounting_file(folder).read_text())["jobs"]
+    assert [job["state"] for job in kept] == ["CANCELLED", "COMPLETED"]
+    assert kept[1] | {"nodes": 2, "energy_joules": 7200000, "elapsed_seconds": 60} == kept[1]
+    assert "1000" not in kept[0]["state"]
+    assert verify(folder) == 0 and "accounting: said" not in capsys.readouterr().out
+    graph = {entity["@id"]: entity for entity in json.loads(crate.read_text())["@graph"]}
+    job = graph["#job-2"]
+    assert job["@type"] == "CreateAction" and job["endTime"] > job["startTime"]
+    used = [graph[entry["@id"]] for entry in job["resourceUsage"]]
+    assert {(x["name"], x["value"], x["unitText"]) for x in used} >= {("energy", "7200000", "J")}
+    assert {"@id": "#job-2"} in graph["./"]["mentions"]
+    # killed between the crate and the statement, and asked again
+    (crate.parent / statement.NAME).write_bytes(stated)
+    assert crate.read_bytes() != first
+    assert main(["status", str(folder)]) == 0 and verify(folder) == 0
+
+
+@pytest.mark.login_node
+def test_a_signed_proof_and_a_changed_crate_stay_as_they_are(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = run_dir.export(folder)
+    sacct(tmp_path / "bin", monkeypatch, ENDED_JOB)
+    (export / statement.SIGNATURE).touch()
+    before = (export / statement.NAME).read_bytes()
+    assert main(["status", str(folder)]) == 0
+    assert (export / statement.NAME).read_bytes() == before
+    (export / statement.SIGNATURE).unlink()
+    crate = export / statement.CRATE
+    crate.write_text(crate.read_text().replace("Process Run Crate", "Process Run crate"))
+    assert main(["status", str(folder)]) == 0
+    assert (export / statement.NAME).read_bytes() == before and verify(folder) == 2
+
+
+def test_what_is_in_the_image_is_kept_and_stated(complete: Path) -> None:
+    names = {entry["name"] for entry in statement.materials_of(the_statement(complete))}
+    assert "run/sbom.cdx.json" in names and "sbom" not in names
+
+
+def the_statement(folder: Path) -> dict[str, Any]:
+    return statement.read_statement(run_dir.export(folder))
 
 
 @pytest.mark.parametrize(

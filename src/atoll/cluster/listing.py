@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from atoll import run_dir
+from atoll.cluster.accounting import keep_accounting
 from atoll.cluster.jobs import Job, JobId, ask
 from atoll.cluster.status import follow, queued_jobs, run_folder, runs_folder, status
 from atoll.cluster.then import then_line
@@ -59,7 +60,10 @@ def status_of(argv: list[str]) -> int:
     if arguments.follow:
         if len(arguments.runs) != 1:
             raise UserError(f"--follow with {len(arguments.runs)} runs", "name one run to follow")
-        return follow(run_folder(arguments.runs[0]))
+        folder = run_folder(arguments.runs[0])
+        code = follow(folder)
+        keep_accounting(folder)
+        return code
     named = [run_folder(name) for name in arguments.runs]
     rows = runs(named or run_folders())
     if arguments.json or not named:
@@ -68,6 +72,8 @@ def status_of(argv: list[str]) -> int:
         print(f"{row['name']}: {row['state']}" + (f", {row['why']}" if row["why"] else ""))
     for line in filter(None, map(then_line, named)) if not arguments.json else ():
         print(line)
+    for folder in named:
+        keep_accounting(folder)
     return 2 if named and any(row["state"] == UNREADABLE for row in rows) else 0
 
 

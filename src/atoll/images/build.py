@@ -24,6 +24,7 @@ from atoll.images.recipe import ARCHITECTURES, COMPRESSIONS, PACKAGE_FOLDERS, Re
 PACKAGE = Path(__file__).resolve().parents[1]
 # an installed package carries what it needs of its clone
 CLONE = next(filter(Path.is_dir, [PACKAGE / "working_folder"]), PACKAGE.parents[1])
+SBOM = "/opt/atoll/sbom/sbom.cdx.json"  # where containers/post.sh writes it
 OLDEST = {"apptainer": (1, 3), "singularity": (4, 1)}
 
 
@@ -113,6 +114,9 @@ def verify(arguments: argparse.Namespace) -> int:
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Print the labels of an image: base, torch, CUDA or ROCm, lock and source digests."""
+    if arguments.sbom:
+        print(sbom(_image(arguments), container_runtime(os.environ)), end="")
+        return 0
     known = labels(_image(arguments), container_runtime(os.environ))
     width = max(map(len, known))
     print("\n".join(f"{name:{width}}  {text}" for name, text in sorted(known.items())))
@@ -126,6 +130,14 @@ def labels(image: Path, runtime: str) -> dict[str, str]:
         raise UserError(f"{image}: {done.last_line}", "give a SIF file, or build one")
     attributes = json.loads(done.stdout)["data"]["attributes"]
     return {str(name): str(text) for name, text in attributes["labels"].items()}
+
+
+def sbom(image: Path, runtime: str) -> str:
+    """The list of packages that an image carries (CycloneDX, JSON)."""
+    done = run_command([runtime, "exec", "--containall", str(image), "cat", SBOM])
+    if done.returncode != 0:
+        raise UserError(f"{image} has no {SBOM}: {done.last_line}", "give an image of Atoll's")
+    return done.stdout
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -265,6 +277,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--arch", help="x86_64 or aarch64; unset: as this machine")
     parser.add_argument("--compression", help="zstd (unset), or gzip for older runtimes")
     parser.add_argument("--mirror", help="where Debian's packages are; unset: as apt says")
+    listed = "of inspect: every package inside, as CycloneDX"
+    parser.add_argument("--sbom", action="store_true", help=listed)
     parser.add_argument("--key", help="PEM file: private to sign, public to verify")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.action != "test":

@@ -34,7 +34,7 @@ def _of_image(labels: Path) -> dict[str, str]:
     if not labels.is_file():
         return {}
     values: dict[str, Any] = json.loads(labels.read_text())
-    names = {"lock": "atoll.lock", "source": "atoll.source"}
+    names = {"lock": "atoll.lock", "source": "atoll.source", "sbom": "atoll.sbom"}
     return {name: str(values[label]) for name, label in names.items() if label in values}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from atoll.proof.accounting import ASKED
 from atoll.proof.statement import NAME, instant
 from atoll.settings import Run
 
@@ -143,6 +144,8 @@ def _hardware(run: Run, records: Sequence[Record]) -> Rows:
     yield "Hours, with pauses", f"{(max(times) - min(times)) / 3600:.3g}" if times else None
     energy = f"{joules / 3.6e6:.3g} ({'; '.join(sorted(sources))})" if sources else None
     yield "Energy, kWh", energy
+    kept = "of the scheduler, kept beside the run" if run.facility.scheduler in ASKED else None
+    yield "Accounting of its jobs", kept
 
 
 def _made_with(made_of: Mapping[str, str]) -> Rows:

@@ -7,6 +7,7 @@ what it read and what it made. Files of other places are described, not carried.
 import json
 import mimetypes
 import time
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,14 @@ SPECIFICATION = "https://w3id.org/ro/crate/1.1"
 PROFILE = "https://w3id.org/ro/wfrun/process/0.5"
 ROOT, ACTION, LICENSE = "./", "#action", "#license"
 NO_LICENSE = "No license is stated; those of the data and of the base model, if any, go on."
+
+OF_JOBS = "#run/accounting.json"
+# of a job: name -> the field of its record, and its unit
+USED = {
+    "nodes": ("nodes", "nodes"),
+    "elapsed": ("elapsed_seconds", "s"),
+    "energy": ("energy_joules", "J"),
+}
 
 Entity = dict[str, Any]
 
@@ -54,14 +63,85 @@ def write_crate(export: Path, made: Made, subjects: list[Resource]) -> None:
         "license": _to(LICENSE),
         "conformsTo": _to(PROFILE),
         "hasPart": _all_to(files),
-        "mentions": _to(ACTION),
+        "mentions": [_to(ACTION)],
     }
     software = _software()
     action["instrument"] = _to(software["@id"])
     about = [_descriptor(), root, _profile(), _license(), software]
     graph = [*about, action, *files, *read, *logs]
     content = {"@context": CONTEXTS, "@graph": graph}
-    run_dir.write_whole(export / CRATE, json.dumps(content, indent=1) + "\n")
+    run_dir.write_whole(export / CRATE, as_text(content))
+
+
+def as_text(crate: Entity) -> str:
+    return json.dumps(crate, indent=1) + "\n"
+
+
+def with_jobs(crate: Entity, accounting: Resource, jobs: Sequence[Mapping[str, Any]]) -> Entity:
+    """The crate with an action for each start of a job, and where they were read from."""
+    graph, source = without_jobs(crate)["@graph"], _outside(accounting)
+    software = next(x["@id"] for x in graph if x["@type"] == "SoftwareApplication")
+    parts: list[Entity] = [source]
+    actions = []
+    for number, job in enumerate(jobs, 1):
+        used = _usage(number, job)
+        actions.append(_job(number, job, software, source) | {"resourceUsage": _all_to(used)})
+        parts += [actions[-1], *used]
+    changed = [
+        entity | {"mentions": [*entity["mentions"], *_all_to(actions)]}
+        if entity["@id"] == ROOT
+        else entity
+        for entity in graph
+    ]
+    return {**crate, "@graph": [*changed, *parts]}
+
+
+def without_jobs(crate: Entity) -> Entity:
+    """The crate as it was written first: the same text, so that its digest can be compared."""
+    graph = [entity for entity in crate["@graph"] if not _is_of_jobs(entity)]
+    changed = [
+        entity | {"mentions": [m for m in entity["mentions"] if not _is_of_jobs(m)]}
+        if entity["@id"] == ROOT
+        else entity
+        for entity in graph
+    ]
+    return {**crate, "@graph": changed}
+
+
+def _is_of_jobs(entity: Entity) -> bool:
+    return str(entity["@id"]).startswith(("#job-", OF_JOBS))
+
+
+def _job(number: int, job: Mapping[str, Any], software: str, source: Entity) -> Entity:
+    ended = "Completed" if job["state"] == "COMPLETED" else "Failed"
+    action: Entity = {
+        "@id": f"#job-{number}",
+        "@type": "CreateAction",
+        "name": f"job {job['job']} of {job['cluster']}",
+        "description": f"{job['state']}, exit code {job['exit_code']}, on {job['partition']}",
+        "instrument": _to(software),
+        "actionStatus": _to(f"http://schema.org/{ended}ActionStatus"),
+        "subjectOf": _to(source["@id"]),
+    }
+    for name, key in (("startTime", "started"), ("endTime", "ended")):
+        if job[key] is not None:
+            action[name] = _instant(job[key])
+    return action
+
+
+def _usage(number: int, job: Mapping[str, Any]) -> list[Entity]:
+    """What a job used, in the terms' own form: values with a unit."""
+    known = {name: (job[key], unit) for name, (key, unit) in USED.items() if job[key] is not None}
+    return [
+        {
+            "@id": f"#job-{number}-{name.replace(' ', '-')}",
+            "@type": "PropertyValue",
+            "name": name,
+            "value": str(value),
+            "unitText": unit,
+        }
+        for name, (value, unit) in known.items()
+    ]
 
 
 def _descriptor() -> Entity:

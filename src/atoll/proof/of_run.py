@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
+from atoll.proof.accounting import not_kept
 from atoll.proof.card import run_card
 from atoll.proof.prove import prove
 from atoll.proof.statement import Made, Resource, described, existing, grown, resource
 from atoll.settings import Run
 
 CONFIG = "config.json"
+SBOM = Path("/opt/atoll/sbom/sbom.cdx.json")  # in an image: containers/post.sh
 # what later starts, and whoever looks at the run, write on
 LOGS = ("jobs.txt", "metrics.jsonl", "faults.jsonl", "restarts.jsonl", "ledger.jsonl")
 
@@ -30,6 +32,7 @@ def prove_run(
     materials = [resource("run", run_folder, name) for name in existing(run_folder, ["run.yaml"])]
     materials += _checkpoint(run_folder) + _prepared(run_dir.prepared(run))
     materials += _named(made_of)
+    materials += [_sbom(run_folder)]
     records = run_dir.metrics(run_folder)
     result, config = (_json(file) for file in (run_dir.result_file(run_folder), export / CONFIG))
     card = run_card(run, config, records, result, made_of)
@@ -40,7 +43,8 @@ def prove_run(
         name: described(name, int(facts["bytes"]), str(facts["sha256"]))
         for name, facts in known.items()
     }
-    made = Made("run", run.name, materials, logs, began)
+    gaps = [not_kept(run.facility.scheduler)]
+    made = Made("run", run.name, materials, logs, began, gaps)
     prove(export, made, card, subjects)
 
 
@@ -66,9 +70,19 @@ def _prepared(folder: Path) -> list[Resource]:
     return [resource("prepared", folder, name) for name in existing(folder, names)]
 
 
+def _sbom(run_folder: Path) -> Resource:
+    """What is in the image, kept beside the run: the image may be gone when somebody asks."""
+    if not SBOM.is_file():
+        why = "the run was made in no image of Atoll's"
+        return {"name": "sbom", "annotations": {"packages": why}}
+    file = run_dir.sbom_file(run_folder)
+    run_dir.write_whole(file, SBOM.read_bytes())
+    return resource("run", run_folder, file.name)
+
+
 def _named(made_of: Mapping[str, str]) -> list[Resource]:
     """What is known by its name alone: it is not at hand when an export is verified."""
-    image = {name: made_of[name] for name in ("image", "lock", "source") if name in made_of}
+    image = {name: made_of[name] for name in ("image", "lock", "source", "sbom") if name in made_of}
     entries: list[Resource] = [{"name": "image", "annotations": image}]
     commit = made_of.get("commit")
     of_code = (

@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -69,6 +69,7 @@ class Made:
     materials: list[Resource]
     logs: list[Resource]
     began: float | None = None  # seconds since 1970
+    gaps: list[Resource] = field(default_factory=list)  # what is named, and not at hand
 
 
 def subjects_of(export: Path, known: Mapping[str, Resource]) -> list[Resource]:
@@ -94,7 +95,7 @@ def write_statement(export: Path, made: Made, subjects: list[Resource]) -> None:
             "runDetails": {
                 "builder": {"id": "urn:atoll", "version": {"atoll": metadata.version("atoll")}},
                 "metadata": {"invocationId": made.name, "finishedOn": instant(time.time())},
-                "byproducts": made.logs,
+                "byproducts": [*made.logs, *made.gaps],
             },
         },
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 from atoll import run_dir
 from atoll.cluster import goodput as ledger
+from atoll.cluster.accounting import keep_accounting
 from atoll.cluster.record import MEASURED, Outcome, outcomes
 from atoll.cluster.status import queued_jobs, slurm_energy
 from atoll.errors import UserError
@@ -99,6 +100,7 @@ def read(folder: Path) -> RunMetrics:
     if not events["start"] or not events["train"]:
         raise UserError(f"run {folder.name} has no steps to report", f"atoll status {folder.name}")
     settings = load_run(run_dir.settings_file(folder))
+    keep_accounting(folder)
     return RunMetrics(settings, folder, *(events[kind] for kind in EVENTS))
 
 

@@ -1,6 +1,8 @@
 """`atoll verify EXPORT`: compare a model and what made it with its provenance.json, offline."""
 
+import argparse
 from pathlib import Path
+from typing import Any
 
 from atoll import run_dir
 from atoll.campaign.signing import OF_MODELS, sign
@@ -27,6 +29,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--identity", default="coordinator", help="who signed, in that file")
     parser.add_argument("--sign", type=Path, metavar="KEY", help="and sign it, if all is as stated")
     parser.add_argument("--quick", action="store_true", help="no shards, checkpoints, aggregation")
+    one = "of a campaign: the updates and the aggregation of one round alone"
+    parser.add_argument("--round", type=int, metavar="N", help=one)
     words = parser.read(argv)
     folder = words.export.absolute()
     statement = read_statement(folder)
@@ -35,12 +39,13 @@ def main(argv: list[str]) -> int:
     if words.source and not _is_source(words.source, is_campaign):
         raise UserError(f"{words.source} is no run or campaign", "--from FOLDER names the one")
     deep = not words.quick
+    _refuse_round(words, statement, is_campaign)
     for line in exported.signature(folder, words.signers, words.identity):
         _print(line)
     for line in exported.files(folder, statement):
         _print(line)
     made_it = (
-        of_campaign.made_it(statement, source, folder, words.signers, deep)
+        of_campaign.made_it(statement, source, folder, words.signers, deep, words.round)
         if is_campaign
         else of_run.made_it(statement, source, deep)
     )
@@ -50,6 +55,21 @@ def main(argv: list[str]) -> int:
         sign(folder / NAME, words.sign, OF_MODELS)
         print(f"signed: {words.export / NAME}")
     return 0
+
+
+def _refuse_round(words: argparse.Namespace, statement: dict[str, Any], is_campaign: bool) -> None:
+    """A round that there is none of, or nothing to do in."""
+    if words.round is None:
+        return
+    if not is_campaign:
+        raise UserError(f"--round {words.round}, of a run's export", "a campaign's has rounds")
+    if words.quick or words.sign:
+        other = "--quick" if words.quick else "--sign"
+        raise UserError(f"--round and {other}", "leave one out: --round aggregates, and no more")
+    numbers = of_campaign.rounds(statement)[1:]
+    if words.round not in numbers:
+        hint = f"--round {numbers[0]} to {numbers[-1]}" if numbers else "leave it out"
+        raise UserError(f"no round {words.round} made this model", hint)
 
 
 def _source(export: Path, is_campaign: bool) -> Path | None:

@@ -25,19 +25,28 @@ def made_it(
     export: Path,
     signers: Path | None,
     deep: bool,
+    one: int | None = None,
 ) -> Iterator[Line]:
-    """Everything at hand; `deep`: the aggregation of every kept round is done again."""
+    """Everything at hand; `deep`: the aggregation of every kept round is done again.
+
+    one: of this round alone.
+    """
     yield from resources([*materials_of(statement), *logs_of(statement)], {"campaign": folder})
     if folder is None:
         return
     store = load_store(folder)
     allowed = signers or _allowed(store)
-    names = (OF_MODEL.fullmatch(entry["name"]) for entry in materials_of(statement))
-    numbers = sorted(int(name[1]) for name in names if name)
-    for number in numbers:
+    numbers = rounds(statement)
+    for number in numbers if one is None else [one - 1, one]:
         yield from _kept(store, number, allowed)
-        if deep and number:
+        if deep and number and one in (None, number):
             yield _again(store, number, export if number == numbers[-1] else None)
+
+
+def rounds(statement: dict[str, Any]) -> list[int]:
+    """The rounds whose models are stated, the first model's 0 among them."""
+    names = (OF_MODEL.fullmatch(entry["name"]) for entry in materials_of(statement))
+    return sorted(int(name[1]) for name in names if name)
 
 
 def _allowed(store: CampaignStore) -> Path | None:

@@ -1,0 +1,72 @@
+"""What Slurm's accounting has of a run's jobs, kept beside the run: `sacct` forgets, files do not.
+
+Without accounts, users, names of nodes and paths: it travels with the proof of the run's model.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from atoll import run_dir
+from atoll.cluster.jobs import SLURM_STATES, sacct
+from atoll.cluster.scheduler import answer_lines
+from atoll.cluster.status import UNKNOWN, queued_jobs
+from atoll.proof.accounting import state_accounting
+from atoll.proof.crate import as_text
+
+COLUMNS = (
+    "JobIDRaw,Cluster,Partition,NNodes,ElapsedRaw,Submit,Start,End,ConsumedEnergyRaw,State,ExitCode"
+)
+ENDED = {*SLURM_STATES["finished"].split(), *SLURM_STATES["failed"].split()}
+Record = dict[str, Any]
+
+
+def keep_accounting(run_folder: Path) -> None:
+    """Keep the records of a finished run's jobs, once all have ended, and state them in its proof.
+
+    Nothing is kept where there is no accounting: the proof names that gap.
+    """
+    file = run_dir.accounting_file(run_folder)
+    if not run_dir.result_file(run_folder).is_file():
+        return
+    if not file.is_file():
+        ids = [job for scheduler, job in queued_jobs(run_folder) if scheduler == "slurm"]
+        records = slurm_records(ids)
+        last = {record["job"]: record["state"] for record in records}
+        if not ids or last.keys() != set(ids) or not ENDED.issuperset(last.values()):
+            return
+        run_dir.write_whole(file, as_text({"format_version": 1, "from": "sacct", "jobs": records}))
+    state_accounting(run_folder)
+
+
+def slurm_records(ids: Sequence[str]) -> list[Record]:
+    """A record for each start of these jobs, a requeued one once for each; none: nobody knows."""
+    if not ids:
+        return []
+    in_seconds = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
+    lines = answer_lines([*sacct(ids, COLUMNS), "--duplicates"], in_seconds)
+    rows = [line.split("|") for line in lines]
+    return [_record(row) for row in rows if len(row) == len(COLUMNS.split(","))]
+
+
+def _record(row: Sequence[str]) -> Record:
+    job, cluster, partition, nodes, elapsed, submitted, started, ended, energy, state, code = row
+    joules = _number(energy)
+    return {
+        "job": job,
+        "cluster": cluster,
+        "partition": partition,
+        "nodes": _number(nodes),
+        "elapsed_seconds": _number(elapsed),
+        "submitted": _number(submitted),
+        "started": _number(started),
+        "ended": _number(ended),
+        "energy_joules": joules if joules and joules < UNKNOWN else None,  # 0: not measured
+        "state": state.split()[0],  # CANCELLED by 1000: whose number that is does not travel
+        "exit_code": code,
+    }
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None

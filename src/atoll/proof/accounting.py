@@ -1,0 +1,68 @@
+"""The jobs' accounting in a run's proof: a gap that is named, until the jobs have ended.
+
+An export is written inside its job, of which the scheduler knows the end only later.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from atoll import run_dir
+from atoll.proof.crate import as_text, with_jobs, without_jobs
+from atoll.proof.statement import (
+    CRATE,
+    NAME,
+    SIGNATURE,
+    Resource,
+    described,
+    logs_of,
+    read_statement,
+    resource,
+)
+
+GAP = "accounting"
+ASKED = ("slurm",)
+WHY = {
+    "slurm": "not kept yet: `atoll status RUN` keeps it, once its jobs have ended",
+    "pbs": "PBS is not asked for it",
+    "none": "no scheduler, so none",
+}
+
+
+def not_kept(scheduler: str) -> Resource:
+    """The gap, by its name."""
+    return {"name": GAP, "annotations": {"jobs": WHY[scheduler]}}
+
+
+def state_accounting(run_folder: Path) -> list[Path]:
+    """Put the kept accounting into the proof of the run's exports; those that were changed.
+
+    One that is signed stays as it is, and so does one whose crate is not the stated one.
+    """
+    folders = (run_dir.export(run_folder), run_dir.averaged_export(run_folder))
+    return [
+        folder for folder in folders if (folder / NAME).is_file() and _state(folder, run_folder)
+    ]
+
+
+def _state(export: Path, run_folder: Path) -> bool:
+    if (export / SIGNATURE).is_file():
+        return False
+    statement, file = read_statement(export), run_dir.accounting_file(run_folder)
+    crate: dict[str, Any] = json.loads((export / CRATE).read_text())
+    stated = next(entry for entry in statement["subject"] if entry["name"] == CRATE)
+    first = as_text(without_jobs(crate)).encode()
+    is_gap = any(entry["name"] == GAP for entry in logs_of(statement))
+    # killed between both files, the crate has its jobs already, and the statement has not
+    if not is_gap or hashlib.sha256(first).hexdigest() != stated["digest"]["sha256"]:
+        return False
+    kept = resource("run", run_folder, file.name)
+    text = as_text(with_jobs(crate, kept, json.loads(file.read_text())["jobs"])).encode()
+    run_dir.write_whole(export / CRATE, text)
+    stated |= described(CRATE, len(text), hashlib.sha256(text).hexdigest())
+    statement["predicate"]["runDetails"]["byproducts"] = [
+        kept if entry["name"] == GAP else entry for entry in logs_of(statement)
+    ]
+    run_dir.write_whole(export / NAME, as_text(statement))
+    return True
