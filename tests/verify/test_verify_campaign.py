@@ -18,12 +18,27 @@ from atoll.campaign import average as averaging
 from atoll.campaign.prove import prove_campaign
 from atoll.campaign.signing import sign
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
+from atoll.errors import UserError
 from atoll.proof import statement
+from atoll.settings import exchange
 from atoll.verify import of_campaign
 
 pytestmark = pytest.mark.login_node
 
 SITES = ("north", "south")
+A_JOB = exchange.JobRecord(
+    job="7",
+    cluster="cl",
+    partition="gpu",
+    state="COMPLETED",
+    exit_code="0:0",
+    nodes=2,
+    elapsed_seconds=1800,
+    submitted=1000,
+    started=1010,
+    ended=None,
+    energy_joules=3_600_000,
+).model_dump()
 
 
 def in_this_process(argv: list[str], what: str) -> str:
@@ -66,6 +81,7 @@ def made_campaign(folder: Path, **changes: Any) -> CampaignStore:
             into.parent.mkdir(parents=True)
             made.rename(into)
         store.journal(number).append("began")
+        store.record_answer(number, store.site("north"), {"state": "ready", "jobs": [A_JOB]})
         assert averaging.average(store, number)
     prove_campaign(store, 2)
     return store
@@ -121,6 +137,30 @@ def test_one_round_is_aggregated_alone(
     assert verify(store, "--round", "1", "--quick") == 2
 
 
+def test_what_facilities_tell_of_their_jobs_is_in_the_proof(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify(store, "--quick") == 0
+    assert "nothing was told by south: no Slurm" in capsys.readouterr().out
+    export = store.model(2) / "export"
+    graph = json.loads((export / statement.CRATE).read_text())["@graph"]
+    names = [entity["name"] for entity in graph if str(entity["@id"]).startswith("#job-")]
+    assert names.count("job 7 of cl") == 2 and len({x["@id"] for x in graph}) == len(graph)
+    text = (export / statement.CARD).read_text()
+    assert "| Node-hours, as schedulers count | 2 of 2 jobs |" in text
+    assert "| Energy, kWh | 2 of 2 of 2 jobs |" in text
+
+
+def test_what_a_facility_says_of_its_jobs_is_typed() -> None:
+    answer = {"state": "ready", "jobs": [{**A_JOB, "account": "who", "user": "me"}]}
+    kept = exchange.read_answer(json.dumps(answer), "north")["jobs"]
+    assert kept == [A_JOB]
+    for wrong in ({"nodes": -1}, {"energy_joules": 10**400}, {"job": 7}, {"ended": 10**12}):
+        answer["jobs"] = [A_JOB | wrong]
+        with pytest.raises(UserError, match="no answer of `atoll site`"):
+            exchange.read_answer(json.dumps(answer), "north")
+
+
 def an_update(store: CampaignStore) -> Path:
     return next(store.update(1, store.site("south")).glob("*.safetensors"))
 
@@ -141,6 +181,10 @@ def the_manifest(store: CampaignStore) -> Path:
     return store.model(1) / "manifest.json"
 
 
+def the_accounting(store: CampaignStore) -> Path:
+    return run_dir.accounting_file(store.folder)
+
+
 def the_card(store: CampaignStore) -> Path:
     return store.model(2) / "export" / statement.CARD
 
@@ -157,7 +201,7 @@ def a_signature(store: CampaignStore) -> Path:
     "which",
     [
         *(an_update, a_journal, the_settings, an_older_model, the_manifest, a_signature),
-        *(the_card, a_weight),
+        *(the_card, a_weight, the_accounting),
     ],
 )
 def test_a_changed_byte_of_a_campaign_is_named(

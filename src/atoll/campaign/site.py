@@ -41,6 +41,7 @@ from atoll.campaign.site_models import (
     refuse_wrong_base,
 )
 from atoll.campaign.transfer import atoll_here, complaint, run_verb
+from atoll.cluster.accounting import slurm_ids, slurm_records
 from atoll.cluster.goodput import goodput
 from atoll.cluster.status import remembered_status, status
 from atoll.commands import VerbParser, run_command
@@ -52,6 +53,7 @@ from atoll.settings.exchange import read_request
 ANOTHER_IS_AT_IT = "is running already"
 WORK = ".streamflow"
 LIFE_SECONDS = 3.0
+MOST_JOBS = 100  # of a round's run, that the coordinator is told of
 PATIENCE = ("attempts", "keep_checkpoints")  # of a request: they may change in a round
 # states of a round that come to another one by themselves
 WAITING = ("queued", "running", "retry", "unknown")
@@ -285,4 +287,5 @@ def _measured(here: Path) -> dict[str, Any]:
         "started": records[0].get("time") if records else None,
         "ended": records[-1].get("time") if records else None,
         "node_seconds": goodput(Path(job["run"])) if records else {},
+        "jobs": slurm_records(slurm_ids(Path(job["run"])))[-MOST_JOBS:] if records else [],
     }

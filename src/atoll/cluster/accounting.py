@@ -31,13 +31,17 @@ def keep_accounting(run_folder: Path) -> None:
     if not run_dir.result_file(run_folder).is_file():
         return
     if not file.is_file():
-        ids = [job for scheduler, job in queued_jobs(run_folder) if scheduler == "slurm"]
+        ids = slurm_ids(run_folder)
         records = slurm_records(ids)
         last = {record["job"]: record["state"] for record in records}
         if not ids or last.keys() != set(ids) or not ENDED.issuperset(last.values()):
             return
         run_dir.write_whole(file, as_text({"format_version": 1, "from": "sacct", "jobs": records}))
     state_accounting(run_folder)
+
+
+def slurm_ids(run_folder: Path) -> list[str]:
+    return [job for scheduler, job in queued_jobs(run_folder) if scheduler == "slurm"]
 
 
 def slurm_records(ids: Sequence[str]) -> list[Record]:

@@ -70,6 +70,8 @@ def write_crate(export: Path, made: Made, subjects: list[Resource]) -> None:
     about = [_descriptor(), root, _profile(), _license(), software]
     graph = [*about, action, *files, *read, *logs]
     content = {"@context": CONTEXTS, "@graph": graph}
+    if made.accounting is not None:
+        content = with_jobs(content, made.accounting, made.jobs)
     run_dir.write_whole(export / CRATE, as_text(content))
 
 

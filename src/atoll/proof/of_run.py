@@ -44,7 +44,7 @@ def prove_run(
         for name, facts in known.items()
     }
     gaps = [not_kept(run.facility.scheduler)]
-    made = Made("run", run.name, materials, logs, began, gaps)
+    made = Made("run", run.name, materials, logs, began, gaps=gaps)
     prove(export, made, card, subjects)
 
 

@@ -69,6 +69,8 @@ class Made:
     materials: list[Resource]
     logs: list[Resource]
     began: float | None = None  # seconds since 1970
+    accounting: Resource | None = None  # the file that these are from
+    jobs: list[dict[str, Any]] = field(default_factory=list)
     gaps: list[Resource] = field(default_factory=list)  # what is named, and not at hand
 
 
@@ -82,6 +84,7 @@ def subjects_of(export: Path, known: Mapping[str, Resource]) -> list[Resource]:
 
 def write_statement(export: Path, made: Made, subjects: list[Resource]) -> None:
     """Write it, the last file of an export."""
+    accounting = [made.accounting] if made.accounting else []
     content = {
         "_type": STATEMENT,
         "subject": subjects,
@@ -95,7 +98,7 @@ def write_statement(export: Path, made: Made, subjects: list[Resource]) -> None:
             "runDetails": {
                 "builder": {"id": "urn:atoll", "version": {"atoll": metadata.version("atoll")}},
                 "metadata": {"invocationId": made.name, "finishedOn": instant(time.time())},
-                "byproducts": [*made.logs, *made.gaps],
+                "byproducts": [*made.logs, *accounting, *made.gaps],
             },
         },
     }

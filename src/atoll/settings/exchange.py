@@ -31,6 +31,8 @@ Number = Annotated[int, Field(ge=1, le=2**53)]
 Loss = Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]  # nats a token
 Time = Annotated[float, Field(ge=0.0, le=1e11, allow_inf_nan=False)]  # seconds since 1970
 NodeSeconds = Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
+Known = Annotated[int, Field(ge=0, le=2**53)] | None  # None: nobody knows
+Second = Annotated[int, Field(ge=0, le=10**11)] | None  # since 1970
 Round = Annotated[int, Field(ge=1, le=10**6)]
 
 
@@ -54,6 +56,24 @@ class SiteRequest(BaseModel):
     ]  # of its run
 
 
+class JobRecord(BaseModel):
+    """One start of a facility's job, as its scheduler's accounting has it."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    job: Short
+    cluster: Short
+    partition: Short
+    state: Short
+    exit_code: Short
+    nodes: Known
+    elapsed_seconds: Known
+    submitted: Second
+    started: Second
+    ended: Second
+    energy_joules: Known
+
+
 class Answer(BaseModel):
     """What `atoll site` prints; words that are not known here are not kept."""
 
@@ -70,6 +90,7 @@ class Answer(BaseModel):
     ended: Time | None = None
     # what became of its jobs' time, by the columns of the goodput
     node_seconds: Annotated[dict[Short, NodeSeconds], Field(max_length=20)] = {}
+    jobs: Annotated[list[JobRecord], Field(max_length=100)] = []
 
     @model_validator(mode="after")
     def _says_what_it_needs(self) -> "Answer":

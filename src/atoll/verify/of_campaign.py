@@ -38,7 +38,9 @@ def made_it(
     allowed = signers or _allowed(store)
     numbers = rounds(statement)
     for number in numbers if one is None else [one - 1, one]:
-        yield from _kept(store, number, allowed)
+        if number and one in (None, number):
+            yield from _updates(store, number, allowed)
+        yield _model(store, number)
         if deep and number and one in (None, number):
             yield _again(store, number, export if number == numbers[-1] else None)
 
@@ -55,11 +57,11 @@ def _allowed(store: CampaignStore) -> Path | None:
     return path if path is not None and path.is_file() else None
 
 
-def _kept(store: CampaignStore, number: int, signers: Path | None) -> Iterator[Line]:
-    """The files of a round's updates and of its model, as their manifests have them."""
-    if number and not store.updates(number) and store.model_manifest(number)["weights"]:
+def _updates(store: CampaignStore, number: int, signers: Path | None) -> Iterator[Line]:
+    """The files of a round's updates, as their manifests have them."""
+    if not store.updates(number) and store.model_manifest(number)["weights"]:
         yield Line("not at hand", f"round {number}: its updates")
-    for site in store.campaign.sites if number else []:
+    for site in store.campaign.sites:
         update = store.update(number, site)
         if not update.is_dir():
             continue
@@ -69,10 +71,14 @@ def _kept(store: CampaignStore, number: int, signers: Path | None) -> Iterator[L
             refuse_changed(update / name, facts.bytes, facts.sha256)
         how = "nobody's key is known" if signers is None else "signed, as allowed"
         yield Line("as stated", f"round {number}: the update of {site.name} ({how})")
+
+
+def _model(store: CampaignStore, number: int) -> Line:
+    """The files of a round's model, as its manifest has them."""
     master = store.model(number) / "master"
     for name, sha256 in store.model_manifest(number)["master"].items():
         refuse_changed(master / name, None, sha256)
-    yield Line("as stated", f"round {number}: its model")
+    return Line("as stated", f"round {number}: its model")
 
 
 def _again(store: CampaignStore, number: int, export: Path | None) -> Line:
