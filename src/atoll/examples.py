@@ -23,7 +23,8 @@ LINES: Mapping[str, str] = {
     "plan": """\
   atoll plan facility=NAME model=llama2_7b nodes=8
   atoll plan facility=NAME model=llama2_7b sharding=auto --explain
-  atoll plan --record                             how far off past predictions were""",
+  atoll plan --record                             how far off past predictions were
+  atoll plan facility=lumi model=llama2_7b --simulate nodes=16,64,...,1024""",
     "status": """\
   atoll status
   atoll status NAME --follow""",

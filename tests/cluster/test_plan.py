@@ -119,3 +119,27 @@ def test_plan_says_how_often_to_save(here, capsys):
     plan.main(words)
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("checkpoints:"))
     assert re.search(r"a save of [\d.]+ s, .* is best each [\d.]+ min", line)
+
+
+LUMI = ["facility=lumi", "facility.account=p", "model=llama2_7b", "training.microbatch_samples=1"]
+
+
+def test_scaling_over_nodes_and_its_knee(here, capsys):
+    fast = ["facility.network.gbps=1e6", "facility.node.link_gbps=1e6", "data.sequence_tokens=4096"]
+    words = [*LUMI, *fast, "training.global_batch_samples=64", "--simulate", "nodes=1,2,...,16"]
+    assert plan.main([*words, "facility.node.file_write_gb_s=2"]) == 0
+    weak, strong, last = capsys.readouterr().out.split("\n\n")
+    assert [line.split()[0] for line in weak.splitlines()[2:-1]] == ["1", "2", "4", "8", "16"]
+    assert strong.splitlines()[-1] == "knee: 16 nodes, efficiency 50%, by batch too small"
+    assert last.startswith("with failures: 0.0038 a node and day")
+    assert plan.main([*words, "sharding=full_shard", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["knee"]["strong"] == 16
+    assert {tuple(row["strategy"]) for row in found["weak"]} == {("sharding=full_shard",)}
+    assert found["weak"][0]["useful"] is None
+
+
+@pytest.mark.parametrize("words", ["16,64", "nodes=64,16", "nodes=16,...,64", "nodes=0", "nodes=a"])
+def test_what_names_no_counts_is_refused(here, words):
+    with pytest.raises(UserError, match="names no counts of nodes"):
+        plan.main([*LUMI, "--simulate", words])

@@ -8,6 +8,7 @@ from typing import Any
 
 from atoll.cluster.record import record_of, record_text
 from atoll.cluster.status import runs_folder
+from atoll.cluster.scaling import GRAMMAR, simulate
 from atoll.config import certificate
 from atoll.config.compose import (
     AUTO,
@@ -23,6 +24,7 @@ from atoll.plan.choose import USABLE, Option, choose, options
 from atoll.plan.memory import gibibytes
 from atoll.plan.seconds import explained
 from atoll.plan.shapes import Shape
+from atoll.plan.simulate import STATE_BYTES
 from atoll.plan.traffic import total
 from atoll.settings import Run
 from atoll.tables import table
@@ -45,7 +47,6 @@ COLUMNS = {
     "host": "host",
     "PEAK": "peak",
 }
-STATE_BYTES = 12  # of a parameter, in a checkpoint: itself and AdamW's two moments, fp32
 # what the planner chooses, whatever was typed
 CHOSEN = ("sharding=", "training.activation_checkpointing=")
 
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--record", nargs="?", type=Path, const=runs_folder(), metavar="FOLDER", help=record
     )
+    parser.add_argument("--simulate", metavar="nodes=N,…", help=f"scaling over nodes, {GRAMMAR}")
     arguments = parser.read(argv)
     if arguments.record is not None:
         rows = record_of(arguments.record)
@@ -66,6 +68,9 @@ def main(argv: list[str]) -> int:
         return 0
     overrides = [word for word in arguments.overrides if word != AUTO]
     run = compose(overrides).run
+    if arguments.simulate:
+        stated = any(word.startswith(CHOSEN) for word in overrides)
+        return simulate(run, arguments.simulate, stated, arguments.json)
     shape = known_shape(run)
     choices = list(options(run, shape, shardings(config_tree())))
     kept = [word for word in overrides if not word.startswith(CHOSEN)]

@@ -8,6 +8,7 @@ J. T. Daly, A higher order estimate of the optimum checkpoint interval for resta
 import math
 
 SECONDS_OF_DAY = 86_400.0
+TOO_OFTEN = 500.0  # times what lies between failures: nothing lasts, and exp() has an end
 
 
 def young_seconds(save_seconds: float, seconds_between_failures: float) -> float:
@@ -27,6 +28,17 @@ def daly_seconds(save_seconds: float, seconds_between_failures: float) -> float:
 def seconds_between_failures(nodes: int, failures_per_node_day: float) -> float:
     """Of a job: any of its nodes ends it."""
     return SECONDS_OF_DAY / (nodes * failures_per_node_day)
+
+
+def useful_share(
+    interval_seconds: float, save_seconds: float, between_failures: float, restart_seconds: float
+) -> float:
+    """Of all time, that in which steps are taken that last; saves stop training (Daly 2006)."""
+    redone = (interval_seconds + save_seconds) / between_failures
+    starts = restart_seconds / between_failures
+    if redone + starts > TOO_OFTEN:
+        return 0.0
+    return interval_seconds / (between_failures * math.exp(starts) * math.expm1(redone))
 
 
 def interval_steps(

@@ -1,13 +1,15 @@
 """The least seconds that a step takes, in closed form, from a facility's published figures.
 
-Matrix products run at the device's peak, memory and links at their full bandwidth and without
-latency: no run is faster. A part whose figure is not stated is unknown, and so is the whole.
+Matrix products run at the device's peak, memory and links at their full bandwidth: no run is
+faster. A message takes its latency where one is stated. A part whose figure is not stated is
+unknown, and so is the whole.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from atoll.plan.memory import block_activations, compute_bytes, memory_of
+from atoll.plan.messages import messages_sent
 from atoll.plan.shapes import Shape
 from atoll.plan.traffic import bytes_sent, shards_averaged
 from atoll.settings import Run
@@ -26,6 +28,8 @@ class Rates:
     memory_gb_s: float | None  # GB/s of a device's memory
     link_gbps: float | None  # Gbit/s of a device to others of its node, one direction
     network_gbps: float | None  # Gbit/s of a node to others, one direction
+    link_latency_us: float | None = None  # of a message inside a node; None: not counted
+    network_latency_us: float | None = None  # of one between nodes; None: not counted
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,14 @@ def stated_rates(run: Run) -> Rates:
     """The facility's own figures; its peak is that of bf16, and says nothing of fp32."""
     node, network = run.facility.node, run.facility.network
     tflops = node.peak_tflops if compute_bytes(run) == 2 else None
-    return Rates(tflops, node.device_memory_gb_s, node.link_gbps, network.gbps)
+    return Rates(
+        tflops,
+        node.device_memory_gb_s,
+        node.link_gbps,
+        network.gbps,
+        node.link_latency_us,
+        network.latency_us,
+    )
 
 
 def step_seconds(run: Run, shape: Shape, rates: Rates) -> StepSeconds:
@@ -73,8 +84,9 @@ def step_seconds(run: Run, shape: Shape, rates: Rates) -> StepSeconds:
     compute = _over(_flops(run, shape), rates.device_tflops, 1e12)
     memory = _over(_moved_bytes(run, shape), rates.memory_gb_s, 1e9)
     groups = _groups(run)
+    messages = messages_sent(run, shape)
     sent = {
-        kind: None if size is None else _over(size, _gbps(run, rates, *groups[kind]), 1e9 / 8)
+        kind: _sending(run, rates, size, messages.get(kind, 0.0), *groups[kind])
         for kind, size in _by_group(run, shape).items()
     }
     busy = None if compute is None or memory is None else compute + memory
@@ -89,6 +101,20 @@ def step_seconds(run: Run, shape: Shape, rates: Rates) -> StepSeconds:
         kind: "inside nodes" if _inside(run, *groups[kind]) else "between nodes" for kind in sent
     }
     return StepSeconds(compute, memory, sent, hidden, bubble, links)
+
+
+def _sending(
+    run: Run, rates: Rates, size: float | None, messages: float, distance: int, ranks: int
+) -> float | None:
+    """Bytes at their bandwidth, and the latency of messages that follow one another."""
+    seconds = None if size is None else _over(size, _gbps(run, rates, distance, ranks), 1e9 / 8)
+    if seconds is None:
+        return None
+    # of a ring's messages those between nodes: it leaves each node once
+    together = max(1, min(ranks, run.ranks_per_node // distance))
+    between = 0.0 if _inside(run, distance, ranks) else 1 / together
+    inside_us = (1 - between) * (rates.link_latency_us or 0.0)
+    return seconds + messages * (inside_us + between * (rates.network_latency_us or 0.0)) / 1e6
 
 
 def _inside(run: Run, distance: int, ranks: int) -> bool:

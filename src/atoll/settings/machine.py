@@ -64,6 +64,12 @@ class Node(Settings):
     link_gbps: Positive | None = Field(
         None, description="Gbit/s of one device to others of its node, in one direction"
     )
+    link_latency_us: Positive | None = Field(
+        None, description="microseconds of one message to another device of the node; unset: none"
+    )
+    file_write_gb_s: Positive | None = Field(
+        None, description="GB/s that one node writes to files; unset: as `doctor --job` measured"
+    )
     device_watts: Positive | None = Field(
         None, description="the most one device draws, to estimate energy where none is measured"
     )
@@ -76,6 +82,9 @@ class Network(Settings):
     gbps: Positive | None = Field(
         default=None,
         description="Gbit/s of one node to others, in one direction, all its cards together",
+    )
+    latency_us: Positive | None = Field(
+        default=None, description="microseconds of one message to another node; unset: none"
     )
     plugin: Path | None = Field(
         default=None,
