@@ -8,6 +8,7 @@ from typing import Any
 
 from atoll.cluster.record import record_of, record_text
 from atoll.cluster.status import runs_folder
+from atoll.cluster.measuring import measure
 from atoll.cluster.scaling import GRAMMAR, simulate
 from atoll.config import certificate
 from atoll.config.compose import (
@@ -61,18 +62,21 @@ def main(argv: list[str]) -> int:
         "--record", nargs="?", type=Path, const=runs_folder(), metavar="FOLDER", help=record
     )
     parser.add_argument("--simulate", metavar="nodes=N,…", help=f"scaling over nodes, {GRAMMAR}")
+    parser.add_argument("--measure", action="store_true", help="a minute: what this node can do")
     arguments = parser.read(argv)
     if arguments.record is not None:
         rows = record_of(arguments.record)
         print(json.dumps(rows, indent=1) if arguments.json else record_text(rows))
         return 0
     overrides = [word for word in arguments.overrides if word != AUTO]
+    if arguments.measure:
+        return measure(overrides)
     run = compose(overrides).run
     if arguments.simulate:
         stated = any(word.startswith(CHOSEN) for word in overrides)
         return simulate(run, arguments.simulate, stated, arguments.json)
     shape = known_shape(run)
-    choices = list(options(run, shape, shardings(config_tree())))
+    choices = list(options(run, shape, shardings(config_tree()), certificate.rates(run)))
     kept = [word for word in overrides if not word.startswith(CHOSEN)]
     if arguments.json:
         print(json.dumps(as_json(run, choices, kept), indent=1))
@@ -163,10 +167,11 @@ def time_line(run: Run, best: Option) -> str:
         missing = ", ".join(best.seconds.unknown) or "the device"
         return f"time: unknown, {run.facility.name} states no rate for: {missing}"
     tokens = run.training.global_batch_samples * run.data.sequence_tokens
+    whose = "stated peaks" if certificate.rates(run) is None else "measured rates"
     return (
         f"time: at least {step:,.3g} s a step, at most {tokens / step:,.0f} tokens/s, "
         f"{run.nodes * step / tokens * 1e9 / 3600:,.1f} node-hours a billion tokens; "
-        f"bound by {best.seconds.bound}, at the stated peaks"
+        f"bound by {best.seconds.bound}, at the {whose}"
     )
 
 

@@ -32,7 +32,9 @@ def simulate(run: Run, words: str, stated: bool, as_json: bool) -> int:
     """Print both tables and their knees; `stated`: keep the run's own strategy at every count."""
     counts = counts_of(words)
     shape = known_shape(run)
-    price = stated_price(shape) if stated else chosen_price(shape, shardings(config_tree()))
+    rates = certificate.rates(run)
+    chosen = chosen_price(shape, shardings(config_tree()), rates)
+    price = stated_price(shape, rates) if stated else chosen
     save = save_seconds(run, shape)
     kinds = {
         name: simulated(run, counts, weak, price, save)

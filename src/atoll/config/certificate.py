@@ -34,6 +34,12 @@ def read(run: Run) -> dict[str, Any] | None:
     return dict(measured)
 
 
+def rates(run: Run) -> dict[str, Any] | None:
+    """What `atoll plan --measure` found here; None where nobody has measured."""
+    found: dict[str, Any] | None = (read(run) or {}).get("rates")
+    return found
+
+
 def origin(run: Run) -> str:
     """One line: measured on a date, with its figures, or as documented."""
     measured = read(run)
@@ -41,6 +47,7 @@ def origin(run: Run) -> str:
         checked = run.facility.checked_on
         return f"as documented{f', read on {checked}' if checked else ''}"
     shown = [text.format(measured[key]) for key, text in SHOWN.items() if measured.get(key)]
+    shown += ["rates by atoll plan --measure"] if "rates" in measured else []
     return f"measured on {measured['measured_on']}: {', '.join(shown)}"
 
 

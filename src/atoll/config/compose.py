@@ -32,7 +32,7 @@ from omegaconf.errors import (
 from atoll.commands import VerbParser
 from atoll.config.binds import check_binds
 from atoll.config.bundle import with_bundle
-from atoll.config.certificate import origin
+from atoll.config.certificate import origin, rates
 from atoll.config.chat_templates import check_chat_template
 from atoll.config.held_out import with_held_out_tail
 from atoll.config.identity import derived_name
@@ -266,7 +266,7 @@ def known_shape(run: Run) -> Shape:
 def _planned(overrides: list[str], tree: Path, clone: Path | None) -> Composition:
     """The run with the strategy that the planner chooses for it."""
     run = compose(overrides, tree).run
-    best = choose(list(options(run, known_shape(run), shardings(tree))))
+    best = choose(list(options(run, known_shape(run), shardings(tree), rates(run))))
     return compose([*overrides, *best.overrides], tree, clone)
 
 

@@ -12,7 +12,7 @@ import torch
 from atoll import run_dir
 from atoll.launch import Placement
 from atoll.monitor.bandwidth import Speed, measure
-from atoll.monitor.first_day import certificate
+from atoll.monitor.first_day import certificate, lay_over
 from atoll.settings import Facility, load_run
 from atoll.sharding.process_group import World, gathered, joined, say
 from atoll.sharding.transport import FABRICS, HINT, SOCKET, networks_in
@@ -44,8 +44,7 @@ def main(run_folder: Path, placement: Placement) -> int:
         found = [found for found, _ in wrong]
         measured = certificate(run, run_folder, world, placement, transports, found)
         if world.rank == 0:
-            file = run_dir.certificate(run)
-            run_dir.write_whole(file, json.dumps(measured, indent=1) + "\n")
+            lay_over(run, measured)
             content = {
                 "reports": [asdict(report) for report in reports],
                 "transports": transports,

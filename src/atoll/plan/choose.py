@@ -7,7 +7,8 @@ from typing import Any
 
 from atoll.errors import UserError
 from atoll.plan.memory import Memory, memory_of, why_unknown
-from atoll.plan.seconds import StepSeconds, stated_rates, step_seconds
+from atoll.plan.processors import Measured
+from atoll.plan.seconds import StepSeconds, rates_of, step_seconds
 from atoll.plan.shapes import FAMILIES, Shape, check_architecture
 from atoll.plan.traffic import Sent, bytes_sent, is_known, total
 from atoll.settings import Run, checked, dumped
@@ -44,10 +45,16 @@ class Option:
     fits: bool | None  # None: the device's memory is not known, or what a layout keeps in it
 
 
-def options(run: Run, shape: Shape, tree: Mapping[str, Mapping[str, Any]]) -> Iterator[Option]:
+def options(
+    run: Run,
+    shape: Shape,
+    tree: Mapping[str, Mapping[str, Any]],
+    measured: Measured | None = None,
+) -> Iterator[Option]:
     """Every strategy that this model and these ranks allow, in order of preference.
 
     tree: sharding's name -> the content of its YAML. A strategy of the user's own comes last.
+    measured: the certificate's rates, which win over those that the facility states.
     """
     order = ORDER if run.world_size > 1 else (("single", {}),)
     if run.world_size > 1 and not is_known(run.sharding):
@@ -72,7 +79,7 @@ def options(run: Run, shape: Shape, tree: Mapping[str, Mapping[str, Any]]) -> It
                 overrides.append(f"training.activation_checkpointing={checkpointing}")
             sent = bytes_sent(candidate, shape)
             enough = None if why_unknown(candidate, shape) else fits(candidate, memory)
-            seconds = step_seconds(candidate, shape, stated_rates(candidate))
+            seconds = step_seconds(candidate, shape, rates_of(candidate, measured))
             yield Option(tuple(overrides), checkpointing, memory, sent, seconds, enough)
 
 

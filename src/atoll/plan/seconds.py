@@ -6,10 +6,12 @@ unknown, and so is the whole.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from atoll.plan import processors
 from atoll.plan.memory import block_activations, compute_bytes, memory_of
 from atoll.plan.messages import messages_sent
+from atoll.plan.processors import Measured
 from atoll.plan.shapes import Shape
 from atoll.plan.traffic import bytes_sent, shards_averaged
 from atoll.settings import Run
@@ -30,6 +32,7 @@ class Rates:
     network_gbps: float | None  # Gbit/s of a node to others, one direction
     link_latency_us: float | None = None  # of a message inside a node; None: not counted
     network_latency_us: float | None = None  # of one between nodes; None: not counted
+    on_processors: Measured | None = None  # of a node without devices, in place of these
 
 
 @dataclass(frozen=True)
@@ -79,19 +82,44 @@ def stated_rates(run: Run) -> Rates:
     )
 
 
+def rates_of(run: Run, measured: Measured | None) -> Rates:
+    """The facility's own figures, under what was measured there of the same kind of device."""
+    stated, device = stated_rates(run), run.facility.node.device
+    if measured is None or (measured["device"] == "cpu") != (device == "cpu"):
+        return stated
+    if device == "cpu":
+        return replace(stated, on_processors=measured) if run.nodes == 1 else stated
+    arithmetic = "bf16" if compute_bytes(run) == 2 else "fp32"
+    together, link = measured["together"], measured["collectives"].get("all_gather")
+    found = replace(
+        stated,
+        device_tflops=max(together[f"product_tflops_{arithmetic}"].values()),
+        memory_gb_s=together["memory_gb_s"],
+    )
+    if link is None:
+        return found
+    return replace(found, link_gbps=link["gb_s"] * 8, link_latency_us=link["latency_us"])
+
+
 def step_seconds(run: Run, shape: Shape, rates: Rates) -> StepSeconds:
     """What an average device spends on a step, by its parts."""
-    compute = _over(_flops(run, shape), rates.device_tflops, 1e12)
-    memory = _over(_moved_bytes(run, shape), rates.memory_gb_s, 1e9)
+    if rates.on_processors is None:
+        compute = _over(_flops(run, shape), rates.device_tflops, 1e12)
+        memory = _over(_moved_bytes(run, shape), rates.memory_gb_s, 1e9)
+    else:
+        compute = processors.compute_seconds(run, shape, rates.on_processors)
+        memory = processors.memory_seconds(run, shape, rates.on_processors)
     groups = _groups(run)
     messages = messages_sent(run, shape)
     sent = {
-        kind: _sending(run, rates, size, messages.get(kind, 0.0), *groups[kind])
+        kind: _sending(run, rates, kind, size, messages.get(kind, 0.0), *groups[kind])
         for kind, size in _by_group(run, shape).items()
     }
     busy = None if compute is None or memory is None else compute + memory
     stages = run.axes.pipeline * run.sharding.stages_per_rank
     wait = (run.axes.pipeline - 1) / (run.microbatches * stages / run.axes.pipeline)
+    if rates.on_processors is not None:
+        wait *= processors.waiting_share(run, rates.on_processors)
     hidden: float | None = 0.0
     if "fsdp" in run.sharding.layouts and run.facility.node.device != "cpu":
         meanwhile = sum(sent.get(kind) or 0.0 for kind in OVERLAPS)
@@ -104,9 +132,17 @@ def step_seconds(run: Run, shape: Shape, rates: Rates) -> StepSeconds:
 
 
 def _sending(
-    run: Run, rates: Rates, size: float | None, messages: float, distance: int, ranks: int
+    run: Run,
+    rates: Rates,
+    kind: str,
+    size: float | None,
+    messages: float,
+    distance: int,
+    ranks: int,
 ) -> float | None:
     """Bytes at their bandwidth, and the latency of messages that follow one another."""
+    if rates.on_processors is not None:
+        return processors.sending_seconds(run, rates.on_processors, kind, size, messages)
     seconds = None if size is None else _over(size, _gbps(run, rates, distance, ranks), 1e9 / 8)
     if seconds is None:
         return None

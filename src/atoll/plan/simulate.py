@@ -7,7 +7,8 @@ from typing import Any
 from atoll.errors import UserError
 from atoll.plan.checkpoint_interval import daly_seconds, seconds_between_failures, useful_share
 from atoll.plan.choose import choose, options
-from atoll.plan.seconds import StepSeconds, stated_rates, step_seconds
+from atoll.plan.processors import Measured
+from atoll.plan.seconds import StepSeconds, rates_of, step_seconds
 from atoll.plan.shapes import Shape, check_architecture
 from atoll.settings import Run, checked, dumped
 
@@ -84,22 +85,24 @@ def knee(rows: Sequence[Scaled]) -> Scaled | None:
     return next((row for row in rows if row.efficiency < KNEE), None)
 
 
-def chosen_price(shape: Shape, tree: Mapping[str, Mapping[str, Any]]) -> Price:
+def chosen_price(
+    shape: Shape, tree: Mapping[str, Mapping[str, Any]], measured: Measured | None = None
+) -> Price:
     """Of the strategy that takes least time at that count."""
 
     def price(run: Run) -> tuple[StepSeconds, tuple[str, ...]]:
-        best = choose(list(options(run, shape, tree)))
+        best = choose(list(options(run, shape, tree, measured)))
         return best.seconds, best.overrides
 
     return price
 
 
-def stated_price(shape: Shape) -> Price:
+def stated_price(shape: Shape, measured: Measured | None = None) -> Price:
     """Of the strategy that the run states."""
 
     def price(run: Run) -> tuple[StepSeconds, tuple[str, ...]]:
         check_architecture(shape, run.sharding)
-        return step_seconds(run, shape, stated_rates(run)), (f"sharding={run.sharding.name}",)
+        return step_seconds(run, shape, rates_of(run, measured)), (f"sharding={run.sharding.name}",)
 
     return price
 

@@ -1,0 +1,106 @@
+"""The seconds of a step on processors, from rates that `atoll plan --measure` found.
+
+Ranks of a node share its cores: rates are measured with one rank alone and with several at once;
+more ranks than that share what those had together.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from atoll.plan.memory import BF16, FP32, block_activations, compute_bytes, weights_of
+from atoll.plan.shapes import Shape
+from atoll.settings import Run
+
+Measured = Mapping[str, Any]  # `rates` of a certificate
+PASSES = {"none": 3, "full": 4}
+STEP_BYTES = 7 * FP32  # of a parameter: four numbers read, three written
+CLIP_BYTES = 6 * FP32  # of a gradient: read for its norm, scaled in place, cleared, added to
+ADD_BYTES = 3 * FP32  # of a gradient, added to those of the microbatches before
+# by what is sent; of what is not here, as an all-reduce
+COLLECTIVES = {"parameters": "all_gather", "gradients": "reduce_scatter"}
+NEUTRAL = {"compute": 1.0, "memory": 1.0, "sent": 1.0, "step_seconds": 0.0}
+
+
+def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
+    """Matrix products of blocks and of the head, and attention, each at the rate of its size."""
+    passes = PASSES[run.training.activation_checkpointing]
+    tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
+    at_once = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.context
+    head = 0 if shape.labels else shape.head_parameters
+    blocks = shape.multiplied_parameters - head
+    products = f"product_tflops_{'bf16' if compute_bytes(run) == BF16 else 'fp32'}"
+    width = min(shape.hidden / run.axes.tensor, at_once)
+    chunk = min(shape.hidden, at_once, run.training.loss_chunk_tokens)
+    attention = 4 * shape.layers * shape.query_width * run.data.sequence_tokens
+    times = (
+        passes * tokens * 2 * blocks / _rate(run, measured, products, width),
+        3 * tokens * 2 * head / _rate(run, measured, products, chunk),
+        passes
+        * tokens
+        * attention
+        / _rate(run, measured, "attention_tflops", run.data.sequence_tokens),
+    )
+    return sum(times) / 1e12 * _factor(measured, "compute")
+
+
+def memory_seconds(run: Run, shape: Shape, measured: Measured) -> float:
+    """Activations, logits, the optimizer's step, and what each block costs whatever its size."""
+    weights = weights_of(run, shape, run.axes.pipeline - 1)
+    share = PASSES[run.training.activation_checkpointing] / 3
+    blocks = run.microbatches * shape.layers / run.axes.pipeline * share
+    tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
+    added = ADD_BYTES * max(0, run.microbatches - 1)
+    state = weights.learning * (CLIP_BYTES + added) / _rate(run, measured, "memory_gb_s")
+    state += weights.learning * STEP_BYTES / _rate(run, measured, "optimizer_gb_s")
+    kept = 2 * block_activations(run, shape) / _rate(run, measured, "block_gb_s")
+    logits = FP32 * tokens * shape.vocabulary * (not shape.labels)
+    moved = (state + blocks * kept + logits / _rate(run, measured, "logits_gb_s")) / 1e9
+    moved += blocks * 1e-6 / _rate(run, measured, "blocks_per_us")
+    return moved * _factor(measured, "memory") + _factor(measured, "step_seconds")
+
+
+def sending_seconds(
+    run: Run, measured: Measured, kind: str, size: float | None, messages: float
+) -> float | None:
+    """Latency and bytes; ranks beyond the cores take turns, and so do their messages."""
+    if size is None or not measured.get("collectives"):
+        return None if size is None or size > 0 else 0.0
+    name = COLLECTIVES.get(kind, "all_reduce") if "fsdp" in run.sharding.layouts else "all_reduce"
+    link = measured["collectives"][name]
+    turns = max(1.0, run.ranks_per_node / measured["ranks"])
+    seconds = messages * link["latency_us"] / 1e6 + size / (link["gb_s"] * 1e9)
+    return float(seconds * turns * _factor(measured, "sent"))
+
+
+def waiting_share(run: Run, measured: Measured) -> float:
+    """Of a pipeline's bubble, what is lost: the cores of a rank that waits go to others."""
+    return float(min(1.0, measured["cores"] / run.ranks_per_node))
+
+
+def _rate(run: Run, measured: Measured, name: str, size: float = 0.0) -> float:
+    """Of one of so many ranks; between one and those that were measured, along a line."""
+    alone, together = (_at(measured[way][name], size) for way in ("alone", "together"))
+    ranks, most = run.ranks_per_node, measured["ranks"]
+    if ranks >= most:
+        return together * most / ranks
+    return alone + (together - alone) * (ranks - 1) / (most - 1)
+
+
+def _at(rate: float | Mapping[str, float], size: float) -> float:
+    """A rate, or that of a size between those measured, along the logarithm."""
+    if not isinstance(rate, Mapping):
+        return rate
+    known = sorted((int(each), value) for each, value in rate.items())
+    if size <= known[0][0]:
+        return known[0][1]
+    for (low, first), (high, second) in itertools.pairwise(known):
+        if size <= high:
+            part = math.log(size / low) / math.log(high / low)
+            return first + (second - first) * part
+    return known[-1][1]
+
+
+def _factor(measured: Measured, name: str) -> float:
+    return float(measured.get("factors", NEUTRAL)[name])
