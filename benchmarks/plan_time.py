@@ -1,0 +1,323 @@
+"""The planner's seconds against whole runs: the median step of small runs on this machine's cores.
+
+    python benchmarks/plan_time.py [--quick] [--only CASE] [--calibration FILE] [--table] [--check]
+
+First `atoll plan --measure` calibrates this machine. Then the runs of FIT, of shapes that are not
+judged, give the four factors that remain: of computing, memory and sending, and the seconds that
+every step takes. Then each of CASES is a whole run in processes of its own, and its steps behind
+the first three are held against the plan. Rows go to results/plan_time.jsonl, and from there into
+docs/planner.md. --quick: four cases of four steps, nothing is kept.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import results
+from plan_memory import text_to_learn
+
+from atoll.config.compose import compose, known_shape
+from atoll.plan.processors import NEUTRAL, Measured
+from atoll.plan.seconds import StepSeconds, rates_of, step_seconds
+
+LIMITS = {"median error": 0.10, "worst error": 0.25}
+LEAST_TAU = 0.9
+STEPS, WARM_UP, QUICK_STEPS = 10, 3, 4
+LONGEST_SECONDS = 240.0  # of one run
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
+BEGIN, END = "<!-- plan_time: made by make bench-plan_time -->", "<!-- plan_time: end -->"
+# shape -> its words, with the sequence; samples of a step
+SHAPES: dict[str, list[str]] = {
+    "tiny": ["model=llama_tiny", "data.sequence_tokens=256"],
+    "wide": [
+        *["model=llama_tiny", "model.config.hidden_size=512", "model.config.num_hidden_layers=4"],
+        *["model.config.intermediate_size=1536", "data.sequence_tokens=128"],
+    ],
+    "gpt2": [
+        *["model=gpt2_tiny", "model.config.n_embd=384", "model.config.n_layer=4"],
+        "data.sequence_tokens=512",
+    ],
+    # not judged: the factors are fitted on them
+    "fit": [
+        *["model=llama_tiny", "model.config.hidden_size=384", "model.config.num_hidden_layers=3"],
+        *["model.config.intermediate_size=1024", "data.sequence_tokens=192"],
+    ],
+    "fit narrow": [
+        *["model=llama_tiny", "model.config.hidden_size=128", "model.config.num_hidden_layers=8"],
+        *["model.config.intermediate_size=384", "data.sequence_tokens=128"],
+    ],
+}
+BATCH = 8
+FULL = "training.activation_checkpointing=full"
+SHARDED = "sharding=full_shard"
+
+
+class Case(NamedTuple):
+    """One run: its shape, its strategy, ranks, and samples of a microbatch."""
+
+    shape: str
+    strategy: str  # as it is called here
+    ranks: int
+    microbatch: int
+    words: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape}, {self.strategy}, {self.ranks} x {self.microbatch}"
+
+    @property
+    def overrides(self) -> list[str]:
+        return [
+            *["facility=laptop", "precision=fp32", "override=[fit]", "data.workers=1"],
+            *["data=text_files", "tokenizer.vocabulary_tokens=2048", "evaluation.max_samples=1"],
+            *[f"training.steps={STEPS + 2}", "training.log_every_steps=1"],
+            *[f"ranks_per_node={self.ranks}", f"facility.node.devices={self.ranks}"],
+            *SHAPES[self.shape],
+            *[f"training.global_batch_samples={BATCH}"],
+            *[f"training.microbatch_samples={self.microbatch}", *self.words],
+        ]
+
+
+SINGLE = ("sharding=single",)
+FIT = [
+    Case("fit", "single", 1, 8, SINGLE),
+    Case("fit", "accumulation", 1, 1, SINGLE),
+    Case("fit narrow", "single", 1, 4, SINGLE),
+    Case("fit", "ddp", 2, 4, ("sharding=ddp",)),
+    Case("fit", "full_shard", 2, 4, (SHARDED,)),
+    Case("fit narrow", "full_shard", 4, 2, (SHARDED,)),
+]
+CASES = [
+    Case("tiny", "single", 1, 8, SINGLE),
+    Case("tiny", "accumulation", 1, 2, SINGLE),
+    Case("tiny", "recompute", 1, 8, (*SINGLE, FULL)),
+    Case("tiny", "ddp", 2, 4, ("sharding=ddp",)),
+    Case("tiny", "full_shard", 2, 4, (SHARDED,)),
+    Case("tiny", "shard_grad_op", 2, 4, ("sharding=shard_grad_op",)),
+    Case("tiny", "full_shard, accumulation", 2, 1, (SHARDED,)),
+    Case("tiny", "tensor", 2, 8, (SHARDED, "sharding.tensor=2")),
+    Case("tiny", "context", 2, 8, (SHARDED, "sharding.context=2")),
+    Case("tiny", "pipeline", 2, 2, (SHARDED, "sharding.pipeline=2")),
+    Case("tiny", "ddp", 4, 2, ("sharding=ddp",)),
+    Case("tiny", "full_shard", 8, 1, (SHARDED,)),
+    Case("wide", "single", 1, 8, SINGLE),
+    Case("wide", "accumulation", 1, 2, SINGLE),
+    Case("wide", "ddp", 2, 4, ("sharding=ddp",)),
+    Case("wide", "full_shard", 2, 4, (SHARDED,)),
+    Case("wide", "ddp", 8, 1, ("sharding=ddp",)),
+    Case("wide", "full_shard", 4, 2, (SHARDED,)),
+    Case("gpt2", "single", 1, 2, SINGLE),
+    Case("gpt2", "recompute", 1, 2, (*SINGLE, FULL)),
+    Case("gpt2", "ddp", 2, 2, ("sharding=ddp",)),
+    Case("gpt2", "full_shard", 2, 2, (SHARDED,)),
+    Case("gpt2", "full_shard", 4, 2, (SHARDED,)),
+]
+QUICK = [CASES[index] for index in (0, 3, 4, 7)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail beyond the limits")
+    parser.add_argument("--quick", action="store_true", help="four cases, nothing is kept")
+    parser.add_argument("--only", default="", help="cases whose name holds this, or that|that")
+    parser.add_argument("--calibration", type=Path, help="a certificate that --measure wrote")
+    parser.add_argument("--table", action="store_true", help="only write the page's table")
+    arguments = parser.parse_args()
+    if not arguments.table:
+        chosen = QUICK if arguments.quick else CASES
+        chosen = [c for c in chosen if any(p in c.name for p in arguments.only.split("|"))]
+        rows = measured_rows(chosen, arguments.quick, arguments.calibration)
+        if arguments.quick or arguments.only:
+            print("; ".join(f"{name} {value:.3g}" for name, value in summary(rows).items()))
+            return 0
+        keep(rows)
+    return int(not write_table() and arguments.check)
+
+
+def measured_rows(
+    cases: Sequence[Case], quick: bool, calibration: Path | None
+) -> list[dict[str, Any]]:
+    """Calibrate, fit, then every case; each row has the plan's parts too."""
+    steps = QUICK_STEPS if quick else STEPS
+    with text_to_learn() as folder:
+        rates = calibrated(calibration)
+        fitted = []
+        for case in FIT[3:5] if quick else FIT:
+            fitted.append((case, statistics.median(run_steps(case, folder, steps))))
+            print(f"fitted on {case.name}: {fitted[-1][1]:.4f} s", flush=True)
+        rates = {**rates, "factors": factors_of(rates, fitted)}
+        print(f"factors: {rates['factors']}", flush=True)
+        rows = []
+        for case in cases:
+            seconds = run_steps(case, folder, steps)
+            rows.append(row(case, planned(case, rates), seconds))
+            rows[-1]["factors"] = rates["factors"]
+            print(shown(rows[-1]), flush=True)
+    return rows
+
+
+def calibrated(file: Path | None) -> dict[str, Any]:
+    """The rates of this machine, measured now unless a certificate is given."""
+    if file is None:
+        with tempfile.TemporaryDirectory() as folder:
+            words = ["facility=laptop", "model=llama_tiny", "data=python_stdlib"]
+            command = [sys.executable, "-m", "atoll", "plan", "--measure", *words]
+            subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+            return dict(json.loads((Path(folder) / "facilities/laptop.json").read_text())["rates"])
+    return dict(json.loads(file.read_text())["rates"])
+
+
+def planned(case: Case, rates: Measured) -> StepSeconds:
+    run = compose([*case.overrides, "data.files=[text.txt]"]).run
+    return step_seconds(run, known_shape(run), rates_of(run, rates))
+
+
+def run_steps(case: Case, folder: Path, steps: int) -> list[float]:
+    """Seconds of each step behind the first ones of a whole run, which is ended then."""
+    words = [f"data.files=[{folder}/text.txt]", f"folders.prepared={folder}/prepared"]
+    command = [sys.executable, "-m", "atoll", "submit", *case.overrides, *words]
+    with tempfile.TemporaryDirectory() as cwd:
+        log = Path(cwd) / "log.txt"
+        with open(log, "w") as out:
+            started = subprocess.Popen(
+                command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            found = _steps_of(started, Path(cwd), steps)
+        finally:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+        if found is None:
+            raise SystemExit(f"{' '.join(command)}\n{log.read_text()[-3000:]}")
+    return found[min(WARM_UP, steps // 2) :]
+
+
+def _steps_of(started: "subprocess.Popen[bytes]", folder: Path, steps: int) -> list[float] | None:
+    until = time.monotonic() + LONGEST_SECONDS
+    while time.monotonic() < until:
+        ended = started.poll() is not None
+        for file in folder.glob("runs/*/metrics.jsonl"):
+            whole = [x for x in file.read_text().splitlines(keepends=True) if x.endswith("\n")]
+            found = [r["step_seconds"] for r in map(json.loads, whole) if r["event"] == "train"]
+            if len(found) >= steps:
+                return found[:steps]
+        if ended:
+            return None
+        time.sleep(0.2)
+    return None
+
+
+def factors_of(rates: Measured, fitted: Sequence[tuple[Case, float]]) -> dict[str, float]:
+    """Not negative, of least squares of relative errors, each in turn with the others kept."""
+    parts = []
+    for case, seconds in fitted:
+        step = planned(case, rates)
+        sent = sum(size or 0.0 for size in step.sent.values())
+        own = {"compute": step.compute or 0.0, "memory": step.memory or 0.0, "sent": sent}
+        parts.append({n: v / seconds for n, v in (own | {"step_seconds": 1.0}).items()})
+    factors = dict(NEUTRAL)
+    for _ in range(2000):
+        for name in factors:
+            others = [sum(factors[n] * p[n] for n in factors if n != name) for p in parts]
+            top = sum(p[name] * (1 - rest) for p, rest in zip(parts, others, strict=True))
+            factors[name] = max(0.0, top / (sum(p[name] ** 2 for p in parts) or 1.0))
+    return factors
+
+
+def row(case: Case, step: StepSeconds, seconds: Sequence[float]) -> dict[str, Any]:
+    parts = {"compute": step.compute, "memory": step.memory, "bubble": step.bubble, **step.sent}
+    return {
+        "case": case.name,
+        "shape": case.shape,
+        "planned_seconds": step.total,
+        "measured_seconds": statistics.median(seconds),
+        "steps": list(seconds),
+        "parts": parts,
+    }
+
+
+def error(row: Mapping[str, Any]) -> float:
+    return float(row["planned_seconds"] / row["measured_seconds"] - 1)
+
+
+def shown(row: Mapping[str, Any]) -> str:
+    planned, used = row["planned_seconds"], row["measured_seconds"]
+    return f"{row['case']:42}{planned:9.4f}{used:9.4f} s{error(row):+8.1%}"
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    sizes = [abs(error(each)) for each in rows]
+    taus = {}
+    for shape in SHAPES:
+        own = [row for row in rows if row["shape"] == shape]
+        if len(own) > 1:
+            taus[f"tau of {shape}"] = tau(
+                [row["planned_seconds"] for row in own], [row["measured_seconds"] for row in own]
+            )
+    return {"median error": statistics.median(sizes), "worst error": max(sizes), **taus}
+
+
+def tau(first: Sequence[float], second: Sequence[float]) -> float:
+    """Kendall's: pairs in the same order less those in another, of all pairs."""
+    pairs = [(i, j) for j in range(len(first)) for i in range(j)]
+    same = [(first[i] - first[j]) * (second[i] - second[j]) for i, j in pairs]
+    return sum((each > 0) - (each < 0) for each in same) / len(pairs)
+
+
+def keep(rows: Sequence[dict[str, Any]]) -> None:
+    """Each case, and what they come to against its limit."""
+    about = {"benchmark": "plan_time", "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    about |= {"machine": results.machine(), "versions": results.versions()}
+    with open(results.FOLDER / "plan_time.jsonl", "a") as file:
+        for each in rows:
+            file.write(json.dumps(about | each) + "\n")
+    found = summary(rows)
+    held = [
+        results.row(name, "", [value], "limit", [LIMITS.get(name, LEAST_TAU)], better, 1.0)
+        for name, value in found.items()
+        for better in ["lower" if name in LIMITS else "higher"]
+    ]
+    results.record("plan_time", held)
+
+
+def newest() -> list[dict[str, Any]]:
+    """The last row of each case."""
+    lines = (results.FOLDER / "plan_time.jsonl").read_text().splitlines()
+    rows = {row["case"]: row for row in map(json.loads, lines) if "planned_seconds" in row}
+    return [rows[case.name] for case in CASES if case.name in rows]
+
+
+def write_table() -> bool:
+    """Put the newest rows into the page; whether every limit is held."""
+    rows = newest()
+    found = summary(rows)
+    lines = ["| case | planned | measured | error |", "|---|---|---|---|"]
+    for each in rows:
+        planned, used = each["planned_seconds"], each["measured_seconds"]
+        lines.append(f"| {each['case']} | {planned:.4f} | {used:.4f} | {error(each):+.1%} |")
+    taus = ", ".join(f"{name} {value:.2f}" for name, value in found.items() if "tau" in name)
+    held = [found[name] <= limit for name, limit in LIMITS.items()]
+    held += [value >= LEAST_TAU for name, value in found.items() if "tau" in name]
+    about = (
+        f"{len(rows)} cases, seconds of a step, {rows[-1]['date']}, "
+        f"torch {rows[-1]['versions']['torch']}: median error {found['median error']:.1%}, "
+        f"worst {found['worst error']:.1%}; {taus}. "
+        f"Wanted: 10 %, 25 % and 0.9{'' if all(held) else ', which is missed'}."
+    )
+    before, rest = PAGE.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    PAGE.write_text("\n".join([before + BEGIN, about, "", *lines, END + after]))
+    return all(held)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
