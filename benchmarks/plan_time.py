@@ -31,6 +31,7 @@ from atoll.plan.seconds import StepSeconds, rates_of, step_seconds
 
 LIMITS = {"median error": 0.10, "worst error": 0.25}
 LEAST_TAU = 0.9
+TOWARDS_MEASURED = 0.02  # as a squared relative error: how much a factor far from 1 costs
 STEPS, WARM_UP, QUICK_STEPS = 10, 3, 4
 LONGEST_SECONDS = 240.0  # of one run
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
@@ -217,7 +218,10 @@ def _steps_of(started: "subprocess.Popen[bytes]", folder: Path, steps: int) -> l
 
 
 def factors_of(rates: Measured, fitted: Sequence[tuple[Case, float]]) -> dict[str, float]:
-    """Not negative, of least squares of relative errors, each in turn with the others kept."""
+    """Not negative, of least squares of relative errors, each in turn with the others kept.
+
+    Drawn to what was measured: few runs alone would not tell the parts of a step from each other.
+    """
     parts = []
     for case, seconds in fitted:
         step = planned(case, rates)
@@ -229,7 +233,9 @@ def factors_of(rates: Measured, fitted: Sequence[tuple[Case, float]]) -> dict[st
         for name in factors:
             others = [sum(factors[n] * p[n] for n in factors if n != name) for p in parts]
             top = sum(p[name] * (1 - rest) for p, rest in zip(parts, others, strict=True))
-            factors[name] = max(0.0, top / (sum(p[name] ** 2 for p in parts) or 1.0))
+            drawn = 0.0 if name == "step_seconds" else TOWARDS_MEASURED
+            bottom = sum(p[name] ** 2 for p in parts) + drawn
+            factors[name] = max(0.0, (top + drawn) / (bottom or 1.0))
     return factors
 
 

@@ -1,0 +1,62 @@
+"""What a machine does in a second: measured by ranks, kept beside what a doctor's job wrote."""
+
+import json
+from pathlib import Path
+
+import pytest
+import small_run
+from composing import composed, here, tree
+from rank_pool import RankPool
+
+from atoll import run_dir
+from atoll.cluster import plan
+from atoll.config import certificate
+from atoll.monitor import first_day, rate_probe
+from atoll.sharding.process_group import World
+
+__all__ = ["composed", "here", "tree"]
+
+
+def quickly(world: World) -> dict:
+    rate_probe.SECONDS_EACH = 0.0
+    rate_probe.WIDTHS = {"cpu": (16, 32)}
+    rate_probe.TOKENS, rate_probe.OPTIMIZED = {"cpu": 32}, {"cpu": 1024}
+    rate_probe.MESSAGES_BYTES = {"cpu": (2**10, 2**12)}
+    return rate_probe.measured(world)
+
+
+@pytest.fixture(scope="module")
+def rates(ranks: RankPool) -> dict:
+    first, second = ranks.run(quickly, world=2)
+    assert first.keys() == second.keys()
+    return dict(first)
+
+
+def test_every_rate_is_positive_alone_and_together(rates: dict) -> None:
+    assert rates["ranks"] == 2 and rates["device"] == "cpu"
+    assert rates["alone"].keys() == rates["together"].keys()
+    for own in (rates["alone"], rates["together"], *rates["collectives"].values()):
+        for rate in own.values():
+            assert all(each > 0 for each in (rate.values() if isinstance(rate, dict) else [rate]))
+    assert rates["collectives"].keys() == {"all_reduce", "all_gather", "reduce_scatter"}
+
+
+def test_a_certificate_keeps_what_the_other_command_wrote(tmp_path: Path, rates: dict) -> None:
+    run = small_run.settings(tmp_path, 2, folders__facilities=str(tmp_path / "facilities"))
+    first_day.lay_over(run, {"rates": {"device": "cpu"}})
+    first_day.lay_over(run, {"gemm_tflops": 0.1, "measured_on": "2026-11-24"})
+    first_day.lay_over(run, {"rates": rates})
+    written = json.loads(run_dir.certificate(run).read_text())
+    assert (written["gemm_tflops"], written["measured_on"]) == (0.1, "2026-11-24")
+    assert certificate.rates(run) == json.loads(json.dumps(rates))
+    assert "rates by atoll plan --measure" in certificate.origin(run)
+
+
+def test_plan_reads_the_rates(here: Path, rates: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["facility=laptop", "model=llama_tiny"]
+    assert plan.main(words) == 0
+    assert "time: unknown" in capsys.readouterr().out
+    measured = {"facility": "laptop", "measured_on": "2026-11-24", "rates": rates}
+    run_dir.write_whole(here / "facilities" / "laptop.json", json.dumps(measured))
+    assert plan.main(words) == 0
+    assert "at the measured rates" in capsys.readouterr().out

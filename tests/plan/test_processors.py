@@ -1,0 +1,104 @@
+"""Seconds of a step on processors: each part from the rate that it should take."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_run
+
+from atoll.plan import processors
+from atoll.plan.seconds import rates_of, step_seconds
+from atoll.plan.shapes import shape_of
+from atoll.plan.traffic import bytes_sent
+from atoll.settings import Run
+
+OWN = {
+    "product_tflops_fp32": {"16": 0.1, "64": 0.3},
+    "product_tflops_bf16": {"16": 0.2, "64": 0.2},
+    "attention_tflops": {"32": 0.05},
+    "memory_gb_s": 10.0,
+    "optimizer_gb_s": 8.0,
+    "logits_gb_s": 4.0,
+    "blocks_per_us": 1e-3,
+    "block_gb_s": 5.0,
+}
+HALF = {
+    name: {size: rate / 2 for size, rate in each.items()} if isinstance(each, dict) else each / 2
+    for name, each in OWN.items()
+}
+LINK = {"latency_us": 100.0, "gb_s": 1.0}
+RATES: dict[str, Any] = {
+    "device": "cpu",
+    "cores": 2,
+    "ranks": 2,
+    "alone": OWN,
+    "together": HALF,
+    "collectives": {"all_reduce": LINK, "all_gather": LINK, "reduce_scatter": LINK},
+}
+
+
+def run_of(ranks: int, sharding: str = "ddp", **changes: Any) -> Run:
+    spread = small_run.sharding("single" if ranks == 1 else sharding)
+    return small_run.settings(Path("/nowhere"), ranks, sharding=spread, **changes)
+
+
+def test_products_take_the_rate_of_their_width() -> None:
+    run = run_of(1)
+    shape = shape_of(run.model.config)
+    tokens, head = 8 * 32, shape.head_parameters
+    rate = processors._at(OWN["product_tflops_fp32"], min(shape.hidden, 64))
+    blocks = 6 * tokens * (shape.multiplied_parameters - head) / (rate * 1e12)
+    of_head = 6 * tokens * head / (rate * 1e12)
+    attention = 12 * tokens * shape.layers * shape.query_width * 32 / 0.05e12
+    found = processors.compute_seconds(run, shape, RATES)
+    assert found == pytest.approx(blocks + of_head + attention)
+    assert processors._at({"16": 1.0, "64": 3.0}, 32) == pytest.approx(2.0)
+
+
+def test_ranks_beyond_the_cores_take_turns() -> None:
+    shape = shape_of(run_of(1).model.config)
+    two, four = (processors.compute_seconds(run_of(n), shape, RATES) for n in (2, 4))
+    one = processors.compute_seconds(run_of(1), shape, RATES)
+    # half of the tokens at half of the rate, then a quarter at a quarter of it
+    assert two == pytest.approx(one)
+    assert four == pytest.approx(one)
+
+
+def test_latency_and_bytes_of_what_is_sent() -> None:
+    run = run_of(2)
+    shape = shape_of(run.model.config)
+    step = step_seconds(run, shape, rates_of(run, RATES))
+    size = bytes_sent(run, shape)["gradients"]
+    assert size is not None
+    # one bucket, there and back
+    assert step.sent["gradients"] == pytest.approx(2 * 100e-6 + size / 1e9)
+    assert step.hidden == 0.0
+    parts = (step.compute, step.memory, step.sent["gradients"])
+    assert step.total == pytest.approx(sum(part or 0.0 for part in parts))
+
+
+def test_fitted_factors_weigh_the_parts() -> None:
+    run = run_of(1)
+    shape = shape_of(run.model.config)
+    factors = {"compute": 2.0, "memory": 0.0, "sent": 1.0, "step_seconds": 0.5}
+    plain, fitted = (
+        step_seconds(run, shape, rates_of(run, rates))
+        for rates in (RATES, RATES | {"factors": factors})
+    )
+    assert fitted.compute == pytest.approx(2 * (plain.compute or 0.0))
+    assert fitted.memory == pytest.approx(0.5)
+
+
+def test_rates_of_another_kind_of_device_are_not_taken() -> None:
+    run = run_of(2)
+    assert rates_of(run, RATES | {"device": "cuda"}).on_processors is None
+    assert rates_of(run, None).on_processors is None
+
+
+def test_devices_take_what_was_measured_before_what_is_stated() -> None:
+    node = {"devices": 2, "device": "cuda", "peak_tflops": 989, "device_memory_gb_s": 3350}
+    facility = {"name": "here", "scheduler": "none", "node": node | {"link_gbps": 3600}}
+    run = run_of(2, facility=facility, precision__compute="bf16")
+    found = rates_of(run, RATES | {"device": "cuda"})
+    assert (found.device_tflops, found.memory_gb_s) == (0.1, 5.0)
+    assert (found.link_gbps, found.link_latency_us) == (8.0, 100.0)
