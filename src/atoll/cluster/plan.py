@@ -6,10 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from atoll.cluster.record import record_of, record_text
-from atoll.cluster.status import runs_folder
 from atoll.cluster.measuring import measure
+from atoll.cluster.record import record_of, record_text
 from atoll.cluster.scaling import GRAMMAR, simulate
+from atoll.cluster.status import runs_folder
 from atoll.config import certificate
 from atoll.config.compose import (
     AUTO,

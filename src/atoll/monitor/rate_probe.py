@@ -108,13 +108,13 @@ def attention_tflops(device: torch.device, tokens: int) -> float:
     """Causal, forward and backward; counted in full, as the plan counts it."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     heads, width = 4, 64
-    qkv = [
+    query, key, value = (
         torch.randn(1, heads, tokens, width, device=device, dtype=dtype, requires_grad=True)
         for _ in range(3)
-    ]
+    )
 
     def attention() -> None:
-        F.scaled_dot_product_attention(*qkv, is_causal=True).sum().backward()
+        F.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
 
     return 12 * tokens**2 * heads * width / median_seconds(device, attention) / 1e12
 

@@ -84,7 +84,7 @@ def _rate(run: Run, measured: Measured, name: str, size: float = 0.0) -> float:
     alone, together = (_at(measured[way][name], size) for way in ("alone", "together"))
     ranks, most = run.ranks_per_node, measured["ranks"]
     if ranks >= most:
-        return together * most / ranks
+        return float(together * most / ranks)
     return alone + (together - alone) * (ranks - 1) / (most - 1)
 
 
