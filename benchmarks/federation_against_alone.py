@@ -76,7 +76,8 @@ def folder_of(words: Sequence[str]) -> Path:
 def of_site(campaign: Campaign, site: Site) -> list[str]:
     tokenizer = Path(site.folder).absolute() / "tokenizer"
     lines = [*campaign.train, *site.overrides, "model=from_path", f"tokenizer.path={tokenizer}"]
-    lines.append(f"training.global_batch_samples={campaign.batch_samples}")
+    lines += [f"training.global_batch_samples={campaign.batch_samples}"]
+    lines += ["training.device_batch_samples=null"]
     return [*lines, f"folders.prepared={Path(site.folder).absolute() / 'prepared'}"]
 
 

@@ -1,4 +1,4 @@
-"""`atoll plan --simulate nodes=…`: how a job scales over a facility's nodes, weak and strong."""
+"""`atoll plan --simulate=nodes=…`: how a job scales over a facility's nodes, weak and strong."""
 
 import json
 from collections.abc import Sequence

@@ -169,9 +169,8 @@ def block_seconds(
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=heads,
-            attn_implementation="sdpa",
         )
-        model = LlamaModel(config).to(device)
+        model = LlamaModel._from_config(config, attn_implementation="sdpa").to(device)
         ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
 
         def both(model: Any = model, ids: torch.Tensor = ids) -> None:

@@ -85,7 +85,7 @@ def _rate(run: Run, measured: Measured, name: str, size: float = 0.0) -> float:
     ranks, most = run.ranks_per_node, measured["ranks"]
     if ranks >= most:
         return float(together * most / ranks)
-    return alone + (together - alone) * (ranks - 1) / (most - 1)
+    return float(alone + (together - alone) * (ranks - 1) / (most - 1))
 
 
 def _at(rate: float | Mapping[str, float], size: float) -> float:
