@@ -75,8 +75,7 @@ def options(
             memory = memory_of(candidate, shape)
             overrides = [f"sharding={name}"]
             overrides += [f"sharding.{key}={value}".lower() for key, value in sized.items()]
-            if checkpointing != "none":
-                overrides.append(f"training.activation_checkpointing={checkpointing}")
+            overrides += _changed_words(run, candidate)
             sent = bytes_sent(candidate, shape)
             enough = None if why_unknown(candidate, shape) else fits(candidate, memory)
             seconds = step_seconds(candidate, shape, rates_of(candidate, measured))
@@ -152,6 +151,21 @@ def _with(run: Run, sharding: dict[str, Any], activation_checkpointing: str) -> 
     values = dumped(run)
     values["sharding"] = sharding
     values["training"]["activation_checkpointing"] = activation_checkpointing
-    if run.training.device_batch_samples is not None:
-        values["training"]["global_batch_samples"] = None  # follows the ranks with samples
-    return checked(values)
+    if run.training.device_batch_samples is None:
+        return checked(values)
+    # the same samples in a step, whatever ranks have samples of their own
+    values["training"]["device_batch_samples"] = None
+    candidate = checked(values)
+    share = run.training.global_batch_samples // candidate.axes.data
+    training = candidate.training.model_copy(update={"device_batch_samples": share})
+    return candidate.model_copy(update={"training": training})
+
+
+def _changed_words(run: Run, candidate: Run) -> list[str]:
+    names = ("device_batch_samples", "activation_checkpointing")
+    values = {name: getattr(candidate.training, name) for name in names}
+    return [
+        f"training.{name}={value}"
+        for name, value in values.items()
+        if value != getattr(run.training, name)
+    ]

@@ -38,8 +38,10 @@ class Memory:
     runtime: int
     loading: int  # the peak while weights are read
     export: int  # the peak while the model is written
+    checkpoint: int  # the copy of the state that is being saved, in the node's memory
     host: int  # what offload puts into the node's memory, for each device
-    peak: int
+    peak: int  # of a step
+    whole: int  # of the run, with its loading, saves and export
 
     @property
     def peak_gib(self) -> float:
@@ -137,7 +139,7 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     sharding, axes, c = run.sharding, run.axes, compute_bytes(run)
     w, parts = weights_of(run, shape, stage), staying(run, shape)
     zero3 = sharding.reshard_after_forward is not False
-    sharded = w.shards > 1 or axes.tensor > 1
+    sharded = "fsdp" in sharding.layouts  # which gathers into memory of its own, of one rank too
     kept_blocks = (2 if zero3 else w.layers) if sharded else 0
     gathered = kept_blocks * w.block_bytes + w.rest * c if sharded else 0
     if not sharded and c < FP32:
@@ -148,13 +150,19 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     # between microbatches, gradients that were not exchanged yet are whole on every rank
     waits = sharded and run.microbatches > 1 and not sharding.sync_every_microbatch
     waiting = (w.layers * w.learning_block + w.learning_rest) * FP32 if waits else 0
+    if waits:  # among which are the whole ones: a block's copy to be scattered alone is beside them
+        buffers = w.learning_block * FP32
     in_flight = microbatches_in_flight(
         axes.pipeline, sharding.stages_per_rank, run.microbatches, stage
     )
     block_kept = block_activations(run, shape)
-    recomputed = _block_input(run, shape) * w.layers * in_flight + block_kept
+    kept_each = _block_input(run, shape)
+    recomputed = kept_each * w.layers * in_flight + block_kept
     full = block_kept * w.layers * in_flight
-    activations = recomputed if run.training.activation_checkpointing == "full" else full
+    selected = recomputed + attention_results(run, shape) * w.layers * in_flight
+    activations = {"none": full, "selective": selected, "full": recomputed}[
+        run.training.activation_checkpointing
+    ]
     has_head = stage == axes.pipeline - 1
     logits = _logits(run, shape) if has_head else 0
     moments = _moments(run, shape, w)
@@ -165,17 +173,31 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     offloaded = (state + gradients) if sharding.offload else 0
     resident = 0 if sharding.offload else state
     accumulated = gradients if run.microbatches > 1 and not waits else 0
-    forward_end = activations + logits + waiting + (0 if sharding.offload else accumulated)
-    backward_end = (0 if sharding.offload else gradients) + block_kept + waiting + buffers
+    # where all microbatches are under way at once, none has gradients until one of them is done
+    at_once = in_flight >= run.microbatches
+    beside_gradients = activations * (1 - 1 / in_flight) if waits and at_once else activations
+    first = activations + logits + (0 if sharding.offload else accumulated)
+    forward_end = max(first, beside_gradients + logits + waiting)
+    reduced = 0 if sharding.offload else gradients
+    # a block's whole gradients go as its own part of them comes
+    backward_end = max(reduced, waiting) + block_kept + buffers
     unpacked = 0 if parts is None else parts.largest * c
     step_end = (0 if sharding.offload else gradients) + _step_copies(run, shape, w)
     if sharded and not zero3:  # a block's parameters go when its backward pass is done
         backward_end -= (w.layers - 1) * w.block_bytes
-    backward_begin = activations + waiting + buffers
+    backward_begin = beside_gradients + waiting + buffers
     backward = max(backward_begin, backward_end) + unpacked
     peak = runtime + resident + gathered + max(forward_end, backward, step_end)
     if "ddp" in sharding.layouts:
         peak = max(peak, runtime + w.own_bytes + min(w.own_bytes, DDP_BROADCAST_BYTES))
+    on_processors = run.facility.node.device == "cpu"
+    saved = w.learning * FP32 + moments + bool(run.optimizer.ema_decay) * w.learning * FP32
+    export = state + shape.head_parameters * FP32 + on_processors * _file_bytes(run, shape)
+    loading = w.own_bytes + w.largest * FP32
+    saving = state + saved if on_processors else state
+    whole = max(peak, runtime + max(loading, export, saving))
+    if on_processors and _saves_between(run):  # the copy is made beside the next step
+        whole = max(whole, peak + saved)
     return Memory(
         parameters=round(w.own_bytes),
         gradients=round(gradients + waiting),
@@ -186,11 +208,19 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
         recomputed_activations=round(recomputed),
         logits=round(logits),
         runtime=round(runtime),
-        loading=round(w.own_bytes + w.largest * FP32),
-        export=round(state + shape.head_parameters * FP32 + _file_bytes(run, shape)),
+        loading=round(loading),
+        export=round(export),
+        checkpoint=round(saved),
         host=round(offloaded),
         peak=round(peak),
+        whole=round(whole),
     )
+
+
+def _saves_between(run: Run) -> bool:
+    """Whether a checkpoint is followed by more steps."""
+    every, steps = run.checkpoint.every_steps, run.training.steps
+    return every == "auto" or (every > 0 and (steps is None or steps > every))
 
 
 def _runtime(run: Run) -> float:
@@ -249,6 +279,12 @@ def block_activations(run: Run, shape: Shape) -> float:
             products = 0
         mlp += (parts.kept - _unread(parts, {"product": products})) * c
     return norms * own_tokens + (attention + mlp) * all_tokens / tensor + gathered
+
+
+def attention_results(run: Run, shape: Shape) -> float:
+    """What attention gives in one block, and its normalisers: kept by selective recompute."""
+    tokens = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.tokens
+    return tokens * (shape.query_width * compute_bytes(run) + shape.heads * FP32)
 
 
 def _unread(parts: Staying, widths: dict[str, int]) -> int:
