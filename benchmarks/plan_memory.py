@@ -2,12 +2,12 @@
 
     python benchmarks/plan_memory.py [--only CASE] [--rounds 1] [--table] [--check]
 
-Each case is a whole run of three steps in processes of its own, in turns; `planned` is `atoll
-plan`'s closed form, `measured` the highest peak of its ranks behind the last step but one, before
-anything is saved: it has all moments. glibc's heap keeps freed blocks of some megabytes; it is told
-to return them, so that what is measured is what is needed. A run without that setting may hold a
-third more. The rows go to results/plan_memory.jsonl, and with --table from there into
-docs/planner.md.
+Each case is a run of three steps in processes of its own, in turns; `planned` is `atoll plan`'s
+closed form, `measured` the highest peak of its ranks behind the last step but one, before anything
+is saved: it has all moments. Whole runs go on to their end. glibc's heap keeps freed blocks of some
+megabytes; it is told to return them, so that what is measured is what is needed. A run without that
+setting may hold a third more. The rows go to results/plan_memory.jsonl, and with --table from there
+into docs/planner.md and its figure. memory_cases.py says what is run.
 """
 
 import argparse
@@ -25,14 +25,18 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from memory_cases import CASES, COMMON, WHOLE
+from memory_cases import CASES, COMMON, FITTED, FORECAST, WHOLE
 from results import FOLDER, machine, versions
+from standing_figure import standing
 
 from atoll.config.compose import compose, known_shape
 from atoll.plan.memory import Memory, memory_of
+from atoll.report.drawing import Curves, Series
 
 LIMITS = {"median": 0.03, "worst": 0.10}
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE, FIGURE = DOCS / "planner.md", DOCS / "images" / "plan_memory.svg"
+KINDS = {"fitted": FITTED, "forecast": FORECAST, "whole runs": WHOLE}
 BEGIN, END = "<!-- plan_memory: made by make bench-plan_memory -->", "<!-- plan_memory: end -->"
 
 
@@ -147,7 +151,17 @@ def row(name: str, folder: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cwd:
         used = measured_gib(overrides, Path(cwd), name in WHOLE)
     terms = {k: round(v / 2**30, 4) for k, v in vars(planned).items()}
-    return {"case": name, "planned_gib": planned.peak_gib, "measured_gib": used, "terms": terms}
+    return {
+        "case": name,
+        "planned_gib": planned_gib(name, planned),
+        "measured_gib": used,
+        "terms": terms,
+    }
+
+
+def planned_gib(name: str, planned: Memory) -> float:
+    """Of a step, or of all that a whole run does."""
+    return (planned.whole if name in WHOLE else planned.peak) / 2**30
 
 
 def main() -> int:
@@ -199,28 +213,62 @@ def newest() -> dict[str, dict[str, Any]]:
             last = kept[name][-1]
             median = statistics.median(r["measured_gib"] for r in kept[name])
             # the formula as it is now: what a run took stays true
-            rows[name] = last | {"measured_gib": median, "planned_gib": planned_of(name).peak_gib}
+            planned = planned_gib(name, planned_of(name))
+            rows[name] = last | {"measured_gib": median, "planned_gib": planned}
     return rows
 
 
+def error_of(row: dict[str, Any]) -> float:
+    return float(row["planned_gib"] / row["measured_gib"] - 1)
+
+
 def write_table() -> list[float]:
-    """Put the newest rows into the page; their errors."""
-    rows = list(newest().values())
-    errors = [row["planned_gib"] / row["measured_gib"] - 1 for row in rows]
-    sizes = sorted(abs(error) for error in errors)
-    lines = ["| case | planned | measured | error |", "|---|---|---|---|"]
-    for each, error in zip(rows, errors, strict=True):
-        planned, used = each["planned_gib"], each["measured_gib"]
-        lines.append(f"| {each['case']} | {planned:.3f} | {used:.3f} | {error:+.1%} |")
+    """Put the newest rows into the page, and draw them; their errors, the largest last."""
+    rows = newest()
+    sizes = sorted(abs(error_of(row)) for row in rows.values())
+    last = max(rows.values(), key=lambda row: str(row["date"]))
     about = (
-        f"{len(rows)} cases, GiB of the fullest rank, {rows[-1]['date']}, "
-        f"torch {rows[-1]['versions']['torch']}: median error {statistics.median(sizes):.1%}, "
-        f"worst {sizes[-1]:.1%}."
+        f"{len(rows)} cases, GiB of the fullest rank, {last['date']}, torch "
+        f"{last['versions']['torch']}: median error {statistics.median(sizes):.1%}, worst "
+        f"{sizes[-1]:.1%}."
     )
+    lines = [about, ""]
+    for kind, cases in KINDS.items():
+        lines += _part(kind, [rows[name] for name in cases if name in rows])
     before, rest = PAGE.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text("\n".join([before + BEGIN, about, "", *lines, END + after]))
+    PAGE.write_text("\n".join([before + BEGIN, *lines, END + rest.split(END)[1]]))
+    FIGURE.write_text(standing(_figure(rows)))
     return sizes
+
+
+def _part(kind: str, rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return [f"{kind}: not measured yet.", ""]
+    sizes = [abs(error_of(row)) for row in rows]
+    lines = [
+        f"{kind}: {len(rows)} cases, median {statistics.median(sizes):.1%}, "
+        f"worst {max(sizes):.1%}.",
+        "",
+    ]
+    lines += ["| case | planned | measured | error |", "|---|---|---|---|"]
+    lines += [
+        f"| {row['case']} | {row['planned_gib']:.3f} | {row['measured_gib']:.3f} "
+        f"| {error_of(row):+.1%} |"
+        for row in rows
+    ]
+    return [*lines, ""]
+
+
+def _figure(rows: dict[str, dict[str, Any]]) -> Curves:
+    """Measured over planned, a point for each case; the line is where both are the same."""
+    series = []
+    for place, (kind, cases) in enumerate(KINDS.items()):
+        points = [(rows[n]["planned_gib"], rows[n]["measured_gib"]) for n in cases if n in rows]
+        series.append(Series(kind, place, sorted(points), "points"))
+    ends = [size for each in series for point in each.points for size in point]
+    line = [(min(ends), min(ends)), (max(ends), max(ends))]
+    series.append(Series("as planned", len(series), line, "dashed"))
+    return Curves("Planned and measured memory of a rank", "planned GiB", "measured GiB", series)
 
 
 def within(errors: list[float]) -> bool:

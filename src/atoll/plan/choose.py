@@ -1,7 +1,7 @@
 """Which strategies fit, and the one that takes least time, or sends least: closed forms."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +96,7 @@ def fits(run: Run, memory: Memory) -> bool | None:
     in_host = memory.host * run.ranks_per_node / 2**30
     if memory.host and (host is None or in_host > USABLE * host):
         return None if host is None else False
-    return memory.peak_gib <= USABLE * device
+    return memory.whole / 2**30 <= USABLE * device
 
 
 def choose(candidates: list[Option]) -> Option:
@@ -108,26 +108,36 @@ def choose(candidates: list[Option]) -> Option:
     Raises `UserError` if none does, with what is nearest to fitting.
     """
     if not candidates:
-        raise UserError(
-            "no strategy suits this model on these ranks",
-            "change nodes or ranks_per_node: see `atoll plan`",
-        )
+        raise nothing_suits()
     known = [option for option in candidates if option.fits is not None]
     if not known:
         full_shard = [o for o in candidates if o.overrides == ("sharding=full_shard",)]
         return (full_shard or candidates)[0]
     fitting = [option for option in known if option.fits]
     if not fitting:
-        least = min(candidates, key=lambda option: option.memory.peak)
-        raise UserError(
-            f"no strategy fits: the least is {least.memory.peak_gib:.1f} GiB a device "
-            f"({' '.join(least.overrides)})",
-            "more nodes, fewer training.microbatch_samples, or a shorter data.sequence_tokens",
-        )
+        least = min(candidates, key=lambda option: option.memory.whole)
+        raise nothing_fits(least.memory.whole, least.overrides)
     sized = [option for option in fitting if total(option.sent) is not None]
     if sized and all(option.seconds.total is not None for option in sized):
         return min(sized, key=_time)
     return min(fitting, key=_cost)
+
+
+def nothing_suits() -> UserError:
+    """For ranks that divide in no way that the model allows."""
+    return UserError(
+        "no strategy suits this model on these ranks",
+        "change nodes or ranks_per_node: see `atoll plan`",
+    )
+
+
+def nothing_fits(least_bytes: int, words: Sequence[str]) -> UserError:
+    """For devices that are too small; with what is nearest to fitting."""
+    return UserError(
+        f"no strategy fits: the least is {least_bytes / 2**30:.1f} GiB a device "
+        f"({' '.join(words)})",
+        "more nodes, fewer training.microbatch_samples, or a shorter data.sequence_tokens",
+    )
 
 
 def _time(option: Option) -> tuple[bool, float, float, float]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atoll.errors import UserError
-from atoll.plan.choose import Option, choose, fits, options
+from atoll.plan.choose import Option, choose, fits, nothing_fits, nothing_suits, options
 from atoll.plan.memory import memory_of, why_unknown
 from atoll.plan.processors import Measured
 from atoll.plan.seconds import Rates, rates_of, step_seconds
@@ -61,7 +61,9 @@ def best_layout(
         chosen = _fastest(run, shape, rates, found)
         if chosen is not None:
             return chosen
-    return choose(list(options(run, shape, tree, measured)))
+    every = layouts(run, shape, tree, typed, NODES_OF_FAST_AXES[-1])
+    sizes = [(memory_of(layout.run, shape).whole, layout.words) for layout in every]
+    raise nothing_fits(*min(sizes)) if sizes else nothing_suits()
 
 
 def layouts(
@@ -197,7 +199,7 @@ def _fast_axes(run: Run, shape: Shape, nodes: int) -> Iterator[tuple[int, int, i
     sizes = [size for size in range(1, most + 1) if most % size == 0]
     experts = sizes if shape.experts and shape.family in FAMILIES else [1]
     for tensor, context, expert in itertools.product(sizes, sizes, experts):
-        if tensor * context <= most and 1 < tensor * context * expert and expert <= most:
+        if tensor * context <= most and tensor * context * expert > 1 and expert <= most:
             yield tensor, context, expert
 
 

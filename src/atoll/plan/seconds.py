@@ -134,11 +134,12 @@ def step_seconds(
 
 
 def _hidden(run: Run, sent: Mapping[str, float | None], busy: float) -> float:
-    """What FSDP and DDP send while a device computes; on processors both take the same cores.
+    """What is sent while a device computes; on processors both take the same cores.
 
     Parameters come all along; gradients and copies go once a step, with the last backward pass.
     """
-    if run.facility.node.device == "cpu" or not run.sharding.layouts:
+    by_hand = run.sharding.exchange is not None or not run.sharding.spreads
+    if run.facility.node.device == "cpu" or by_hand:
         return 0.0
     along, at_end = ["parameters"], ["copies"]
     (along if run.sharding.sync_every_microbatch else at_end).append("gradients")
