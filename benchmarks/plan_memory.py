@@ -161,7 +161,7 @@ def row(name: str, folder: Path) -> dict[str, Any]:
 
 def planned_gib(name: str, planned: Memory) -> float:
     """Of a step, or of all that a whole run does."""
-    return (planned.whole if name in WHOLE else planned.peak) / 2**30
+    return planned.whole_gib if name in WHOLE else planned.peak_gib
 
 
 def main() -> int:

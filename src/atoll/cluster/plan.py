@@ -47,7 +47,9 @@ COLUMNS = {
     "loading": "loading",
     "export": "export",
     "host": "host",
+    "ckpt": "checkpoint",
     "PEAK": "peak",
+    "whole": "whole",
 }
 # what the planner chooses, whatever was typed
 CHOSEN = ("sharding=", "training.activation_checkpointing=")

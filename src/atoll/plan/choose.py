@@ -96,7 +96,7 @@ def fits(run: Run, memory: Memory) -> bool | None:
     in_host = memory.host * run.ranks_per_node / 2**30
     if memory.host and (host is None or in_host > USABLE * host):
         return None if host is None else False
-    return memory.whole / 2**30 <= USABLE * device
+    return memory.whole_gib <= USABLE * device
 
 
 def choose(candidates: list[Option]) -> Option:

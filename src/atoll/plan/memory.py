@@ -49,6 +49,10 @@ class Memory:
     def peak_gib(self) -> float:
         return self.peak / 2**30
 
+    @property
+    def whole_gib(self) -> float:
+        return self.whole / 2**30
+
 
 def memory_of(run: Run, shape: Shape) -> Memory:
     """The need of a run's fullest device."""
@@ -155,7 +159,7 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     gathered = _gathered(run, w)
     activations = kept[run.training.activation_checkpointing]
     at_most = _highest(run, shape, w, in_flight, activations, logits)
-    peak = runtime + (0 if sharding.offload else state) + gathered + at_most
+    peak = runtime + (0 if _offloads(run) else state) + gathered + at_most
     if "ddp" in sharding.layouts:
         peak = max(peak, runtime + w.own_bytes + min(w.own_bytes, DDP_BROADCAST_BYTES))
     on_processors = run.facility.node.device == "cpu"
@@ -178,7 +182,7 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
         loading=round(loading),
         export=round(export),
         checkpoint=round(saved),
-        host=round(state + gradients if sharding.offload else 0),
+        host=round(state + gradients if _offloads(run) else 0),
         peak=round(peak),
         whole=round(whole),
     )
@@ -219,7 +223,7 @@ def _highest(
     """The most beside state and gathered weights, at any moment of a step."""
     parts, sharding = staying(run, shape), run.sharding
     waiting, buffers = _waiting(run, w)
-    reduced = 0 if sharding.offload else w.learning * FP32
+    reduced = 0 if _offloads(run) else w.learning * FP32
     accumulated = reduced if run.microbatches > 1 and not waiting else 0
     # where all microbatches are under way at once, none has gradients until one of them is done
     at_once = bool(waiting) and in_flight >= run.microbatches
@@ -237,8 +241,8 @@ def _highest(
 def _of_deepspeed(run: Run, shape: Shape) -> Memory:
     """Under DeepSpeed's engine: its buffers are there beside all activations."""
     c, parameters = compute_bytes(run), float(shape.parameters)
-    words, offload = run.sharding.deepspeed, run.sharding.offload
-    zero = zero_parts(words, parameters, run.world_size, c, offload)
+    words = run.sharding.deepspeed
+    zero = zero_parts(words, parameters, run.world_size, c, _offloads(run))
     kept = _kept_activations(run, shape, shape.layers)
     logits, runtime = _logits(run, shape), _runtime(run)
     resident = zero.weights + zero.optimizer + zero.gradients - zero.host
@@ -264,6 +268,11 @@ def _of_deepspeed(run: Run, shape: Shape) -> Memory:
         peak=round(peak),
         whole=round(whole),
     )
+
+
+def _offloads(run: Run) -> bool:
+    """Whether state leaves the device: ranks on processors have one memory for both."""
+    return run.sharding.offload and run.facility.node.device != "cpu"
 
 
 def _saves_between(run: Run) -> bool:
