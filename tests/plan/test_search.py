@@ -84,6 +84,13 @@ def test_a_typed_microbatch_stays() -> None:
     assert (free.seconds.total or 0) <= 1.01 * (typed.seconds.total or 0)
 
 
+def test_typed_axes_and_recompute_stay() -> None:
+    run = run_of(64, training__activation_checkpointing="full")
+    chosen = best(run, "sharding.tensor=2", "training.activation_checkpointing=full")
+    assert size_of(chosen, "sharding.tensor") == 2
+    assert chosen.activation_checkpointing == "full"
+
+
 def test_fast_axes_leave_a_node_only_where_nothing_else_fits() -> None:
     long = {"data__sequence_tokens": 131072, "training__global_batch_samples": 16}
     long |= {"training__microbatch_samples": 1, "nodes": 8, "ranks": 2}

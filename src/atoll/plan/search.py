@@ -24,10 +24,10 @@ WAYS = ("ddp", "shard_grad_op", "hybrid_shard_zero2", "hybrid_shard", "full_shar
 RECOMPUTE = ("none", "selective", "full")
 PIPELINES = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (16, 1))  # ranks, stages of each
 MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # samples
+SEARCHED = ("tensor", "context", "expert", "pipeline", "stages_per_rank", "sync_every_microbatch")
 NODES_OF_FAST_AXES = (1, 2, 4)  # that they may span: one, and more where nothing fits
 # Peaks are not known to better: of times so near, the one that computes and sends less is taken.
 NEAR = 1.01
-MICROBATCH = "training.microbatch_samples"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ def best_layout(
     """The layout that takes least time of those that fit; then least memory.
 
     Where a rate is not known, the named strategy that sends least. tree: sharding's name -> the
-    content of its YAML; typed: overrides that stay. Raises `UserError` if nothing fits.
+    content of its YAML; typed: words of the command line, whose axes, microbatch and recompute
+    stay. Raises `UserError` if nothing fits.
     """
     rates = rates_of(run, measured)
     searched = _is_priced(run, rates) and run.world_size > 1 and is_known(run.sharding)
@@ -57,8 +58,8 @@ def best_layout(
     for nodes, offload in [*((n, False) for n in NODES_OF_FAST_AXES), (1, True)]:
         if nodes > run.nodes:
             continue
-        found = layouts(run, shape, tree, typed, nodes, offload)
-        chosen = _fastest(run, shape, rates, found)
+        tried = layouts(run, shape, tree, typed, nodes, offload)
+        chosen = _fastest(shape, rates, tried)
         if chosen is not None:
             return chosen
     every = layouts(run, shape, tree, typed, NODES_OF_FAST_AXES[-1])
@@ -74,10 +75,14 @@ def layouts(
     nodes_of_fast_axes: int = 1,
     offload: bool = False,
 ) -> Iterator[Layout]:
-    """Every layout that these ranks and this model allow."""
+    """Every layout that these ranks and this model allow; what is typed stays as it is."""
+    stated = run.training.activation_checkpointing
+    recomputes = (stated,) if _is_typed(typed, "activation_checkpointing") else RECOMPUTE
     for words, sharding in _shardings(run, shape, tree, nodes_of_fast_axes, offload):
+        if not _stays(sharding, typed):
+            continue
         for microbatch in _microbatches(run, sharding, typed):
-            for recompute in RECOMPUTE:
+            for recompute in recomputes:
                 yield _laid_out(run, words, sharding, microbatch, recompute)
 
 
@@ -99,6 +104,17 @@ def _laid_out(
     return Layout(changed.model_copy(update={"training": training}), (*words, *added))
 
 
+def _is_typed(typed: Sequence[str], name: str) -> bool:
+    return any(word.startswith(f"training.{name}=") for word in typed)
+
+
+def _stays(sharding: Sharding, typed: Sequence[str]) -> bool:
+    """Whether it has the sizes that were typed, as sharding.tensor=2."""
+    pairs = (word.removeprefix("sharding.").split("=", 1) for word in typed if "=" in word)
+    typed_sizes = {name: size.lower() for name, size in pairs if name in SEARCHED}
+    return all(str(getattr(sharding, n)).lower() == size for n, size in typed_sizes.items())
+
+
 def _is_priced(run: Run, rates: Rates) -> bool:
     """Whether every part of a step has its rate; on processors the named strategies are tried."""
     known = (rates.device_tflops, rates.memory_gb_s, rates.link_gbps)
@@ -108,10 +124,10 @@ def _is_priced(run: Run, rates: Rates) -> bool:
     return None not in known and between and sized
 
 
-def _fastest(run: Run, shape: Shape, rates: Rates, found: Iterator[Layout]) -> Option | None:
+def _fastest(shape: Shape, rates: Rates, tried: Iterator[Layout]) -> Option | None:
     """Of the layouts that fit; None where none does."""
     priced: list[tuple[Option, Layout]] = []
-    for layout in found:
+    for layout in tried:
         if priced and _only_recomputes(layout, priced[-1][1]):
             continue
         if option := _priced(layout, shape, rates):
@@ -222,7 +238,7 @@ def _microbatches(run: Run, sharding: Sharding, typed: Sequence[str]) -> list[in
     ranks = run.model_copy(update={"sharding": sharding}).axes.data
     share, rest = divmod(run.training.global_batch_samples, ranks)
     stated = run.training.microbatch_samples
-    fixed = any(word.startswith(f"{MICROBATCH}=") for word in typed)
+    fixed = _is_typed(typed, "microbatch_samples")
     sizes = (stated,) if fixed else sorted({*MICROBATCHES, stated})
     allowed = [size for size in sizes if not rest and share and share % size == 0]
     if sharding.sync_every_microbatch and not sharding.name.startswith("hybrid"):

@@ -47,7 +47,8 @@ def zero_parts(
     whole, own = parameters * number_bytes, parameters * number_bytes / ranks
     weights = own if stage == 3 else whole
     optimizer = 3 * FP32 * parameters / (ranks if stage else 1)
-    gradients = own if stage >= 2 else whole
+    # stage 1 keeps them whole as well, until the step
+    gradients = own if stage >= 2 else whole + own
     buffers = bucket * number_bytes * (2 if stage >= 2 else 1)
     gathered = live * number_bytes if stage == 3 else 0
     host = weights + optimizer + gradients if offload else 0
