@@ -10,6 +10,7 @@ tokens; a row is the change at the widest over that at the narrowest.
 """
 
 import argparse
+import re
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import results
-from standing_figure import standing
 
 from atoll.report.drawing import Curves, Series
+from atoll.report.html import ON_LIGHT
 
 FIGURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "coordinate_check.svg"
 HEAD, VOCABULARY, SAMPLES, TOKENS = 16, 256, 4, 64
@@ -27,6 +28,12 @@ BLOCKS = 2
 # of the change's growth, what muP may leave: at the narrow end it still falls with the width
 TARGET = 0.5
 WITHOUT = "without muP"
+# as on the report's page
+STYLE = (
+    "<style>svg{{font:13px system-ui,sans-serif;overflow:visible;background:#ffffff}}"
+    "text{{fill:#1b2a33}}line{{stroke:#d5dbe0}}.saved{{display:inline}}"
+    "{colours}.marks,.line{{fill:none}}.line{{stroke-width:2;stroke:currentColor}}</style>"
+)
 Changes = dict[str, float]
 
 
@@ -171,7 +178,10 @@ def figure(rows: Iterable[dict[str, Any]]) -> str:
         log_x=True,
         log_y=True,
     )
-    return standing(drawn)
+    colours = "".join(f".c{n}{{color:{colour};fill:{colour}}}" for n, colour in enumerate(ON_LIGHT))
+    head, begin, rest = drawn.drawn().svg().partition("<title>")
+    head = re.sub(r'viewBox="[^"]*"(.*) data-full="([^"]*)"', r'viewBox="\2"\1', head)
+    return head + STYLE.format(colours=colours) + begin + rest + "\n"
 
 
 def series(rows: Sequence[dict[str, Any]]) -> Iterable[Series]:
