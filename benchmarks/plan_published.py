@@ -78,7 +78,7 @@ def main() -> int:
         for row, run in zip(known["rows"], runs, strict=True)
         if row.get("fitted")
     }
-    lines, errors, faster = [], [], 0
+    lines, errors, faster = list[str](), list[float](), 0
     for row, run in zip(known["rows"], runs, strict=True):
         hardware = known["hardware"][row["hardware"]]
         share = shares[hardware.get("share_of", row["hardware"])]

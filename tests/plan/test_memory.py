@@ -87,7 +87,7 @@ def test_a_checkpoint_is_copied_beside_the_next_step() -> None:
 
 def test_deepspeed_divides_by_its_stage() -> None:
     shape, ranks = shape_of(LLAMA), 4
-    n, sizes = shape.parameters, {}
+    n, sizes = shape.parameters, dict[int, tuple[int, int, int]]()
     for stage in (1, 2, 3):
         sharding = small_run.sharding(f"deepspeed_zero{stage}")
         run = small_run.settings(Path("/x"), ranks, sharding=sharding)

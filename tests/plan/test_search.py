@@ -22,7 +22,8 @@ TREE = {
 
 
 def run_of(device_memory_gib: float, nodes: int = 4, ranks: int = 8, **more: Any) -> Run:
-    node = {"devices": ranks, "device": "cuda", "device_memory_gib": device_memory_gib}
+    node: dict[str, Any] = {"devices": ranks, "device": "cuda"}
+    node |= {"device_memory_gib": device_memory_gib}
     node |= {"memory_gib": 1000, "peak_tflops": 312, "device_memory_gb_s": 1500, "link_gbps": 2000}
     facility = {"name": "big", "scheduler": "slurm", "network": {"gbps": 400}, "node": node}
     return small_run.settings(
@@ -92,7 +93,8 @@ def test_typed_axes_and_recompute_stay() -> None:
 
 
 def test_fast_axes_leave_a_node_only_where_nothing_else_fits() -> None:
-    long = {"data__sequence_tokens": 131072, "training__global_batch_samples": 16}
+    long: dict[str, Any] = {"data__sequence_tokens": 131072}
+    long |= {"training__global_batch_samples": 16}
     long |= {"training__microbatch_samples": 1, "nodes": 8, "ranks": 2}
     long |= {"model__config": LLAMA | {"max_position_embeddings": 131072}}
     inside, spread = best(run_of(64, **long)), best(run_of(30, **long))
