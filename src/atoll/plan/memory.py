@@ -239,15 +239,17 @@ def _highest(
 
 
 def _of_deepspeed(run: Run, shape: Shape) -> Memory:
-    """Under DeepSpeed's engine: its buffers are there beside all activations."""
+    """Under DeepSpeed's engine, which makes its buffers as the backward pass fills them."""
     c, parameters = compute_bytes(run), float(shape.parameters)
     words = run.sharding.deepspeed
     zero = zero_parts(words, parameters, run.world_size, c, _offloads(run))
     kept = _kept_activations(run, shape, shape.layers)
     logits, runtime = _logits(run, shape), _runtime(run)
     resident = zero.weights + zero.optimizer + zero.gradients - zero.host
-    beside = kept[run.training.activation_checkpointing] + logits
-    peak = runtime + resident + zero.gathered + zero.buffers + beside
+    forward = kept[run.training.activation_checkpointing] + logits
+    # behind the backward pass, its own part of the gradients once more, in one piece
+    step = zero.buffers + c * parameters / run.world_size + block_activations(run, shape)
+    peak = runtime + resident + zero.gathered + max(forward, step)
     # parameters and moments are read whole, to be saved and exported
     state = 3 * FP32 * parameters
     whole = max(peak, runtime + resident + state) if run.facility.node.device == "cpu" else peak
