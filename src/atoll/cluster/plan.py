@@ -6,6 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from atoll.cluster.compare import compare
+from atoll.cluster.learning import forget
 from atoll.cluster.measuring import measure
 from atoll.cluster.record import record_of, record_text
 from atoll.cluster.scaling import GRAMMAR, simulate
@@ -63,6 +65,10 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--simulate", metavar="nodes=N,…", help=f"scaling over nodes, {GRAMMAR}")
     parser.add_argument("--measure", action="store_true", help="a minute: what this node can do")
+    forgets = "drop what finished runs taught the facility's predictions"
+    parser.add_argument("--forget", action="store_true", help=forgets)
+    several = "in queue, time and node-hours of the same tokens at each, the soonest done first"
+    parser.add_argument("--facilities", metavar="NAME,…", help=several)
     arguments = parser.read(argv)
     if arguments.record is not None:
         rows = record_of(arguments.record)
@@ -71,7 +77,12 @@ def main(argv: list[str]) -> int:
     overrides = [word for word in arguments.overrides if word != AUTO]
     if arguments.measure:
         return measure(overrides)
+    if arguments.facilities is not None:
+        return compare(overrides, arguments.facilities, arguments.json)
     run = compose(overrides).run
+    if arguments.forget:
+        print(forget(run))
+        return 0
     if arguments.simulate:
         stated = any(word.startswith(CHOSEN) for word in overrides)
         return simulate(run, arguments.simulate, stated, arguments.json)

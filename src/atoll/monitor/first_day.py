@@ -92,18 +92,6 @@ def certificate(
     return asdict(measured)
 
 
-def lay_over(run: Run, measured: dict[str, Any]) -> None:
-    """Write what was measured over the facility's certificate, whose other figures stay."""
-    file = run_dir.certificate(run)
-    try:
-        known = dict(json.loads(file.read_text()))
-    except (OSError, ValueError):
-        known = {}
-    today = datetime.now(timezone.utc).date().isoformat()
-    first = {"facility": run.facility.name, "measured_on": today}
-    run_dir.write_whole(file, json.dumps(first | known | measured, indent=1) + "\n")
-
-
 def _on_gpu(world: World) -> bool:
     return world.device.type == "cuda"
 

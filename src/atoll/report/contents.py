@@ -8,7 +8,7 @@ from pathlib import Path
 from atoll import run_dir
 from atoll.campaign.store import CampaignStore, settings_file
 from atoll.errors import UserError
-from atoll.report import figures, html
+from atoll.report import figures, html, scaling
 from atoll.report.campaign import campaign_tables, rounds
 from atoll.report.drawing import Figure
 from atoll.report.results import (
@@ -118,6 +118,20 @@ def _last_samples(runs: Sequence[tuple[str, RunMetrics]]) -> dict[str, str]:
     """Of the best runs what each wrote after its training."""
     files = {name: run_dir.sample_file(run.folder) for name, run in runs[:MOST_SAMPLES]}
     return {name: file.read_text() for name, file in files.items() if file.is_file()}
+
+
+def of_simulation(file: Path) -> Report:
+    """Of how a job scales on paper; the page stands beside the file."""
+    simulated = scaling.read(file)
+    return Report(
+        title=f"Scaling of {simulated['model']} on {simulated['facility']}",
+        file=file.with_suffix(".html"),
+        tables=scaling.tables(simulated),
+        first=0,
+        figures=[scaling.figure(simulated)],
+        legend={},
+        settings={},
+    )
 
 
 def of_campaign(store: CampaignStore) -> Report:

@@ -115,7 +115,7 @@ def _predicted(runs: Sequence[RunMetrics]) -> Curves:
     if ends:
         line = [(ends[0], ends[0]), (ends[-1], ends[-1])]
         series.append(Series("as predicted", len(places), line, "dashed"))
-    caption = "Each in its own unit. A predicted time is the least there can be: points lie above."
+    caption = "Each in its own unit. At stated peaks a time is the least: its points lie above."
     return Curves("Predicted and measured", "predicted", "measured", series, True, True, caption)
 
 

@@ -135,7 +135,7 @@ def _outcomes(run: RunMetrics) -> Rows:
             "predicted": "" if one.predicted is None else f"{one.predicted:,.4g}",
             "measured": "" if one.measured is None else f"{one.measured:,.4g}",
             "error": "" if one.error is None else f"{one.error:+.1%}",
-            "is": kind.bound,
+            "is": one.bound,
         }
         for one in run.outcomes
         for kind in [MEASURED[one.name]]

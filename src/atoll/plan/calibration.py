@@ -1,0 +1,108 @@
+"""What a facility's finished runs teach its next ones: few factors, each a median of runs.
+
+Of a step there is one for each strategy family and size of a step, since a tiny model's runs say
+nothing of a large one's. A factor stays within bounds, whatever runs measured.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from atoll.settings import Run
+
+STEP_BOUNDS = (0.25, 20.0)  # a peak is never beaten fourfold; small kernels stay far below it
+MEMORY_BOUNDS = (0.5, 2.0)
+MOST_RUNS = 20  # of a facility, the newest
+Calibration = Mapping[str, Any]  # `calibration` of a certificate
+
+
+class Sample(NamedTuple):
+    """A finished run beside its plan before any factor; None: not known."""
+
+    family: str
+    planned_seconds: float | None
+    measured_seconds: float
+    planned_gib: float | None
+    measured_gib: float
+    start_seconds: float | None  # from its job's begin to its first step
+
+
+class Factor(NamedTuple):
+    """Measured over planned, and the runs that it rests on."""
+
+    value: float
+    runs: int
+
+
+def strategy_family(run: Run) -> str:
+    """Layouts and the axes that divide a sample: strategies that err alike."""
+    axes = run.axes
+    divided = {
+        "tensor": axes.tensor,
+        "context": axes.context,
+        "expert": axes.expert,
+        "pipeline": axes.pipeline,
+    }
+    if run.world_size == 1:
+        return "one rank"
+    layouts = [name for name in run.sharding.layouts if name not in divided]
+    spread = layouts or [run.sharding.exchange or run.sharding.engine]
+    return " + ".join([*spread, *(name for name, size in divided.items() if size > 1)])
+
+
+def decade(seconds: float) -> int:
+    """The power of ten that a step begins with: steps of 0.1 to 1 s are of -1."""
+    return math.floor(math.log10(seconds))
+
+
+def calibration_of(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The factors of a certificate, from a facility's newest finished runs."""
+    steps: dict[tuple[str, int], list[float]] = {}
+    memory: dict[str, list[float]] = {}
+    for sample in samples:
+        if sample.planned_seconds:
+            key = (sample.family, decade(sample.planned_seconds))
+            steps.setdefault(key, []).append(sample.measured_seconds / sample.planned_seconds)
+        if sample.planned_gib:
+            ratio = sample.measured_gib / sample.planned_gib
+            memory.setdefault(sample.family, []).append(ratio)
+    starts = [sample.start_seconds for sample in samples if sample.start_seconds is not None]
+    return {
+        "step": [
+            {"family": family, "decade": power} | _median(ratios, STEP_BOUNDS)
+            for (family, power), ratios in sorted(steps.items())
+        ],
+        "memory": [
+            {"family": family} | _median(ratios, MEMORY_BOUNDS)
+            for family, ratios in sorted(memory.items())
+        ],
+        "start_seconds": statistics.median(starts) if starts else None,
+        "start_runs": len(starts),
+    }
+
+
+def step_factor(calibration: Calibration | None, family: str, seconds: float) -> Factor | None:
+    """Of steps of this size; else of ten times longer or shorter ones, whichever more runs took."""
+    own = {row["decade"]: row for row in _rows(calibration, "step") if row["family"] == family}
+    size = decade(seconds)
+    near = [own[power] for power in (size - 1, size + 1) if power in own]
+    row = own.get(size) or max(near, key=lambda each: int(each["runs"]), default=None)
+    return None if row is None else Factor(row["factor"], row["runs"])
+
+
+def memory_factor(calibration: Calibration | None, family: str) -> Factor | None:
+    for row in _rows(calibration, "memory"):
+        if row["family"] == family:
+            return Factor(row["factor"], row["runs"])
+    return None
+
+
+def _rows(calibration: Calibration | None, name: str) -> Iterable[Mapping[str, Any]]:
+    return (calibration or {}).get(name, [])
+
+
+def _median(ratios: Sequence[float], bounds: tuple[float, float]) -> dict[str, Any]:
+    least, most = bounds
+    factor = min(most, max(least, statistics.median(ratios)))
+    return {"factor": round(factor, 4), "runs": len(ratios)}
