@@ -45,16 +45,17 @@ def test_the_soonest_done_is_first_and_what_is_not_known_last(here, capsys):
     assert rows[1]["queue_hours"] == 1.0
     assert rows[1]["done_hours"] == rows[1]["queue_hours"] + rows[1]["hours"]
     assert rows[2]["queue_hours"] is None and rows[2]["done_hours"] is None
-    assert found["tokens"] == 100 * 64 * 256
+    assert found["tokens"] == 100 * 64 * 512
 
 
 def test_the_same_tokens_where_a_step_takes_more_of_them(here, capsys):
     words = [*RATES, "training.global_batch_samples=null", "training.device_batch_samples=1"]
+    words += ["sharding=ddp"]
     found = compared(capsys, "lumi,leonardo", *words)
     rows = {row["facility"]: row for row in found["facilities"]}
-    assert found["tokens"] == 100 * 8 * 256  # of the first named: eight devices a node
+    assert found["tokens"] == 100 * 8 * 512  # of the first named: eight devices a node
     alone = compared(capsys, "leonardo,lumi", *words)
-    assert alone["tokens"] == 100 * 4 * 256
+    assert alone["tokens"] == 100 * 4 * 512
     again = {row["facility"]: row for row in alone["facilities"]}
     for name in rows:
         assert rows[name]["hours"] == pytest.approx(2 * again[name]["hours"])

@@ -24,8 +24,8 @@ def finished(name, slower, *words, ranks=8, result=True, fault=False, age=0.0):
     run_dir.write_whole(run_dir.settings_file(folder), yaml.safe_dump(dumped(run)))
     bet.keep_prediction(run)
     plain = bet.predict(run, bet.shape_known_here(run))
-    figures = {"step_seconds": slower * plain.step_seconds, "tokens_per_second": 1.0}
-    figures |= {"memory_gib": 1.25 * plain.memory_gib}
+    figures = {"step_seconds": slower * (plain.step_seconds or 1.0), "tokens_per_second": 1.0}
+    figures["memory_gib"] = 1.25 * plain.memory_gib
     lines = [{"event": "start", "ranks": ranks, "steps": 6}]
     lines += [{"event": "train", "step": step, **figures} for step in range(1, 6)]
     text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -33,8 +33,7 @@ def finished(name, slower, *words, ranks=8, result=True, fault=False, age=0.0):
     began = {"event": "start", "time": 100.0, "step": 0, "job": "", "seconds": {"start": 40.0}}
     run_dir.append_record(run_dir.ledger_file(folder), began)
     if fault:
-        record = {"kind": "killed", "time": 1.0, "node": "", "job": "", "rank": None, "step": 1}
-        record |= {"blame": "node", "evidence": "x"}
+        record = {"kind": "died", "blame": "node", "evidence": "it left", "time": 1.0}
         run_dir.append_record(run_dir.faults_file(folder), record)
     if result:
         file = run_dir.result_file(folder)
