@@ -25,7 +25,7 @@ from atoll.config.compose import (
 from atoll.plan.checkpoint_interval import daly_seconds, seconds_between_failures
 from atoll.plan.choose import USABLE, Option, choose, options
 from atoll.plan.memory import gibibytes
-from atoll.plan.seconds import explained
+from atoll.plan.seconds import STATED, explained, rates_of
 from atoll.plan.shapes import Shape
 from atoll.plan.simulate import STATE_BYTES
 from atoll.plan.traffic import total
@@ -178,9 +178,11 @@ def time_line(run: Run, best: Option) -> str:
         missing = ", ".join(best.seconds.unknown) or "the device"
         return f"time: unknown, {run.facility.name} states no rate for: {missing}"
     tokens = run.training.global_batch_samples * run.data.sequence_tokens
-    whose = "stated peaks" if certificate.rates(run) is None else "measured rates"
+    rates = rates_of(run, certificate.rates(run))
+    whose = "stated peaks" if rates.source == STATED else "measured rates"
+    least, most = ("at least", "at most") if rates.on_processors is None else ("about", "about")
     return (
-        f"time: at least {step:,.3g} s a step, at most {tokens / step:,.0f} tokens/s, "
+        f"time: {least} {step:,.3g} s a step, {most} {tokens / step:,.0f} tokens/s, "
         f"{run.nodes * step / tokens * 1e9 / 3600:,.1f} node-hours a billion tokens; "
         f"bound by {best.seconds.bound}, at the {whose}"
     )

@@ -1,6 +1,5 @@
 """What runs were expected to take beside what they took, and how far off that was."""
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

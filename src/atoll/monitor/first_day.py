@@ -3,7 +3,6 @@
 Nothing in it names a user, an account or a host.
 """
 
-import json
 import os
 import statistics
 import time
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from atoll import run_dir
 from atoll.health.probes import gemm_dtype, measure
 from atoll.launch import Placement
 from atoll.monitor.bandwidth import REPEATS, bus_factor

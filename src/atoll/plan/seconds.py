@@ -20,7 +20,7 @@ from atoll.settings import Run
 PASSES = {"none": 3, "full": 4}
 # What FSDP sends while a device computes; on processors both take the same cores.
 OVERLAPS = ("parameters", "gradients")
-MEASURED_HERE = "measured by atoll plan --measure"
+STATED, MEASURED_HERE = "stated by the facility", "measured by atoll plan --measure"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Rates:
     link_latency_us: float | None = None  # of a message inside a node; None: not counted
     network_latency_us: float | None = None  # of one between nodes; None: not counted
     on_processors: Measured | None = None  # of a node without devices, in place of these
-    source: str = "stated by the facility"
+    source: str = STATED
 
 
 @dataclass(frozen=True)

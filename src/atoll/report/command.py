@@ -1,4 +1,4 @@
-"""`atoll report RUN … | CAMPAIGN | FILE.json`: what came of it, how fast, how it scales, what was sent."""
+"""`atoll report RUN … | CAMPAIGN | FILE.json`: what came of it, how fast, how it scales."""
 
 import json
 import sys
@@ -23,7 +23,8 @@ shapes and mesh, observed on the wire and at the collectives; of one job at seve
 and efficiency over the one of fewest devices. The first line of a run is left out of all rates: it
 warms up. A run without a step is named with what ended it. Of a campaign (its folder, or its name
 in campaigns/): what each facility did in each round, seconds, bytes, losses, weights, and who was
-left out and why. Of a file that `atoll plan --simulate --json` printed: scaling. Beside them report.html, in the folder of the first: one file of figures and
+left out and why. Of a file that `atoll plan --simulate --json` printed: scaling on paper. Beside
+them report.html, in the folder of the first: one file of figures and
 tables that opens anywhere, offline."""
 
 
