@@ -69,6 +69,17 @@ def test_a_person_reads_a_table_and_the_line_that_submits(here, capsys):
     assert said.splitlines()[-1].startswith("sbatch/train.sbatch ")
 
 
+def test_a_facility_that_takes_no_such_job_is_last_and_says_why(here, capsys):
+    rows = compared(
+        capsys, "karolina,lumi", "nodes=20", "training.global_batch_samples=160", *RATES
+    )["facilities"]
+    assert [row["facility"] for row in rows] == ["lumi", "karolina"]
+    assert rows[1]["hours"] is None and "at most 16 nodes, not 20" in rows[1]["why"]
+    tight = ["model=llama2_7b", "facility.node.device_memory_gib=1"]
+    rows = compared(capsys, "leonardo,lumi", *tight, *RATES)["facilities"]
+    assert all("no strategy fits" in row["why"] and row["hours"] is None for row in rows)
+
+
 @pytest.mark.parametrize(
     ("words", "found"),
     [

@@ -38,6 +38,9 @@ def test_a_finished_run_has_its_prediction_beside_what_happened(tmp_path, capsys
         assert 0 < found[name].predicted < found[name].measured
     assert found["tokens_per_second"].predicted > found["tokens_per_second"].measured
     assert found["device_kwh"].predicted < found["device_kwh"].measured
+    [said] = [line for line in run_dir.metrics(folder) if line["event"] == "prediction"]
+    assert said["memory_gib"] == found["memory_gib"].predicted
+    assert found["step_seconds"].bound == "at least" and found["memory_gib"].bound == ""
     assert report.main([str(folder)]) == 0
     text = capsys.readouterr().out
     assert "Predicted and measured" in text and "memory of the fullest device, GiB" in text

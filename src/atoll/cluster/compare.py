@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from atoll import run_dir
-from atoll.cluster import bet, slurm
+from atoll.cluster import bet, limits, slurm
 from atoll.cluster.goodput import job_starts
 from atoll.config import certificate
 from atoll.config.compose import compose, config_tree, known_shape, shardings
@@ -68,12 +68,9 @@ def compare(overrides: Sequence[str], names: str, as_json: bool) -> int:
             + (f", and {stated[0]} names another" if stated else ""),
             "name two or more, as --facilities leonardo,lumi, without facility=",
         )
-    runs = {name: _chosen([*overrides, f"facility={name}"]) for name in facilities}
-    tokens = _tokens(next(iter(runs.values()))[0])
-    rows = sorted(
-        (estimate(run, strategy, tokens) for run, strategy in runs.values()),
-        key=lambda each: each.order,
-    )
+    runs = [compose([*overrides, f"facility={name}"]).run for name in facilities]
+    tokens = tokens_of(runs[0])
+    rows = sorted((estimate(run, overrides, tokens) for run in runs), key=lambda each: each.order)
     if as_json:
         listed = [asdict(row) | {"done_hours": row.done_hours} for row in rows]
         print(json.dumps({"tokens": tokens, "facilities": listed}, indent=1))
@@ -89,23 +86,8 @@ def compare(overrides: Sequence[str], names: str, as_json: bool) -> int:
     return 0
 
 
-def _chosen(overrides: Sequence[str]) -> tuple[Run, tuple[str, ...]]:
-    """The run of least time there; of a stated strategy, that one.
-
-    Raises `UserError` where nothing fits, with the facility's name.
-    """
-    run = compose(overrides).run
-    if any(word.startswith("sharding") for word in overrides):
-        return run, ()
-    try:
-        tree = shardings(config_tree())
-        best = choose(list(options(run, known_shape(run), tree, certificate.rates(run))))
-    except UserError as error:
-        raise UserError(f"{run.facility.name}: {error.found}", error.hint) from None
-    return compose([*overrides, *best.overrides]).run, best.overrides
-
-
-def _tokens(run: Run) -> int:
+def tokens_of(run: Run) -> int:
+    """Of all its steps. Raises `UserError` where they follow from the text."""
     steps = steps_taken(run)
     if steps is None:
         raise UserError(
@@ -115,15 +97,22 @@ def _tokens(run: Run) -> int:
     return steps * run.training.global_batch_samples * run.data.sequence_tokens
 
 
-def estimate(run: Run, strategy: tuple[str, ...], tokens: int) -> Estimate:
-    """What so many tokens take there, from the line that submit would say."""
+def estimate(run: Run, overrides: Sequence[str], tokens: int) -> Estimate:
+    """What so many tokens take at the run's facility, or why they cannot be trained there."""
+    name = run.facility.name
+    try:
+        limits.check_supported(run)
+        limits.check_nodes(run)
+        run, strategy = _with_its_strategy(run, overrides)
+    except UserError as error:
+        nothing = (None, "", None, None, None, None, "")
+        return Estimate(name, run.job_nodes, run.world_size, (), *nothing, why=error.found)
     plan = predict(run, known_shape(run), certificate.rates(run), certificate.calibration(run))
-    per_step = run.training.global_batch_samples * run.data.sequence_tokens
-    same = tokens / per_step / (steps_taken(run) or 1)
+    same = tokens / tokens_of(run)
     queue, whose = queue_hours(run)
     times = f"{plan.runs} runs there" if plan.runs else plan.rates.source
     return Estimate(
-        facility=run.facility.name,
+        facility=name,
         nodes=run.job_nodes,
         devices=run.world_size,
         strategy=strategy,
@@ -136,6 +125,16 @@ def estimate(run: Run, strategy: tuple[str, ...], tokens: int) -> Estimate:
         times="" if plan.hours is None else f"{'least, ' if plan.is_bound else ''}{times}",
         why=plan.why_no_time,
     )
+
+
+def _with_its_strategy(run: Run, overrides: Sequence[str]) -> tuple[Run, tuple[str, ...]]:
+    """The one that takes least time there; a stated one stays."""
+    if any(word.startswith("sharding") for word in overrides):
+        return run, ()
+    tree = shardings(config_tree())
+    best = choose(list(options(run, known_shape(run), tree, certificate.rates(run))))
+    words = [*overrides, f"facility={run.facility.name}", *best.overrides]
+    return compose(words).run, best.overrides
 
 
 def queue_hours(run: Run) -> tuple[float | None, str]:
