@@ -46,6 +46,7 @@ def test_one_line_before_the_job_is_queued(scheduler, here, capsys):
     assert line.startswith("x: at least ") and line.endswith("; expected to start 2026-11-24 03:05")
     assert (here / "calls").read_text().split() == ["--test-only", "--parsable"]
     assert kept()["predicted"]["step_seconds"]["value"] > 0
+    assert kept()["predicted"]["queue_seconds"]["value"] >= 0
 
 
 def test_a_dry_run_says_it_beside_the_commands_and_asks_nobody(scheduler, here, capsys):
@@ -86,12 +87,9 @@ def test_a_machine_without_rates_says_nothing_and_one_with_them_does(scheduler, 
 def test_the_prediction_follows_the_settings_submitted_last(scheduler):
     assert submit.main([*QUEUED, "nodes=2"]) == 0
     assert submit.main([*QUEUED, "nodes=4"]) == 0
-    assert (
-        kept()["predicted"]
-        == bet.prediction_of(compose([*QUEUED, "nodes=4"]).run).record(
-            compose([*QUEUED, "nodes=4"]).run, ""
-        )["predicted"]
-    )
+    run = compose([*QUEUED, "nodes=4"]).run
+    said = bet.prediction_of(run).record(run, "")["predicted"]
+    assert kept()["predicted"] == said | {"queue_seconds": kept()["predicted"]["queue_seconds"]}
 
 
 def test_what_the_scheduler_refuses_leaves_no_prediction(scheduler, here):
@@ -228,3 +226,8 @@ def test_a_scheduler_without_an_answer_is_no_error(scheduler):
     scheduler("sbatch", "exit 1")
     assert bet.expected_start(["sbatch", "--parsable"], {"PATH": "/usr/bin"}) is None
     assert bet.expected_start(["no-such-program"], {"PATH": "/usr/bin"}) is None
+
+
+def test_a_start_that_has_passed_is_now():
+    assert bet.seconds_until("2001-01-01 00:00") == 0.0
+    assert bet.seconds_until("2901-01-01 00:00") > 86_400

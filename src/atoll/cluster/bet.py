@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from importlib import metadata
 
 from atoll import run_dir
@@ -65,6 +66,21 @@ def start_in(words: str) -> str | None:
     """The date and minute in sbatch's answer to --test-only."""
     found = TO_START.search(words)
     return None if found is None else f"{found[1]} {found[2]}"
+
+
+def seconds_until(start: str) -> float:
+    """From now; a start that has passed is now."""
+    return max(0.0, (datetime.strptime(start, "%Y-%m-%d %H:%M") - datetime.now()).total_seconds())
+
+
+def keep_expected_wait(run: Run, seconds: float) -> None:
+    """Put what Slurm expected into a queued run's prediction."""
+    file = run_dir.prediction_file(run_dir.folder(run))
+    if not file.is_file():
+        return
+    kept = json.loads(file.read_text())
+    kept["predicted"]["queue_seconds"] = {"value": seconds, "unit": "s", "bound": ""}
+    run_dir.write_whole(file, json.dumps(kept, indent=1) + "\n")
 
 
 def node_hours_left(run: Run) -> float | None:

@@ -6,7 +6,6 @@ import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 
 from atoll import run_dir
@@ -144,8 +143,7 @@ def queue_hours(run: Run) -> tuple[float | None, str]:
     if run.facility.scheduler == "slurm":
         argv = slurm.sbatch_argv(run, Path("train.sbatch"), run_dir.folder(run))
         if (begin := bet.expected_start([*argv[:-2], "--wrap=true"], os.environ)) is not None:
-            wait = datetime.strptime(begin, "%Y-%m-%d %H:%M") - datetime.now()
-            return max(0.0, wait.total_seconds() / 3600), "--test-only"
+            return bet.seconds_until(begin) / 3600, "--test-only"
     waits = past_waits_seconds(run)
     if not waits:
         return None, ""
