@@ -25,8 +25,8 @@ LINES: Mapping[str, str] = {
   atoll plan facility=NAME model=llama2_7b sharding=auto --explain
   atoll plan --record                             how far off past predictions were
   atoll plan facility=NAME model=llama2_7b --simulate=nodes=16,64,...,1024
-  atoll plan --facilities leonardo,lumi,karolina model=llama2_7b nodes=8
-  atoll plan --measure facility=laptop     half a minute: what this machine can do""",
+  atoll plan --facilities NAME,OTHER model=llama2_7b nodes=8
+  atoll plan --measure facility=NAME              half a minute: what this machine can do""",
     "status": """\
   atoll status
   atoll status NAME --follow""",

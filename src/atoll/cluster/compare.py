@@ -65,7 +65,7 @@ def compare(overrides: Sequence[str], names: str, as_json: bool) -> int:
         raise UserError(
             f"--facilities {names} compares {len(facilities)} facilities"
             + (f", and {stated[0]} names another" if stated else ""),
-            "name two or more, as --facilities leonardo,lumi, without facility=",
+            "name two or more, as --facilities NAME,OTHER, without facility=",
         )
     runs = [compose([*overrides, f"facility={name}"]).run for name in facilities]
     tokens = tokens_of(runs[0])
