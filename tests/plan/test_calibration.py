@@ -25,17 +25,18 @@ def test_a_factor_is_the_median_of_its_family_and_size() -> None:
     learned = calibration_of(
         [sample(1.2), sample(1.4), sample(9.0), sample(3.0, family="ddp"), sample(7.0, 0.0005)]
     )
-    assert step_factor(learned, "fsdp", 0.2) == (1.4, 3)
-    assert step_factor(learned, "ddp", 0.9) == (3.0, 1)
-    assert step_factor(learned, "fsdp", 0.0009) == (7.0, 1)
+    assert step_factor(learned, "fsdp", 0.4) == (1.4, 3)
+    assert step_factor(learned, "ddp", 0.5) == (3.0, 1)
+    assert step_factor(learned, "fsdp", 0.0005) == (7.0, 1)
     assert memory_factor(learned, "fsdp") == (1.1, 4)
     assert (learned["start_seconds"], learned["start_runs"]) == (30.0, 5)
 
 
-def test_a_size_without_runs_takes_that_of_its_neighbour_and_of_no_other() -> None:
-    learned = calibration_of([sample(1.5, 0.5)])
-    assert step_factor(learned, "fsdp", 5.0) == (1.5, 1) == step_factor(learned, "fsdp", 0.05)
-    assert step_factor(learned, "fsdp", 50.0) is None
+def test_a_size_without_runs_takes_that_of_the_nearest_within_a_power_of_ten() -> None:
+    learned = calibration_of([sample(1.5, 0.5), sample(1.2, 3.0), sample(1.3, 3.0)])
+    assert step_factor(learned, "fsdp", 0.05) == (1.5, 1) == step_factor(learned, "fsdp", 0.9)
+    assert step_factor(learned, "fsdp", 25.0) == (1.25, 2) == step_factor(learned, "fsdp", 1.2)
+    assert step_factor(learned, "fsdp", 80.0) is None
     assert step_factor(learned, "tensor", 0.5) is None
     assert step_factor(None, "fsdp", 0.5) is None and memory_factor(None, "fsdp") is None
 

@@ -80,6 +80,8 @@ def compare(overrides: Sequence[str], names: str, as_json: bool) -> int:
         if row.why:
             print(f"{row.facility}: {row.why}")
     best = rows[0]
+    if best.memory_gib is None:
+        return 0
     words = [*overrides, f"facility={best.facility}", *best.strategy]
     print(f"sbatch/train.sbatch {shlex.join(words)}")
     return 0
@@ -164,10 +166,10 @@ def past_waits_seconds(run: Run) -> list[float]:
 
 def _facility_of(folder: Path) -> str | None:
     try:
-        said = json.loads(run_dir.prediction_file(folder).read_text())
+        prediction = json.loads(run_dir.prediction_file(folder).read_text())
     except (OSError, ValueError):
         return None
-    return str(said.get("facility"))
+    return str(prediction.get("facility"))
 
 
 def _waits(folder: Path) -> list[float]:

@@ -35,6 +35,8 @@ def learn(run: Run) -> None:
     for result in results:
         if result.stat().st_mtime > since and len(samples) < MOST_RUNS:
             samples += _sample(result.parent, run.facility.name, rates)
+    if not samples and not known:
+        return
     learned = calibration_of(samples) | {"basis": basis, "since": since}
     run_dir.add_to_certificate(run, {"calibration": learned})
 
@@ -61,8 +63,8 @@ def _results(run: Run) -> list[Path]:
 def _sample(folder: Path, facility: str, rates: dict[str, Any] | None) -> Iterator[Sample]:
     """What one run teaches: nothing where it was another facility's, or met a fault."""
     with suppress(UserError, OSError, ValueError, KeyError):  # of another Atoll, or half a folder
-        said = json.loads(run_dir.prediction_file(folder).read_text())
-        if said.get("facility") != facility or faults(folder):
+        prediction = json.loads(run_dir.prediction_file(folder).read_text())
+        if prediction.get("facility") != facility or faults(folder):
             return
         run = load_run(run_dir.settings_file(folder))
         shape, took = shape_known_here(run), measured(folder, run, {})

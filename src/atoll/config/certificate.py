@@ -42,8 +42,8 @@ def rates(run: Run) -> dict[str, Any] | None:
 
 def calibration(run: Run) -> dict[str, Any] | None:
     """What finished runs taught here; None where none did."""
-    found: dict[str, Any] | None = (read(run) or {}).get("calibration")
-    return found
+    factors: dict[str, Any] | None = (read(run) or {}).get("calibration")
+    return factors
 
 
 def origin(run: Run) -> str:

@@ -1,7 +1,8 @@
 """What a facility's finished runs teach its next ones: few factors, each a median of runs.
 
 Of a step there is one for each strategy family and size of a step, since a tiny model's runs say
-nothing of a large one's. A factor stays within bounds, whatever runs measured.
+nothing of a large one's; sizes are quarters of a power of ten. A factor stays within bounds,
+whatever runs measured.
 """
 
 import math
@@ -13,6 +14,8 @@ from atoll.settings import Run
 
 STEP_BOUNDS = (0.25, 20.0)  # a peak is never beaten fourfold; small kernels stay far below it
 MEMORY_BOUNDS = (0.5, 2.0)
+SIZES = 4  # of steps, in a power of ten
+MOST_APART = SIZES  # sizes between a step and the runs that teach it
 MOST_RUNS = 20  # of a facility, the newest
 Calibration = Mapping[str, Any]  # `calibration` of a certificate
 
@@ -51,9 +54,9 @@ def strategy_family(run: Run) -> str:
     return " + ".join([*spread, *(name for name, size in divided.items() if size > 1)])
 
 
-def decade(seconds: float) -> int:
-    """The power of ten that a step begins with: steps of 0.1 to 1 s are of -1."""
-    return math.floor(math.log10(seconds))
+def size_of(seconds: float) -> int:
+    """Of a step as planned: 0 from 1 s on, 1 from 1.8 s, 4 from 10 s."""
+    return math.floor(SIZES * math.log10(seconds))
 
 
 def calibration_of(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -62,7 +65,7 @@ def calibration_of(samples: Sequence[Sample]) -> dict[str, Any]:
     memory: dict[str, list[float]] = {}
     for sample in samples:
         if sample.planned_seconds:
-            key = (sample.family, decade(sample.planned_seconds))
+            key = (sample.family, size_of(sample.planned_seconds))
             steps.setdefault(key, []).append(sample.measured_seconds / sample.planned_seconds)
         if sample.planned_gib:
             ratio = sample.measured_gib / sample.planned_gib
@@ -70,8 +73,8 @@ def calibration_of(samples: Sequence[Sample]) -> dict[str, Any]:
     starts = [sample.start_seconds for sample in samples if sample.start_seconds is not None]
     return {
         "step": [
-            {"family": family, "decade": power} | _median(ratios, STEP_BOUNDS)
-            for (family, power), ratios in sorted(steps.items())
+            {"family": family, "size": size} | _median(ratios, STEP_BOUNDS)
+            for (family, size), ratios in sorted(steps.items())
         ],
         "memory": [
             {"family": family} | _median(ratios, MEMORY_BOUNDS)
@@ -83,12 +86,16 @@ def calibration_of(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def step_factor(calibration: Calibration | None, family: str, seconds: float) -> Factor | None:
-    """Of steps of this size; else of ten times longer or shorter ones, whichever more runs took."""
-    own = {row["decade"]: row for row in _rows(calibration, "step") if row["family"] == family}
-    size = decade(seconds)
-    near = [own[power] for power in (size - 1, size + 1) if power in own]
-    row = own.get(size) or max(near, key=lambda each: int(each["runs"]), default=None)
-    return None if row is None else Factor(row["factor"], row["runs"])
+    """Of the nearest size, of two as near the one that more runs took; None: none is near."""
+
+    def apart(row: Mapping[str, Any]) -> tuple[int, int]:
+        return abs(int(row["size"]) - size_of(seconds)), -int(row["runs"])
+
+    own = [row for row in _rows(calibration, "step") if row["family"] == family]
+    row = min(own, key=apart, default=None)
+    if row is None or apart(row)[0] > MOST_APART:
+        return None
+    return Factor(row["factor"], row["runs"])
 
 
 def memory_factor(calibration: Calibration | None, family: str) -> Factor | None:
