@@ -106,7 +106,8 @@ def memory_factor(calibration: Calibration | None, family: str) -> Factor | None
 
 
 def _rows(calibration: Calibration | None, name: str) -> Iterable[Mapping[str, Any]]:
-    return (calibration or {}).get(name, [])
+    rows: Iterable[Mapping[str, Any]] = (calibration or {}).get(name, [])
+    return rows
 
 
 def _median(ratios: Sequence[float], bounds: tuple[float, float]) -> dict[str, Any]:
