@@ -1,6 +1,7 @@
 """What a facility's finished runs teach its next predictions, kept in its certificate."""
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,6 +19,7 @@ from atoll.plan.calibration import MOST_RUNS, Sample, calibration_of, strategy_f
 from atoll.plan.prediction import predict
 from atoll.settings import Run, load_run
 
+LONGEST_START = 3600.0  # seconds; what lies further back began another start of it
 LEAST_LINES = 3  # of training, of a run that counts: the first warms up
 
 
@@ -78,11 +80,21 @@ def _sample(folder: Path, facility: str, rates: dict[str, Any] | None) -> Iterat
             took["step_seconds"],
             plan.memory_gib,
             took["memory_gib"],
-            _start_seconds(folder),
+            _start_seconds(folder, run.facility.scheduler),
         )
 
 
-def _start_seconds(folder: Path) -> float | None:
-    """From its first rank's begin until its first step could be taken."""
+def _start_seconds(folder: Path, scheduler: str) -> float | None:
+    """From its job's begin, as far as that is known, until its first step could be taken."""
     starts = ranks_starts(ledger(folder))
-    return starts[0].began - starts[0].launched if starts else None
+    if not starts:
+        return None
+    begins = [starts[0].launched]
+    if scheduler == "none":  # it begins where it is submitted
+        begins.append(run_dir.prediction_file(folder).stat().st_mtime)
+    elif (file := run_dir.accounting_file(folder)).is_file():
+        begins += [
+            float(job["started"] or math.inf) for job in json.loads(file.read_text())["jobs"]
+        ]
+    begun = min(begins)
+    return starts[0].began - begun if begun > starts[0].began - LONGEST_START else None

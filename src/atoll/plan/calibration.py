@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from atoll.settings import Run
 
 STEP_BOUNDS = (0.25, 20.0)  # a peak is never beaten fourfold; small kernels stay far below it
-MEMORY_BOUNDS = (0.5, 2.0)
+MEMORY_BOUNDS = (0.5, 4.0)
 SIZES = 4  # of steps, in a power of ten
 MOST_APART = SIZES  # sizes between a step and the runs that teach it
 MOST_RUNS = 20  # of a facility, the newest
