@@ -107,9 +107,16 @@ def certificate(run: Run) -> Path:
 
 
 def failure(run_folder: Path) -> str:
-    """The mistake that ended the last start of a run, and how to fix it; empty if none did."""
-    file = run_folder / FAILURE
-    return "; ".join(file.read_text().splitlines()) if file.is_file() else ""
+    """The mistake that ended the last start of a run, and how to fix it; empty if none did.
+
+    A later start that wrote a metric had got past it.
+    """
+    file, metrics = run_folder / FAILURE, metrics_file(run_folder)
+    if not file.is_file():
+        return ""
+    if metrics.is_file() and metrics.stat().st_mtime_ns > file.stat().st_mtime_ns:
+        return ""
+    return "; ".join(file.read_text().splitlines())
 
 
 def metrics_file(run_folder: Path) -> Path:

@@ -47,8 +47,20 @@ def test_a_failed_start_leaves_its_reason_and_no_empty_folder(tmp_path, capsys):
     assert main(["tokenize", str(folder)]) == 2
     assert "not UTF-8" in capsys.readouterr().err
     state, why = status(folder)
-    assert state == "not finished" and why.startswith(f"{text} is not UTF-8")
+    assert state == "failed" and why.startswith(f"{text} is not UTF-8")
+    assert "no step yet" not in why
     assert list((tmp_path / "prepared").iterdir()) == []
+
+
+def test_a_mistake_that_a_later_start_got_past_is_forgotten(tmp_path):
+    keep_failure(UserError("too little", "more"), tmp_path)
+    metrics = run_dir.metrics_file(tmp_path)
+    metrics.write_text('{"event": "start"}\n')
+    now = metrics.stat().st_mtime
+    os.utime(metrics, (now - 60, now - 60))
+    assert run_dir.failure(tmp_path) == "too little; more"
+    os.utime(metrics, (now + 60, now + 60))
+    assert run_dir.failure(tmp_path) == ""
 
 
 def test_a_mistake_is_kept_where_the_disk_takes_it(tmp_path):

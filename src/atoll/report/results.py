@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
+from atoll.cluster.diff import flat
 from atoll.cluster.goodput import effective
 from atoll.cluster.status import status
-from atoll.config.diff import flat
 from atoll.errors import UserError
 from atoll.report.run import Record, RunMetrics, joules
 from atoll.report.tables import Rows, number
