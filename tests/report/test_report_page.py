@@ -75,7 +75,7 @@ def test_results_come_first_best_first_under_what_differs(sweep, capsys):
         "4000",
     )
     assert (best["MFU"], best["minutes"], best["node-hours"]) == ("0.4", "40.00", "0.667")
-    assert dead["held-out loss"] == "" and dead["state"].startswith("not finished")
+    assert dead["held-out loss"] == "" and dead["state"].startswith("failed: loss is nan")
     assert "left out: no run at" in printed.err and "other" in printed.err
     assert {row["series"] for row in table("figure-training-loss", folder)} == {
         row["run"] for row in rows[:-1]
@@ -87,8 +87,16 @@ def test_results_come_first_best_first_under_what_differs(sweep, capsys):
 
 
 def test_runs_without_any_step_are_named_with_their_reason(sweep):
-    with pytest.raises(UserError, match="none of these runs has steps to report; dead"):
+    with pytest.raises(UserError, match=r"has steps to report: dead \(failed\)"):
         report.main([name for name in sweep if name.endswith(("dead", "other"))])
+
+
+def test_a_long_fact_has_a_line_of_its_own(here):
+    folder = write_run("one", 2.0)
+    assert report.main([str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    assert "<div class=all><dt>state<dd>not finished: step 40 is the last" in page
+    assert ">training loss, epoch 1<" in page and ">loss 1<" not in page
 
 
 def test_one_page_holds_all_offline(sweep):

@@ -9,7 +9,7 @@ from atoll import run_dir
 from atoll.campaign.store import CampaignStore, settings_file
 from atoll.errors import UserError
 from atoll.report import figures, html
-from atoll.report.campaign import campaign_tables, rounds
+from atoll.report.campaign import campaign_cells, campaign_tables, rounds
 from atoll.report.drawing import Figure
 from atoll.report.results import (
     NoSteps,
@@ -134,4 +134,5 @@ def of_campaign(store: CampaignStore) -> Report:
         figures=list(figures.of_campaign(begun)),
         legend=figures.facility_colours(begun) | {"global": figures.AVERAGE},
         settings={"Settings": settings_file(store.folder).read_text()},
+        cards=campaign_cells(store, begun),
     )
