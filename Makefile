@@ -83,7 +83,7 @@ wheel: $(READY) ## Build dist/*.whl: an Atoll to pip install where there is no c
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 demo: $(READY) ## Train, evaluate, export and sample a small model on this machine
-	sbatch/train.sbatch facility=laptop experiment=demo $(ARGS)
+	sbatch/train.sbatch facility=laptop experiment=demo name=demo $(ARGS)
 
 demo-federation: $(READY) ## Three facilities on this machine, against each alone
 	$(BIN)/python benchmarks/federation_against_alone.py $(ARGS)
