@@ -47,6 +47,11 @@ def test_what_generate_takes_is_known_without_torch():
     assert "the following arguments are required: WHERE" in done.stderr
 
 
+def test_a_folder_that_is_not_there_to_generate_from(tmp_path, capsys):
+    assert main(["generate", str(tmp_path / "nowhere"), "--prompt", "x"]) == 2
+    assert f"no such folder: {tmp_path / 'nowhere'}" in capsys.readouterr().err
+
+
 def test_a_word_that_is_no_verb(capsys):
     assert main(["repport"]) == 2
     error = capsys.readouterr().err

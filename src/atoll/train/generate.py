@@ -12,6 +12,11 @@ from atoll.settings import Generation, Run, load_run
 def main(argv: list[str]) -> int:
     """Print a sampled text as it comes; of a whole run, keep it in the run folder."""
     arguments = _parser().read(argv)
+    if not arguments.where.exists():
+        raise UserError(
+            f"no such folder: {arguments.where}",
+            "give that of a run, a checkpoint, an export or an adapter, as runs/NAME",
+        )
     run = run_of(arguments.where)
     settings = _settings(run, arguments)
     prompts = _prompts(arguments, settings)
