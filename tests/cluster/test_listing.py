@@ -138,6 +138,13 @@ def test_diff_names_the_settings_that_differ(submitted, capsys):
     assert len(lines) == 3
 
 
+def test_diff_shows_letters_as_they_are(submitted, capsys):
+    submitted("one")
+    submitted("two", "generation.prompt=Grüße")
+    assert diff.main(["one", "two"]) == 0
+    assert '-> "Grüße"' in capsys.readouterr().out
+
+
 def test_diff_of_a_run_that_cannot_be_read_names_its_line(submitted):
     broken = run_dir.settings_file(submitted("one"))
     submitted("two")

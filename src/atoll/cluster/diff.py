@@ -24,11 +24,15 @@ def main(argv: list[str]) -> int:
         if before.get(name) != after.get(name)
     }
     if arguments.json:
-        print(json.dumps(changes, indent=1))
+        print(json.dumps(changes, indent=1, ensure_ascii=False))
         return 0
     for name, (old, new) in changes.items():
-        print(f"{name}: {json.dumps(old)} -> {json.dumps(new)}")
+        print(f"{name}: {_shown(old)} -> {_shown(new)}")
     return 0
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def settings_of(name: str) -> dict[str, Any]:

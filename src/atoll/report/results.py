@@ -216,7 +216,7 @@ def _shortest(names: Sequence[str]) -> dict[str, str]:
 
 
 def _value(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 
 
