@@ -109,12 +109,13 @@ def certificate(run: Run) -> Path:
 def failure(run_folder: Path) -> str:
     """The mistake that ended the last start of a run, and how to fix it; empty if none did.
 
-    A later start that wrote a metric had got past it.
+    A later start that wrote down more than a fault had got past it.
     """
-    file, metrics = run_folder / FAILURE, metrics_file(run_folder)
+    file = run_folder / FAILURE
     if not file.is_file():
         return ""
-    if metrics.is_file() and metrics.stat().st_mtime_ns > file.stat().st_mtime_ns:
+    lines, at = metrics(run_folder), file.stat().st_mtime
+    if any(line["event"] != "fault" and line.get("time", at) > at for line in lines):
         return ""
     return "; ".join(file.read_text().splitlines())
 

@@ -11,7 +11,7 @@ from atoll import run_dir
 from atoll.__main__ import main
 from atoll.cluster.job_script import around_job
 from atoll.cluster.status import status
-from atoll.errors import UserError, keep_failure
+from atoll.errors import FAILURE, UserError, keep_failure
 
 
 def test_ctrl_c_ends_in_the_command_that_goes_on(tmp_path):
@@ -54,12 +54,13 @@ def test_a_failed_start_leaves_its_reason_and_no_empty_folder(tmp_path, capsys):
 
 def test_a_mistake_that_a_later_start_got_past_is_forgotten(tmp_path):
     keep_failure(UserError("too little", "more"), tmp_path)
-    metrics = run_dir.metrics_file(tmp_path)
-    metrics.write_text('{"event": "start"}\n')
-    now = metrics.stat().st_mtime
-    os.utime(metrics, (now - 60, now - 60))
+    refused_at = (tmp_path / FAILURE).stat().st_mtime
+    lines = [("train", refused_at - 60), ("fault", refused_at + 1)]  # a rank without a port, say
+    for event, at in lines:
+        run_dir.append_record(run_dir.metrics_file(tmp_path), {"event": event, "time": at})
     assert run_dir.failure(tmp_path) == "too little; more"
-    os.utime(metrics, (now + 60, now + 60))
+    later = {"event": "start", "time": refused_at + 60}
+    run_dir.append_record(run_dir.metrics_file(tmp_path), later)
     assert run_dir.failure(tmp_path) == ""
 
 
