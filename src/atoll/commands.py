@@ -25,7 +25,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "logs": ("atoll.cluster.job_control:logs", "print what a run's last job printed"),
         "cancel": ("atoll.cluster.job_control:cancel", "end the jobs of a run"),
         "report": ("atoll.report.command", "tables of runs: speed, scaling, communication"),
-        "diff": ("atoll.config.diff", "the settings in which two runs differ"),
+        "diff": ("atoll.cluster.diff", "the settings in which two runs differ"),
         "judge": ("atoll.health.judge", "name who is at fault for the end of a run's last job"),
         "exclusions": ("atoll.health.exclusions", "the nodes a run leaves out, and how to undo it"),
     },
@@ -43,7 +43,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "rehearse": ("atoll.rehearse.command", "try a job under a facility's constraints, here"),
         "image": ("atoll.images.build", "build, test, sign, verify or inspect a container image"),
         "federate": ("atoll.campaign.coordinator", "train at several facilities, averaged here"),
-        "completion": ("atoll.config.completion", "what makes bash, zsh or fish complete words"),
+        "completion": ("atoll.cluster.completion", "what makes bash, zsh or fish complete words"),
     },
     JOBS_OWN: {
         "tokenize": ("atoll.data.tokenize", "turn text into token shards"),
