@@ -103,13 +103,15 @@ def measured(world: Any, run: Any, rounds: int) -> dict[str, list[float]]:
         return timed(lambda: update(train_state, 1e-4, judge))
 
     def judged(name: str) -> float:
-        """With the guard and without it, in two turns, each behind the same gradients."""
+        """With the guard and without it, in turns, each behind the same gradients."""
         guard, loss = guards[name], torch.ones(())
-        with_guard = statistics.median(
-            updated(partial(guard.judge, next(numbers), loss, share.global_targets))
-            for _ in range(STEPS)
-        )
-        return with_guard - statistics.median(updated(None) for _ in range(STEPS))
+
+        def with_guard() -> float:
+            return updated(partial(guard.judge, next(numbers), loss, share.global_targets))
+
+        ways = {"with": with_guard, "without": lambda: updated(None)}
+        medians = {way: statistics.median(x) for way, x in results.in_turns(ways, STEPS).items()}
+        return medians["with"] - medians["without"]
 
     def replayed() -> float:
         def both() -> None:
