@@ -184,9 +184,7 @@ def compared(drawn: Sequence[Drawn], side: Side, runs: Path) -> dict[str, Any]:
 
 def by_kind(found: dict[str, Any]) -> None:
     """A table for the terminal, as it is in the docs; seconds are medians."""
-    print(
-        "| fault | how often | right | told after s | model loaded after s | past the step after s |"
-    )
+    print("| fault | how often | right | told, s | model loaded, s | past the same step, s |")
     print("|---|---|---|---|---|---|")
     for kind in KINDS:
         mine = [each for each in found["faults"] if each["kind"] == kind]
