@@ -114,8 +114,9 @@ def take_step(
 ) -> Tensor:
     """Exchange what is left, clip, update, clear; returns the norm before clipping.
 
-    judge: norm -> a call that is 1.0 where the update is left out. Asked before the step, which alone knows the
-    norm, it judges by the loss; DeepSpeed leaves out an update of gradients that are no numbers.
+    judge: norm -> a call that is 1.0 where the update is left out. Asked before the step, which
+    alone knows the norm, it judges by the loss; DeepSpeed leaves out an update of gradients that
+    are no numbers.
     """
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
