@@ -68,7 +68,7 @@ def test_a_model_that_never_gets_there_is_not_sent_for_ever(
 ) -> None:
     sent: list[int] = []
     store: Any = SimpleNamespace(asked_round=lambda *_: 5, journal=lambda _: None)
-    monkeypatch.setattr(round_, "request", lambda *_: {})
+    monkeypatch.setattr(round_, "request", lambda *_: {"global_round": 4})
     facility: Any = SimpleNamespace(name="north", folder="sites/north")
     monkeypatch.setattr(round_, "_asked", lambda *_: {"state": "needs", "have": 3})
     monkeypatch.setattr(round_, "_send_models", lambda *words: sent.append(words[-1]))

@@ -17,7 +17,7 @@ from atoll.campaign import coordinator, site
 from atoll.campaign import round as round_
 from atoll.campaign.allow import refuse_settings
 from atoll.campaign.asked import check_update
-from atoll.campaign.coordinator import collect_here
+from atoll.campaign.asking import collect_here
 from atoll.campaign.journal import Journal, round_name
 from atoll.campaign.round import go_on
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
@@ -362,7 +362,7 @@ def test_kills_are_no_attempts_of_a_facility(
 def asking(campaign: str, number: int = 1, **changes: Any) -> str:
     asked = {
         "campaign": campaign, "round": number, "facility": "north", "base": BASE, "codec": "int8",
-        "attempts": 3, "signing_key": None, "overrides": [],
+        "global_round": number - 1, "attempts": 3, "signing_key": None, "overrides": [],
     }  # fmt: skip
     return json.dumps(asked | changes)
 
@@ -452,6 +452,7 @@ def test_round_1000_follows_round_999(tmp_path: Path, monkeypatch: pytest.Monkey
     (here / "made").mkdir(parents=True)
     names: dict[str, Any] = {"campaign": "c", "round": 1000, "facility": "f", "codec": "int8"}
     names |= {"signing_key": None, "overrides": [], "frozen": None}
+    names |= {"fragments": 1, "fragment": 0, "fragment_pattern": "strided"}
     site._make_update(tmp_path, here, FakeRun(), names, tmp_path)  # type: ignore[arg-type]
     before = words[words.index("--previous-residual") + 1]
     assert before == str(tmp_path / "rounds" / "round-999" / "residual")

@@ -130,7 +130,7 @@ def bring(
     *flags: str,
     over: Over = never,
 ) -> dict[str, Any]:
-    """Ask for what the request `words` says, and send the models of rounds before `asked`."""
+    """Ask for what the request `words` says, and send the models up to the one it begins with."""
     newest = -2
     while (answer := _asked(store, asked, site, words, over, *flags))["state"] == "needs":
         if answer["have"] <= newest:
@@ -139,7 +139,7 @@ def bring(
                 f"look into {site.folder}/incoming and {site.folder}/bases there",
             )
         newest = answer["have"]
-        _send_models(store, asked, site, over, journal, newest)
+        _send_models(store, words["global_round"], site, over, journal, newest)
     return answer
 
 
@@ -232,7 +232,7 @@ def _asked(
         return over(quiet_seconds) or time.time() > end
 
     answer = read_answer(ask(store.campaign, site, [*words, *flags], past), site.name)
-    if answer["state"] == "needs" and answer["have"] >= asked - 1:
+    if answer["state"] == "needs" and answer["have"] >= request["global_round"]:
         raise UserError(
             f"{site.name} needs a model, and has that of round {answer['have']}",
             f"look into {site.folder}/bases there",
@@ -241,10 +241,10 @@ def _asked(
 
 
 def _send_models(
-    store: CampaignStore, asked: int, site: Site, over: Over, journal: Journal, have: int
+    store: CampaignStore, newest: int, site: Site, over: Over, journal: Journal, have: int
 ) -> None:
     """The first model whole, then deltas; the manifest last, which says it is whole."""
-    for before in range(have + 1, asked):
+    for before in range(have + 1, newest + 1):
         model, target = store.model(before), f"{site.folder}/incoming/{round_name(before)}"
         began, size = time.time(), 0
         for part, left_out in (FIRST if before == 0 else LATER).items():

@@ -43,11 +43,11 @@ def refuse_wrong_base(base: Path, request: dict[str, Any]) -> None:
         )
 
 
-def model_words(folder: Path, request: dict[str, Any], base: Path) -> list[str]:
-    """Of a run: the round's global model; of adapters, these and the base that is here."""
+def model_words(folder: Path, request: dict[str, Any], begin: Path) -> list[str]:
+    """Of a run: the weights it begins with; of adapters, these and the base that is here."""
     if not request["frozen"]:
-        return [path_word("model.source", base / "export")]
-    start = [path_word("++model.lora.start", base / "export"), "export.merged=false"]
+        return [path_word("model.source", begin)]
+    start = [path_word("++model.lora.start", begin), "export.merged=false"]
     named = [value for name, value, _ in settings_of(request["overrides"]) if f"{name}=" == BUNDLE]
     places = [folder / "base", *(Path(value).absolute() / "model" for value in named[-1:])]
     here = next((place for place in places if place.is_dir()), None)

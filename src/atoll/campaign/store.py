@@ -87,6 +87,10 @@ class CampaignStore:
         manifest: dict[str, Any] = json.loads((self.model(number) / "manifest.json").read_text())
         return manifest
 
+    def global_round(self, number: int) -> int:
+        """The round whose model a facility begins a round with: it may go on before the newest."""
+        return max(0, number - 1 - self.campaign.rule.overlap_rounds)
+
     def update(self, number: int, site: Site) -> Path:
         return self.round(number) / site.name / "update"
 
@@ -176,9 +180,11 @@ class CampaignStore:
     def global_loss(self, number: int) -> float | None:
         """Held-out, the mean over facilities, of the model that a round ends with.
 
-        As those of the next round find it; of the last round, as they were asked for it.
+        As those of the next round find it, where all begin with it; of the last round, as they were
+        asked for it.
         """
-        if losses := self.mean_losses(number + 1):
+        losses, rule = self.mean_losses(number + 1), self.campaign.rule
+        if losses and rule.fragments == 1 and not rule.merge_alpha:
             return losses[0]
         measured = [r["loss"] for r in self.loss_journal(number).records("measured")]
         return sum(measured) / len(measured) if measured else None
