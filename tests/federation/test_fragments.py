@@ -211,7 +211,7 @@ def test_a_facilitys_copy_is_the_coordinators_bit_for_bit(tmp_path: Path, codec:
 
 
 def test_an_update_of_another_fragment_is_left_out(tmp_path: Path) -> None:
-    campaign = Campaign(tmp_path, Rule(fragments=2, **EQUAL))
+    campaign = Campaign(tmp_path, Rule(fragments=2, overlap_rounds=1, **EQUAL))
     update, other = campaign.train("a", 1), campaign.train("b", 2)
     manifest = json.loads((other / "manifest.json").read_text())
     (other / "manifest.json").write_text(json.dumps(manifest | {"round": 1}))
