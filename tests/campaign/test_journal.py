@@ -9,7 +9,7 @@ import pytest
 from atoll.campaign import last_loss
 from atoll.campaign.journal import Journal, alone
 from atoll.campaign.round import go_on
-from atoll.campaign.store import CampaignStore, checked_campaign
+from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings, load_store
 from atoll.campaign.transfer import Unreachable
 from atoll.errors import UserError
 
@@ -37,6 +37,20 @@ def test_a_line_that_a_kill_cut_off_is_not_there(tmp_path: Path) -> None:
     assert [record["event"] for record in journal.records()] == ["asked", "submitted"]
     assert journal.last("submitted")["run"] == "r"
     assert len(journal.path.read_text().splitlines()) == 3
+
+
+def test_facilities_join_and_leave_but_stay_where_they_are(tmp_path: Path) -> None:
+    sites = [{"name": name, "folder": f"/{name}"} for name in ("north", "south", "west")]
+    values: dict[str, Any] = {"name": "c", "start": [], "sites": sites[:2]}
+    keep_settings(CampaignStore(checked_campaign(values), tmp_path))
+    store = keep_settings(CampaignStore(checked_campaign(values | {"sites": sites[1:]}), tmp_path))
+    assert [site.name for site in load_store(tmp_path).campaign.sites] == ["south", "west"]
+    north = store.round(1) / "north" / "update"
+    north.mkdir(parents=True)
+    assert store.updates(1) == [north], "what it sent stays part of its round"
+    moved = [sites[1] | {"folder": "/elsewhere"}]
+    with pytest.raises(UserError, match=r"was begun with sites\.south="):
+        keep_settings(CampaignStore(checked_campaign(values | {"sites": moved}), tmp_path))
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ from atoll.settings.exchange import (
 from atoll.settings.federation import Site
 
 # what is sent of a global model -> what of it is not: a facility's export has the master's weights
-FIRST = {"master": (), "export": ("*.safetensors",)}
-LATER: dict[str, tuple[str, ...]] = {"delta": ()}
+WHOLE = {"master": (), "export": ("*.safetensors",)}
+DELTA: dict[str, tuple[str, ...]] = {"delta": ()}
 MANIFEST = ("manifest.json", "manifest.json.sig")
 CALL_SECONDS = 3600.0  # of a question over ssh: a facility that hangs is asked again
 QUIET_SECONDS = 30.0  # without a sign of life; a facility gives one every few
@@ -243,11 +243,11 @@ def _asked(
 def _send_models(
     store: CampaignStore, newest: int, site: Site, over: Over, journal: Journal, have: int
 ) -> None:
-    """The first model whole, then deltas; the manifest last, which says it is whole."""
-    for before in range(have + 1, newest + 1):
+    """Deltas, or the newest whole to who has none; the manifest last, which says it is whole."""
+    for before in range(have + 1, newest + 1) if have >= 0 else [newest]:
         model, target = store.model(before), f"{site.folder}/incoming/{round_name(before)}"
         began, size = time.time(), 0
-        for part, left_out in (FIRST if before == 0 else LATER).items():
+        for part, left_out in (WHOLE if have < 0 else DELTA).items():
             send(store.campaign, site, model / part, f"{target}/{part}", left_out, over)
             size += sum(path.stat().st_size for path in _files(model / part, left_out))
         staged = model.with_name(f".manifest-for-{site.name}")

@@ -95,9 +95,8 @@ class CampaignStore:
         return self.round(number) / site.name / "update"
 
     def updates(self, number: int) -> list[Path]:
-        """Those that were taken, in the order of the campaign's facilities."""
-        folders = [self.update(number, site) for site in self.campaign.sites]
-        return [folder for folder in folders if folder.is_dir()]
+        """Those that were taken, also of a facility that has left the campaign since."""
+        return sorted(folder for folder in self.round(number).glob("*/update") if folder.is_dir())
 
     def site(self, name: str) -> Site:
         return next(site for site in self.campaign.sites if site.name == name)
@@ -236,9 +235,11 @@ def checked_campaign(values: dict[str, Any]) -> Campaign:
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """The rule's settings by themselves."""
+    """The rule's settings by themselves, and each facility: one may join, and one may leave."""
     rule = {f"rule.{name}": value for name, value in values.get("rule", {}).items()}
-    return {name: value for name, value in values.items() if name != "rule"} | rule
+    sites = {f"sites.{site['name']}": site for site in values["sites"]}
+    others = {name: value for name, value in values.items() if name not in ("rule", "sites")}
+    return others | rule | sites
 
 
 def settings_file(folder: Path) -> Path:
