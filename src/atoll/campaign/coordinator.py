@@ -99,15 +99,16 @@ def _reached_target(store: CampaignStore, number: int) -> bool:
 
 
 def status_lines(store: CampaignStore) -> list[str]:
-    """A line for each round that has begun, and one for each facility of the last."""
+    """A line for each round that has begun, and one for each facility where it is under way."""
     begun = store.begun_rounds()
     lines = [f"{store.campaign.name}: {store.campaign.rounds} rounds in {store.folder}"]
-    lines += [round_line(store, number) for number in begun]
+    for number in begun:
+        lines.append(round_line(store, number))
+        if not store.has_model(number):
+            states = {site.name: store.state(number, site).text for site in store.campaign.sites}
+            lines += [f"  {name}: {text}" for name, text in states.items()]
     if begun and store.loss_journal(begun[-1]).records():
         lines.append(last_line(store, begun[-1]))
-    if begun and not store.has_model(begun[-1]):
-        for site in store.campaign.sites:
-            lines.append(f"  {site.name}: {store.state(begun[-1], site).text}")
     return lines
 
 
