@@ -19,6 +19,8 @@ echo 'rsync error: error in file IO (code 11) at receiver.c(380) [receiver=3.2.7
 exit 11
 """
 
+BASE = "0" * 64
+
 
 def store_of(folder: Path, **changes: Any) -> CampaignStore:
     sites = [{"name": name, "folder": str(folder / name)} for name in ("north", "south")]
@@ -133,7 +135,8 @@ def test_nobody_holds_a_campaign_that_asks_for_its_last_loss(
 
     def bring(_: object, asked: int, site: Any, words: Any, *rest: Any, **more: Any) -> Any:
         answers.append(site.name)
-        assert asked == 3 and words["overrides"][-1] == "training.steps=0" and "--measure" in rest
+        assert asked == 3 and (words["base"], words["global_round"]) == (BASE, 2)
+        assert words["overrides"][-1] == "training.steps=0" and "--measure" in rest
         if site.name == "lagoon":
             raise UserError("lagoon: no", "")
         if site.name == "shoal":
@@ -142,6 +145,8 @@ def test_nobody_holds_a_campaign_that_asks_for_its_last_loss(
 
     monkeypatch.setattr(last_loss, "bring", bring)
     monkeypatch.setattr(last_loss, "request", lambda *_: {"overrides": []})
+    store.model(2).mkdir(parents=True)
+    (store.model(2) / "manifest.json").write_text(json.dumps({"digest": BASE}))
     last_loss.measure_last(store, 2)
     assert store.global_loss(2) == 2.5
     left_out = {r["facility"]: r["why"] for r in store.loss_journal(2).records("left out")}

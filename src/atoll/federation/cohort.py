@@ -37,7 +37,7 @@ class Cohort:
     part: Layout
     updates: list[Update]
     bound: Bound
-    step: step.Step
+    taken_by: step.Step
     measured: Measured | None = None  # of the updates, as they are now
     weights: list[float] = field(default_factory=list)
     share: Share = field(default_factory=lambda: share_of([], [], None))
@@ -149,7 +149,7 @@ def _clip(cohort: Cohort, rule: Rule) -> None:
             scale = torch.tensor(factors, dtype=torch.float64)
             gram = cohort.measured.gram_KK * scale[:, None] * scale[None]
             cohort.weights = combine.krum_weights(gram, rule.krum_bad)
-    cohort.share = share_of(cohort.weights, factors, cohort.step)
+    cohort.share = share_of(cohort.weights, factors, cohort.taken_by)
 
 
 def norm_of(base: Path, part: Layout) -> float:

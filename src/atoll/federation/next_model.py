@@ -31,7 +31,7 @@ class Share:
 
     weights_K: Tensor
     factors_K: Tensor
-    step: step.Step | None
+    taken_by: step.Step | None
     overflows: list[int] = field(default_factory=list)  # values, of stretches that overflow
 
 
@@ -79,13 +79,13 @@ class NextModel(ExitStack):
         """Combine, step, encode and write one stretch; without a step it is as of zeros."""
         rule = self.rule
         memory = {name: self._remembered(name, stretch) for name in self.fresh}
-        if share.step is None:
+        if share.taken_by is None:
             added_N = values_KN[0]
         else:
             if rule.combine in ("median", "trimmed_mean"):
                 values_KN = values_KN * share.factors_K[:, None]
             combined_N = combine.COMBINE[rule.combine](values_KN, share.weights_K, rule)
-            added_N = share.step(combined_N, memory, rule)
+            added_N = share.taken_by(combined_N, memory, rule)
         decoded_N, residual_N = write_encoded(
             self.delta, self.codec, stretch, added_N, memory.get(RESIDUAL)
         )
