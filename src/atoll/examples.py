@@ -25,7 +25,7 @@ LINES: Mapping[str, str] = {
   atoll plan facility=NAME model=llama2_7b sharding=auto --explain
   atoll plan --record                             how far off past predictions were
   atoll plan facility=NAME model=llama2_7b --simulate=nodes=16,64,...,1024
-  atoll plan --measure facility=laptop     half a minute: what this machine can do""",
+  atoll plan --measure facility=NAME              half a minute: what this machine can do""",
     "status": """\
   atoll status
   atoll status NAME --follow""",

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from testbed_site import USER
+from testbed_site import USER, queued_jobs
 
 SLURM = ("facility=testbed", "nodes=1", "training.global_batch_samples=2", "model=llama_tiny")
 
@@ -41,8 +41,7 @@ def test_what_only_prints_queues_nothing(words, site):
 def test_a_run_elsewhere_is_queued_and_told_of(site, runs):
     place = (f"folders.runs={runs}", "name=elsewhere", "facility.submit.hold=true")
     answer = site.type("sbatch/train.sbatch", *SLURM, *place)
-    job = answer.split()[1].rstrip(":")
-    assert job.isdigit(), answer
+    (job,) = queued_jobs(answer)
     folder = runs / "elsewhere"
     try:
         assert (folder / "jobs.txt").read_text() == f"slurm {job}\n"

@@ -1,6 +1,9 @@
 """What Slurm itself answers: refusals, sweeps, devices that each task sees."""
 
+import re
+
 import pytest
+from testbed_site import queued_jobs
 
 
 @pytest.mark.parametrize(
@@ -13,7 +16,7 @@ import pytest
 def test_a_refusal_is_slurm_s_own(words, said, setting, site):
     line = ["sbatch/train.sbatch", "facility=testbed", "nodes=1", "name=refused", words]
     answer = site.type(*line, check=False)
-    found, hint = answer.splitlines()
+    found, hint = answer.splitlines()[-2:]  # behind what the job would take
     assert said in found
     assert setting in hint
     assert not (site.clone / "runs" / "refused").exists()
@@ -30,11 +33,11 @@ def test_a_sweep_prints_three_jobs(site):
     line = ["sbatch/train.sbatch", "--multirun", "facility=testbed", "nodes=1,2,4"]
     answer = site.type(*line, "facility.submit.hold=true")
     lines = answer.splitlines()
-    assert [line.split()[1] for line in lines[::2]] == ["nodes=1", "nodes=2", "nodes=4"]
-    jobs = [text.split()[1].rstrip(":") for text in lines[1::2]]
+    heads = [text.split()[1] for text in lines if re.match("[123]/3 ", text)]
+    assert heads == ["nodes=1", "nodes=2", "nodes=4"]
+    jobs = queued_jobs(answer)
     assert len(set(jobs)) == 3
-    assert all(job.isdigit() for job in jobs)
-    folders = [text.split()[-1] for text in lines[1::2]]
+    folders = [text.split()[-1] for text in lines if text.startswith("job ")]
     assert "queued, job" in site.atoll("status", folders[0])
     site.type("scancel", *jobs)
     assert "failed" in site.atoll("status", folders[0])

@@ -1,6 +1,7 @@
 """A clone that the testbed's ordinary user can read, with the image and without a .venv."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -39,6 +40,13 @@ TINY = (
 )
 
 
+def queued_jobs(answer: str) -> list[str]:
+    """The ids of the jobs that a submission says it has queued."""
+    jobs = re.findall(r"^job (\d+):", answer, re.MULTILINE)
+    assert jobs, answer
+    return jobs
+
+
 @dataclass(frozen=True)
 class Site:
     """The clone on the testbed, as its user sees it."""
@@ -66,9 +74,7 @@ class Site:
     def submit(self, name: str, *words: str, **variables: str) -> str:
         """Queue a small run through the batch file; the id of its job."""
         line = ["sbatch/train.sbatch", "facility=testbed", f"name={name}", *self.settings, *words]
-        said = self.type(*line, **variables)
-        assert said.startswith("job "), said
-        return said.split()[1].rstrip(":")
+        return queued_jobs(self.type(*line, **variables))[0]
 
     def finished(self, name: str, seconds: float = 400) -> Path:
         """Wait until a run is finished; its folder."""
