@@ -14,11 +14,12 @@ from torch import Tensor
 from atoll.errors import UserError
 from atoll.federation.aggregate import Outcome, aggregate, hold, verified
 from atoll.federation.apply_delta import apply_delta, take_whole
+from atoll.federation.error_feedback import encoded_layout
 from atoll.federation.fragments import fragments_of
 from atoll.federation.global_model import first_global, read_global
 from atoll.federation.make_delta import make_delta
 from atoll.federation.merge_global import merge_global
-from atoll.federation.tensors import TensorReader
+from atoll.federation.tensors import Layout, TensorReader
 from atoll.settings.exchange import read_manifest
 from atoll.settings.federation import Rule, checked_settings
 
@@ -160,19 +161,21 @@ def test_rounds_of_fragments_are_those_of_plain_arithmetic(
     assert (models[6]["embed.weight"] - models[0]["embed.weight"]).abs().max() > 1e-3
 
 
-def test_late_work_is_added_to_its_own_fragment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("taken", [3, 5])
+def test_late_work_is_added_to_its_own_fragment(tmp_path: Path, taken: int) -> None:
     """By its share of the round's tokens and its lateness; the momentum is not spent twice."""
-    rule = Rule(fragments=2, max_staleness=1, update="nesterov", learning_rate=0.7, **EQUAL)
+    rule = Rule(fragments=2, max_staleness=3, update="nesterov", learning_rate=0.7, **EQUAL)
     campaign = Campaign(tmp_path, rule)
     campaign.average(1, [campaign.train(each, 1) for each in "ab"])
     late = campaign.train("b", 2)
-    campaign.average(2, [campaign.train("a", 2)])
-    outcome = campaign.average(3, [campaign.train("a", 3), late])
-    share = 0.5 * 2**-0.5
+    for number in range(2, taken):
+        campaign.average(number, [campaign.train("a", number)])
+    outcome = campaign.average(taken, [campaign.train("a", taken), late])
+    share = 0.5 * (1 + taken - 2) ** -0.5
     assert outcome.weights == {"a": 1.0, "b": pytest.approx(share)}
     late_delta = made_up.read(late)
-    before, after = campaign.master(2), campaign.master(3)
-    memories = [made_up.read(campaign.model(n) / "memory" / "momentum") for n in (2, 3)]
+    before, after = campaign.master(taken - 1), campaign.master(taken)
+    memories = [made_up.read(campaign.model(n) / "memory" / "momentum") for n in (taken - 1, taken)]
     for name in [name for name in SHAPES if STRIDED[name] == 1]:
         change = share * late_delta[name].view(SHAPES[name])
         torch.testing.assert_close(
@@ -256,6 +259,26 @@ def test_tensors_are_in_one_fragment_each() -> None:
     assert not {"layers.2.a.weight", "layers.3.a.weight"} & set(ends)
     for name, fragment in STRIDED.items():
         assert name in fragments_of({"x": SHAPES}, 2)[fragment]["x"]
+
+
+def test_the_largest_of_eight_fragments_of_7b_is_a_seventh() -> None:
+    """Embeddings, or the head, go with four layers."""
+    layer = {"q": (4096, 4096), "k": (4096, 4096), "v": (4096, 4096), "o": (4096, 4096)}
+    layer |= {"gate": (11008, 4096), "up": (11008, 4096), "down": (4096, 11008)}
+    layer |= {"norm1": (4096,), "norm2": (4096,)}
+    shapes = {
+        f"model.layers.{n}.{x}.weight": shape for n in range(32) for x, shape in layer.items()
+    }
+    shapes |= dict.fromkeys(("model.embed.weight", "lm_head.weight"), (32000, 4096))
+    shapes["model.norm.weight"] = (4096,)
+
+    def gigabytes(layout: Layout) -> float:
+        parts = [part for file in encoded_layout(layout, "int8").values() for part in file.values()]
+        return sum(length[0] * dtype.itemsize for dtype, length in parts) / 1e9
+
+    whole = {"x": shapes}
+    largest = max(gigabytes(part) for part in fragments_of(whole, 8))
+    assert (round(gigabytes(whole), 2), round(largest, 2)) == (6.95, 0.97)
 
 
 @pytest.mark.parametrize(
