@@ -104,7 +104,8 @@ class _Asking:
             if not sent_before or not store.has_model(store.global_round(each)):
                 return
             if not store.state(each, site).settled:
-                return self._ask(store, each, site)
+                self._ask(store, each, site)
+                return
 
     def _ask(self, store: CampaignStore, number: int, site: Site) -> None:
         with self.lock:
