@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from atoll.campaign import average as averaging
-from atoll.campaign import coordinator, site
+from atoll.campaign import coordinator, site, transfer
 from atoll.campaign import round as round_
 from atoll.campaign.allow import refuse_settings
 from atoll.campaign.asked import check_update
@@ -154,6 +154,18 @@ def test_where_all_hang_the_grace_is_the_end(tmp_path: Path) -> None:
     began = time.monotonic()
     collect_here(store, 1)
     assert time.monotonic() - began < 15 and len(store.left_out(1)) == 2
+
+
+def test_a_question_over_ssh_ends_long_before_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_, "CALL_SECONDS", 0.3)
+    monkeypatch.setattr(transfer, "ssh", lambda _: ["sh", "-c", "exec sleep 60"])
+    store, began = store_of(tmp_path), time.monotonic()
+    far = store.campaign.sites[0].model_copy(update={"host": "far"})
+    go_on(store, 1, far)
+    assert time.monotonic() - began < 15
+    assert store.state(1, far).text.startswith("unreachable: north does not answer")
 
 
 def test_whatever_is_raised_at_the_seam_is_counted(
