@@ -407,6 +407,8 @@ def test_two_campaigns_that_ask_at_one_instant_are_not_both_served(
         ({"overrides": [3]}, "overrides.0"),
         ({"codec": "int7"}, "codec"),
         ({"extra": 1}, "extra"),
+        ({"fragments": 2, "fragment": 2}, "fragment 2 of 2"),
+        ({"merge_alpha": 1.0}, "merge_alpha"),
         ({"round": 2}, "round 1 with a request for 2"),
     ],
 )

@@ -61,6 +61,12 @@ class SiteRequest(BaseModel):
         list[Annotated[str, Field(max_length=10_000)]], Field(max_length=1000)
     ]  # of its run
 
+    @model_validator(mode="after")
+    def _sends_a_fragment_that_is_there(self) -> "SiteRequest":
+        if self.fragment >= self.fragments:
+            raise ValueError(f"fragment {self.fragment} of {self.fragments}")
+        return self
+
 
 class JobRecord(BaseModel):
     """One start of a facility's job, as its scheduler's accounting has it."""
