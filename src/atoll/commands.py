@@ -58,6 +58,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "aggregate": ("atoll.federation.aggregate", "the next global model from updates"),
         "make-delta": ("atoll.federation.make_delta", "a run's update to its global model"),
         "apply-delta": ("atoll.federation.apply_delta", "a facility's copy of the global model"),
+        "merge-global": ("atoll.federation.merge_global", "averaged fragments into own weights"),
         "untrained": ("atoll.train.untrained", "the model a run would begin with"),
         "adapter": ("atoll.train.first_adapter", "a run's first adapter, or its base's digest"),
     },
