@@ -27,11 +27,11 @@ from typing import Any
 import psutil
 from memory_cases import CASES, COMMON, FITTED, FORECAST, WHOLE
 from results import FOLDER, machine, versions
-from standing_figure import standing
 
 from atoll.config.compose import compose, known_shape
 from atoll.plan.memory import Memory, memory_of
 from atoll.report.drawing import Curves, Series
+from atoll.report.html import standalone
 
 LIMITS = {"median": 0.03, "worst": 0.10}
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -237,7 +237,7 @@ def write_table() -> list[float]:
         lines += _part(kind, [rows[name] for name in cases if name in rows])
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text("\n".join([before + BEGIN, *lines, END + rest.split(END)[1]]))
-    FIGURE.write_text(standing(_figure(rows)))
+    FIGURE.write_text(standalone(_figure(rows)))
     return sizes
 
 
