@@ -5,9 +5,10 @@
 
 First `atoll plan --measure` calibrates this machine. Then the runs of FIT, of shapes that are not
 judged, give the factors that remain: of computing, memory and sending, and the seconds that every
-step, each sharded tensor in it, and each message within samples take. Then each of CASES is a whole run in processes of its own, and its steps behind
-the first three are held against the plan. Rows go to results/plan_time.jsonl, and from there into
-docs/planner.md. --again: plan the newest measured steps anew, after a formula has changed.
+step, each sharded tensor in it, and each message within samples take. Then each of CASES is a
+whole run in processes of its own, and its steps behind the first three are held against the plan.
+Rows go to results/plan_time.jsonl, and from there into docs/planner.md. --again: plan the newest
+measured steps anew, after a formula has changed.
 --quick: four cases of four steps, nothing is kept.
 """
 
