@@ -127,9 +127,17 @@ def add_to_certificate(run: Run, measured: dict[str, Any]) -> None:
 
 
 def failure(run_folder: Path) -> str:
-    """The mistake that ended the last start of a run, and how to fix it; empty if none did."""
+    """The mistake that ended the last start of a run, and how to fix it; empty if none did.
+
+    A later start that wrote down more than a fault had got past it.
+    """
     file = run_folder / FAILURE
-    return "; ".join(file.read_text().splitlines()) if file.is_file() else ""
+    if not file.is_file():
+        return ""
+    lines, at = metrics(run_folder), file.stat().st_mtime
+    if any(line["event"] != "fault" and line.get("time", at) > at for line in lines):
+        return ""
+    return "; ".join(file.read_text().splitlines())
 
 
 def metrics_file(run_folder: Path) -> Path:

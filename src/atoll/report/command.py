@@ -35,8 +35,8 @@ def main(argv: list[str]) -> int:
     style = parser.add_mutually_exclusive_group()
     kept = "write each table, and the values of each figure, as a file in report/ beside the page"
     style.add_argument("--csv", action="store_const", dest="style", const="csv", help=kept)
-    for name in ("markdown", "json"):
-        style.add_argument(f"--{name}", action="store_const", dest="style", const=name)
+    for name, about in (("markdown", "tables of Markdown"), ("json", "as one JSON object")):
+        style.add_argument(f"--{name}", action="store_const", dest="style", const=name, help=about)
     style.add_argument(
         "--watch", action="store_const", dest="style", const="watch", help="serve the page here"
     )
@@ -102,8 +102,9 @@ def _runs(names: Sequence[str]) -> tuple[list[RunMetrics], list[NoSteps]]:
                 raise
             others.append(without_steps(folder, str(error)))
     if not runs:
-        whys = "; ".join(f"{run.name} {run.state}: {run.why}" for run in others)
-        raise UserError(f"none of these runs has steps to report; {whys}", "atoll status RUN")
+        states = ", ".join(f"{run.name} ({run.state})" for run in others)
+        why = f"none of these runs has steps to report: {states or 'no run is there'}"
+        raise UserError(why, "atoll status RUN says why of each")
     return runs, others
 
 

@@ -89,8 +89,11 @@ def cells(rows: Rows, keys: Sequence[str] = ()) -> str:
 
 
 def cards(values: Mapping[str, str]) -> str:
-    """Few facts, each under its name."""
-    inside = (f"<div><dt>{escape(k)}<dd>{escape(v)}</div>" for k, v in values.items())
+    """Few facts, each under its name; a long one has a line of its own."""
+    inside = (
+        f"<div{' class=all' if len(v) > LONG else ''}><dt>{escape(k)}<dd>{escape(v)}</div>"
+        for k, v in values.items()
+    )
     return f"<dl class=cards>{''.join(inside)}</dl>"
 
 

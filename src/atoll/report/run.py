@@ -212,7 +212,8 @@ def _rate(run: RunMetrics) -> dict[str, str]:
 
 
 def _epochs(run: RunMetrics) -> dict[str, str]:
-    return {f"loss {n}": number(loss, 4) for n, loss in enumerate(epoch_losses(run), 1)}
+    losses = enumerate(epoch_losses(run), 1)
+    return {f"training loss, epoch {n}": number(loss, 4) for n, loss in losses}
 
 
 def epoch_losses(run: RunMetrics) -> list[float]:
