@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from atoll import run_dir
-from atoll.cluster import bet, plan
+from atoll.cluster import before_queue, plan
 from atoll.cluster.learning import learn
 from atoll.config import certificate
 from atoll.config.compose import compose
@@ -22,8 +22,8 @@ def finished(name, slower, *words, ranks=8, result=True, fault=False, age=0.0):
     run = compose([*LUMI, f"name={name}", *words]).run
     folder = run_dir.folder(run)
     run_dir.write_whole(run_dir.settings_file(folder), yaml.safe_dump(dumped(run)))
-    bet.keep_prediction(run)
-    plain = bet.predict(run, bet.shape_known_here(run))
+    before_queue.keep_prediction(run)
+    plain = before_queue.predict(run, before_queue.shape_known_here(run))
     figures = {"step_seconds": slower * (plain.step_seconds or 1.0), "tokens_per_second": 1.0}
     figures["memory_gib"] = 1.25 * plain.memory_gib
     lines = [{"event": "start", "ranks": ranks, "steps": 6}]
@@ -45,24 +45,24 @@ def finished(name, slower, *words, ranks=8, result=True, fault=False, age=0.0):
 def test_a_prediction_is_that_of_the_runs_before_it(here):
     for name, slower in (("a", 2.0), ("b", 2.4), ("c", 9.0)):
         run = finished(name, slower)
-    before = bet.prediction_of(run)
+    before = before_queue.prediction_of(run)
     assert before.runs == 0 and before.is_bound
     learn(run)
-    after = bet.prediction_of(run)
+    after = before_queue.prediction_of(run)
     assert after.runs == 3 and not after.is_bound and after.start_seconds == 40.0
     assert after.step_seconds == pytest.approx(2.4 * before.step_seconds)
     assert after.memory_gib == pytest.approx(1.25 * before.memory_gib)
     assert after.node_hours == pytest.approx((6 * after.step_seconds + 40) / 3600)
-    line = bet.line(run)
+    line = before_queue.line(run)
     assert ": about " in line and "40 s of each job to start" in line
     assert line.endswith("; from 3 runs here")
-    bet.keep_prediction(run)
+    before_queue.keep_prediction(run)
     kept = json.loads(run_dir.prediction_file(run_dir.folder(run)).read_text())
     assert kept["runs"] == 3 and kept["predicted"]["step_seconds"]["bound"] == ""
     # what was said with a factor is not taken for the plan without it
     finished("d", 2.4)
     learn(run)
-    assert bet.prediction_of(run).step_seconds == pytest.approx(after.step_seconds)
+    assert before_queue.prediction_of(run).step_seconds == pytest.approx(after.step_seconds)
 
 
 def test_runs_that_did_not_end_well_teach_nothing(here):
@@ -74,7 +74,7 @@ def test_runs_that_did_not_end_well_teach_nothing(here):
     (here / "runs" / "broken").mkdir()
     (here / "runs" / "broken" / "result.json").write_text("{}")
     learn(good)
-    assert bet.prediction_of(good).runs == 1
+    assert before_queue.prediction_of(good).runs == 1
 
 
 def test_nothing_is_read_again_where_no_run_has_finished_since(here):
@@ -94,10 +94,10 @@ def test_what_was_learned_can_be_forgotten_for_good(here, capsys):
     assert plan.main([*LUMI, "--forget"]) == 0
     assert "forgotten" in capsys.readouterr().out
     learn(run)
-    assert bet.prediction_of(run).runs == 0
+    assert before_queue.prediction_of(run).runs == 0
     finished("b", 3.0, age=-10.0)
     learn(run)
-    assert bet.prediction_of(run).runs == 1
+    assert before_queue.prediction_of(run).runs == 1
 
 
 def test_it_stands_beside_what_else_a_certificate_holds(here):

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from atoll import run_dir
-from atoll.cluster import bet, plan
+from atoll.cluster import before_queue, plan
 from atoll.cluster.record import outcomes, record_of
 from atoll.config.compose import compose
 from atoll.errors import UserError
@@ -29,7 +29,7 @@ def test_a_finished_run_has_its_prediction_beside_what_happened(tmp_path, capsys
     words = {"sharding": single, "facility__node": node, "precision__compute": "bf16"}
     run = small_run.settings(tmp_path, 1, **words)
     folder = small_run.ready(run)
-    bet.keep_prediction(run)
+    before_queue.keep_prediction(run)
     train(run, folder, ALONE, lambda: 0)
     found = {one.name: one for one in outcomes(folder)}
     assert -0.8 < found["memory_gib"].error < 1.0  # this process holds the tests as well
@@ -58,7 +58,7 @@ def write_run(name: str, memory_gib: float, *words: str, ranks: int = 8) -> Path
     run = compose([*line, "training.steps=3", *words]).run
     folder = run_dir.folder(run)
     run_dir.write_whole(run_dir.settings_file(folder), yaml.safe_dump(dumped(run)))
-    bet.keep_prediction(run)
+    before_queue.keep_prediction(run)
     predicted = run_dir.predicted(folder)
     seconds = 2 * predicted["step_seconds"]
     figures = {"memory_gib": memory_gib, "step_seconds": seconds, "tokens_per_second": 1 / seconds}

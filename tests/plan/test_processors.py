@@ -55,6 +55,16 @@ def test_products_take_the_rate_of_their_width() -> None:
     assert processors._at({"16": 1.0, "64": 3.0}, 32) == pytest.approx(2.0)
 
 
+def test_selective_recompute_repeats_products_but_not_attention() -> None:
+    shape = shape_of(run_of(1).model.config)
+    none, selective, full = (
+        processors.compute_seconds(run_of(1, training__activation_checkpointing=name), shape, RATES)
+        for name in ("none", "selective", "full")
+    )
+    attention = 8 * 32 * 4 * shape.layers * shape.query_width * 32 / 0.05e12
+    assert none < selective == pytest.approx(full - attention)
+
+
 def test_ranks_beyond_the_cores_take_turns() -> None:
     shape = shape_of(run_of(1).model.config)
     two, four = (processors.compute_seconds(run_of(n), shape, RATES) for n in (2, 4))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from atoll import run_dir
-from atoll.cluster import bet, limits, slurm
+from atoll.cluster import before_queue, limits, slurm
 from atoll.cluster.goodput import job_starts
 from atoll.config import certificate
 from atoll.config.compose import compose, config_tree, known_shape, shardings
@@ -144,8 +144,10 @@ def queue_hours(run: Run) -> tuple[float | None, str]:
         return 0.0, "no scheduler"
     if run.facility.scheduler == "slurm":
         argv = slurm.sbatch_argv(run, Path("train.sbatch"), run_dir.folder(run))
-        if (begin := bet.expected_start([*argv[:-2], "--wrap=true"], os.environ)) is not None:
-            return bet.seconds_until(begin) / 3600, "--test-only"
+        if (
+            begin := before_queue.expected_start([*argv[:-2], "--wrap=true"], os.environ)
+        ) is not None:
+            return before_queue.seconds_until(begin) / 3600, "--test-only"
     waits = past_waits_seconds(run)
     if not waits:
         return None, ""

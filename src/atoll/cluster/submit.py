@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from atoll import run_dir
-from atoll.cluster import bet, limits, pbs, slurm, then
+from atoll.cluster import before_queue, limits, pbs, slurm, then
 from atoll.cluster.fit import check_fit, unknown_fit
 from atoll.cluster.hand_over import hand_over
 from atoll.cluster.job_script import around_job, launch_script, then_head
@@ -106,7 +106,7 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
             dry_run(each.run, here) + _then_dry(run, steps, here)
             for each, run in zip(compositions, after, strict=True)
         ]
-        _say_bets(compositions, here)
+        _say_predictions(compositions, here)
         print("\n".join(head + text for head, text in zip(heads, texts, strict=True)), end="")
         print(
             "".join(f"\n# {note}" for each in compositions if (note := unknown_fit(each.run))),
@@ -119,45 +119,47 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
             print(line, file=sys.stderr, flush=True)
         if composition.run.training.steps == 0:
             print(what_is_evaluated(composition.run), file=sys.stderr, flush=True)
-        wait = _bet(composition.run, here, arguments.yes, environment)
+        wait = _predict_and_ask(composition.run, here, arguments.yes, environment)
         if arguments.hand_over and _runs_here(composition.run, here):
             folder = write_run_folder(composition, here)
             hand_over(composition.run, arguments.hand_over, folder, _write_then(scored, steps))
         elif code := start(composition, here, last, environment, follows=(scored, steps)):
             return code
         if wait is not None:
-            bet.keep_expected_wait(composition.run, wait)
+            before_queue.keep_expected_wait(composition.run, wait)
         # once it is queued: what the scheduler refuses is two lines
         print(unknown_fit(composition.run), end="", file=sys.stderr)
         print(_left_out(composition.run), end="", file=sys.stderr)
     return 0
 
 
-def _say_bets(compositions: Sequence[Composition], here: bool) -> None:
+def _say_predictions(compositions: Sequence[Composition], here: bool) -> None:
     """What each run will take, beside its commands."""
     for each in compositions:
-        if (text := bet.line(each.run)) and not here:
+        if (text := before_queue.line(each.run)) and not here:
             print(text, file=sys.stderr, flush=True)
 
 
-def _bet(run: Run, here: bool, is_said: bool, environment: Mapping[str, str]) -> float | None:
+def _predict_and_ask(
+    run: Run, here: bool, is_said: bool, environment: Mapping[str, str]
+) -> float | None:
     """Say what a run will take, and ask where it takes much; the seconds that it may wait."""
-    text, wait, hours_left = "" if here else bet.line(run), None, None
+    text, wait, hours_left = "" if here else before_queue.line(run), None, None
     if text:
         learn(run)
-        text = bet.line(run)
+        text = before_queue.line(run)
     if text and not _runs_here(run, here):
         begin = None
         if run.facility.scheduler == "slurm":
-            begin = bet.expected_start(_submission(run), environment)
-        hours_left = bet.node_hours_left(run)
-        wait = None if begin is None else bet.seconds_until(begin)
+            begin = before_queue.expected_start(_submission(run), environment)
+        hours_left = before_queue.node_hours_left(run)
+        wait = None if begin is None else before_queue.seconds_until(begin)
         text += "" if begin is None else f"; expected to start {begin}"
         text += "" if hours_left is None else f"; {hours_left:,.4g} node-hours left"
     if text:
         print(text, file=sys.stderr, flush=True)
     if not _runs_here(run, here):
-        bet.confirm(run, is_said, hours_left)
+        before_queue.confirm(run, is_said, hours_left)
     return wait
 
 
@@ -307,7 +309,7 @@ def write_run_folder(
         run_dir.write_whole(run_dir.job_script(folder), around_job())
         run_dir.write_whole(run_dir.launch_script(folder), script)
         if entrypoint is None:
-            bet.keep_prediction(composition.run)
+            before_queue.keep_prediction(composition.run)
         run_dir.write_whole(run_dir.settings_file(folder), composition.as_yaml())
     except OSError as error:
         raise _unusable(folder, error) from None

@@ -1,18 +1,23 @@
 """Bytes that one device needs to train, term by term, in closed form.
 
-Legend: N parameters, n tokens, h hidden width, i intermediate width, V vocabulary; c bytes of a
-number in the arithmetic. Weights, gradients and moments are fp32 (4 bytes).
+Weights, gradients and moments are fp32 (4 bytes).
 """
 
 from dataclasses import dataclass
 
-from atoll.plan.adapters import PACKED_BYTES, Staying, staying, unknown_targets
-from atoll.plan.shapes import Shape, family_of
+from atoll.plan.activations import (
+    block_activations,
+    kept_activations,
+    logits_bytes,
+    microbatches_in_flight,
+)
+from atoll.plan.adapters import staying, unknown_targets
+from atoll.plan.shapes import Shape
+from atoll.plan.weights import BF16, FP32, Weights, compute_bytes, weights_of
 from atoll.plan.zero import RUNTIME_GIB as DEEPSPEED_RUNTIME_GIB
 from atoll.plan.zero import is_on_disk, zero_parts
 from atoll.settings import Run
 
-FP32, BF16 = 4, 2
 # of both moments; of 8 bits, blocks of 256 have a scale
 MOMENT_BYTES = {"adamw": 8.0, "muon": 8.0, "adamw_8bit": 2.03}
 # What a process has before it has a model: measured for torch and transformers on a processor;
@@ -62,76 +67,6 @@ def memory_of(run: Run, shape: Shape) -> Memory:
     return max(stages, key=lambda memory: memory.peak)
 
 
-def compute_bytes(run: Run) -> int:
-    """Bytes of a number in the arithmetic: auto is bf16 on devices, fp32 on processors."""
-    defaults_to_fp32 = run.precision.compute == "auto" and run.facility.node.device == "cpu"
-    return FP32 if run.precision.compute == "fp32" or defaults_to_fp32 else 2
-
-
-def microbatches_in_flight(ranks: int, per_rank: int, microbatches: int, rank: int) -> float:
-    """How many microbatches' activations of all its layers a rank of a pipeline keeps at once.
-
-    1F1B, and interleaved where a rank has several stages (Narayanan et al. 2021).
-    """
-    behind = ranks - rank - 1
-    if per_rank > 1:
-        behind = 2 * behind + (per_rank - 1) * ranks
-    return min(behind + 1, microbatches * per_rank) / per_rank
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Numbers of parameters on a rank: what it keeps, what it computes with, what learns."""
-
-    layers: int
-    shards: int
-    block: float  # of one block that a rank computes
-    block_bytes: float  # of the same, as it is gathered
-    rest: float  # outside the blocks
-    own: float
-    own_bytes: float
-    cast: float  # those that autocast has a copy of
-    learning_block: float
-    learning_rest: float
-    learning: float  # of its own
-    largest: float
-
-    @property
-    def block_and_rest(self) -> float:
-        return self.layers * self.block + self.rest
-
-
-def weights_of(run: Run, shape: Shape, stage: int) -> Weights:
-    """Of a rank of that stage; adapters alone learn where there are some."""
-    axes, parts = run.axes, staying(run, shape)
-    shards = 1 if "fsdp" not in run.sharding.layouts else axes.shard * axes.context
-    layers = -(-shape.layers // axes.pipeline)
-    added = (0, 0) if parts is None else (parts.block, parts.rest)
-    whole_block = _block_parameters(shape, axes.tensor) + added[0]
-    # that a rank computes
-    block = whole_block - shape.expert_parameters * (1 - 1 / axes.expert)
-    rest = _rest_parameters(shape, stage, axes.pipeline) + added[1]
-    own = layers * whole_block / shards + rest / (shards * axes.tensor)
-    learning = own if parts is None else (layers * added[0] + added[1]) / shards
-    stored, packed = (0, 0.0) if parts is None else (parts.stored, parts.stored_bytes)
-    # of 4-bit weights the bytes are divided; their scales are whole on every rank
-    packed -= stored * PACKED_BYTES * (1 - 1 / shards)
-    return Weights(
-        layers=layers,
-        shards=shards,
-        block=block,
-        block_bytes=(block - stored) * compute_bytes(run) + stored * PACKED_BYTES,
-        rest=rest,
-        own=own,
-        own_bytes=(own - layers * stored / shards) * FP32 + layers * packed,
-        cast=layers * (block - stored) + rest,
-        learning_block=block if parts is None else added[0],
-        learning_rest=rest if parts is None else added[1],
-        learning=learning,
-        largest=max(whole_block, shape.head_parameters),
-    )
-
-
 def why_unknown(run: Run, shape: Shape) -> str:
     """Why no formula here holds for a run, or nothing; such a run is never chosen."""
     if is_on_disk(run.sharding.deepspeed):
@@ -149,8 +84,8 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     in_flight = microbatches_in_flight(
         axes.pipeline, sharding.stages_per_rank, run.microbatches, stage
     )
-    kept = _kept_activations(run, shape, w.layers * in_flight)
-    logits = _logits(run, shape) if stage == axes.pipeline - 1 else 0
+    kept = kept_activations(run, shape, w.layers * in_flight)
+    logits = logits_bytes(run, shape) if stage == axes.pipeline - 1 else 0
     moments, gradients = _moments(run, shape, w), w.learning * FP32
     # the weights' average, and those the run began with
     copies = bool(run.optimizer.ema_decay) + bool(run.optimizer.proximal)
@@ -186,14 +121,6 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
         peak=round(peak),
         whole=round(whole),
     )
-
-
-def _kept_activations(run: Run, shape: Shape, blocks: float) -> dict[str, float]:
-    """For the backward pass of so many blocks, by what is recomputed."""
-    block, entrance = block_activations(run, shape), _block_input(run, shape)
-    recomputed = entrance * blocks + block
-    selective = recomputed + attention_results(run, shape) * blocks
-    return {"none": block * blocks, "selective": selective, "full": recomputed}
 
 
 def _gathered(run: Run, w: Weights) -> float:
@@ -243,8 +170,8 @@ def _of_deepspeed(run: Run, shape: Shape) -> Memory:
     c, parameters = compute_bytes(run), float(shape.parameters)
     words = run.sharding.deepspeed
     zero = zero_parts(words, parameters, run.world_size, c, _offloads(run))
-    kept = _kept_activations(run, shape, shape.layers)
-    logits, runtime = _logits(run, shape), _runtime(run)
+    kept = kept_activations(run, shape, shape.layers)
+    logits, runtime = logits_bytes(run, shape), _runtime(run)
     resident = zero.weights + zero.optimizer + zero.gradients - zero.host
     forward = kept[run.training.activation_checkpointing] + logits
     # behind the backward pass, its own part of the gradients once more, in one piece
@@ -314,82 +241,6 @@ def _step_copies(run: Run, shape: Shape, w: Weights) -> float:
     if run.model.lora is not None:
         largest = run.model.lora.rank * max(shape.hidden, shape.intermediate)
     return STEP_COPIES_8BIT * FP32 * largest / w.shards
-
-
-def block_activations(run: Run, shape: Shape) -> float:
-    """What one block keeps for one microbatch's backward pass, without activation checkpointing."""
-    c, tensor, parts = compute_bytes(run), run.axes.tensor, staying(run, shape)
-    all_tokens = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.context
-    own_tokens, h, i = all_tokens / tensor, shape.hidden, shape.expert_width
-    gathered = 2 * h * c * all_tokens if tensor > 1 else 0
-    if run.axes.expert > 1:  # hidden states as they come to the experts, and as they come back
-        gathered += 2 * h * c * all_tokens * shape.active_experts
-    # queries, keys, values; what attention gives, and the same put together from its segments
-    attention = (3 * shape.query_width + 2 * shape.kv_width) * c + FP32 * shape.heads
-    if family_of(shape.family).gated:
-        # each norm keeps its input in fp32, and that normalised, before and after its weight
-        norms, mlp = 2 * (FP32 + 2 * c) * h, 4 * i * c * max(1, shape.active_experts)
-    else:
-        norms, mlp = 4 * h * c, ACTIVATION_COPIES.get(shape.family, 2) * i * c
-    if parts is not None:
-        normalised = 2 * h * c if family_of(shape.family).gated else 0  # for the norms' weights
-        norms -= normalised + _unread(parts, {"attention": h, "mlp": h}) * c
-        attention -= _unread(parts, {"joined": shape.query_width}) * c
-        products = i * max(1, shape.active_experts)
-        if shape.family == "opt":  # ReLU keeps its result in any case
-            products = 0
-        mlp += (parts.kept - _unread(parts, {"product": products})) * c
-    return norms * own_tokens + (attention + mlp) * all_tokens / tensor + gathered
-
-
-def attention_results(run: Run, shape: Shape) -> float:
-    """What attention gives in one block, and its normalisers: kept by selective recompute."""
-    tokens = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.tokens
-    return tokens * (shape.query_width * compute_bytes(run) + shape.heads * FP32)
-
-
-def _unread(parts: Staying, widths: dict[str, int]) -> int:
-    """Of what a block's linear layers read, the widths that no adapter needs again."""
-    return sum(width for name, width in widths.items() if name not in parts.reads)
-
-
-# How many times the intermediate width a family's activation function keeps: ReLU its result,
-# GELU its input too; GPT-2's is written out, and its products keep what they multiply: the input,
-# half of it, the tanh, one more than that, and the result.
-ACTIVATION_COPIES = {"gpt2": 5, "opt": 1, "bert": 2}
-
-
-def _block_parameters(shape: Shape, tensor: int) -> float:
-    matrices = shape.block_parameters - shape.block_vectors
-    return matrices / tensor + shape.block_vectors
-
-
-def _rest_parameters(shape: Shape, stage: int, stages: int) -> float:
-    if stages == 1:
-        return shape.rest_parameters
-    ends = {0: shape.head_parameters, stages - 1: shape.head_parameters}
-    return ends.get(stage, 0)
-
-
-def _block_input(run: Run, shape: Shape) -> float:
-    tokens = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.tokens
-    return tokens * shape.hidden * compute_bytes(run)
-
-
-def _logits(run: Run, shape: Shape) -> float:
-    """A chunk's logits and probabilities, and the head's gradient, which is whole at once."""
-    c, tokens = compute_bytes(run), run.training.loss_chunk_tokens
-    all_tokens = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.tokens
-    numbers = min(tokens, all_tokens) * shape.vocabulary
-    head = (run.model.lora is None) * shape.head_parameters * FP32
-    if run.task.name == "preference":
-        # computed again in the backward pass: logits, and three such while theirs are made; each
-        # chunk's gradient of the head is whole, and added to those before
-        return numbers * (c + 3 * FP32) + head * (1 + (all_tokens > tokens))
-    # of the chunk before, the probabilities are there until this one's are
-    before = FP32 * (all_tokens > tokens)
-    chunk = numbers * (c + FP32 + (c if c < FP32 else 0) + before)
-    return chunk + head + all_tokens * shape.hidden * c
 
 
 def _file_bytes(run: Run, shape: Shape) -> float:

@@ -7,8 +7,8 @@ all-reduce twice that. NCCL may take a tree of fewer: the count is that of rings
 from collections.abc import Mapping
 
 from atoll.plan.adapters import adapter_parameters
-from atoll.plan.memory import FP32
 from atoll.plan.shapes import Shape, family_of
+from atoll.plan.weights import FP32
 from atoll.settings import Run
 
 BUCKET_BYTES = 25 * 2**20  # what torch's DDP reduces at once

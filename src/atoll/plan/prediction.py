@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from atoll.plan.adapters import adapter_parameters
 from atoll.plan.calibration import Calibration, memory_factor, step_factor, strategy_family
-from atoll.plan.memory import FP32, MOMENT_BYTES, memory_of, why_unknown
+from atoll.plan.memory import MOMENT_BYTES, memory_of, why_unknown
 from atoll.plan.processors import Measured
 from atoll.plan.seconds import Rates, rates_of, step_seconds
 from atoll.plan.shapes import Shape
 from atoll.plan.traffic import bytes_sent, total
+from atoll.plan.weights import FP32
 from atoll.settings import Run
 
 
@@ -115,8 +116,10 @@ def predict(
 
 
 def _memory_gib(run: Run, shape: Shape, calibration: Calibration | None) -> float:
-    factor = memory_factor(calibration, strategy_family(run))
-    return memory_of(run, shape).peak_gib * (1.0 if factor is None else factor.value)
+    """Of its steps; on processors of all that it does, since a process keeps its highest."""
+    factor, memory = memory_factor(calibration, strategy_family(run)), memory_of(run, shape)
+    needed = memory.whole_gib if run.facility.node.device == "cpu" else memory.peak_gib
+    return needed * (1.0 if factor is None else factor.value)
 
 
 def steps_taken(run: Run) -> int | None:

@@ -9,13 +9,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from atoll.plan.memory import BF16, FP32, block_activations, compute_bytes, weights_of
+from atoll.plan.activations import PASSES, block_activations
 from atoll.plan.messages import TENSORS
 from atoll.plan.shapes import Shape, family_of
+from atoll.plan.weights import BF16, FP32, compute_bytes, weights_of
 from atoll.settings import Run
 
 Measured = Mapping[str, Any]  # `rates` of a certificate
-PASSES = {"none": 3, "full": 4}
 STEP_BYTES = 7 * FP32  # of a parameter: four numbers read, three written
 CLIP_BYTES = 6 * FP32  # of a gradient: read for its norm, scaled in place, cleared, added to
 ADD_BYTES = 3 * FP32  # of a gradient, added to those of the microbatches before
@@ -36,7 +36,7 @@ NEUTRAL = {
 
 def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     """Matrix products of blocks and of the head, and attention, each at the rate of its size."""
-    passes = PASSES[run.training.activation_checkpointing]
+    passes, attentions = PASSES[run.training.activation_checkpointing]
     tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
     at_once = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.context
     head = 0 if shape.labels else shape.head_parameters
@@ -48,7 +48,7 @@ def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     times = (
         passes * tokens * 2 * blocks / _rate(run, measured, products, width),
         3 * tokens * 2 * head / _rate(run, measured, products, chunk),
-        passes
+        attentions
         * tokens
         * attention
         / _rate(run, measured, "attention_tflops", run.data.sequence_tokens),
@@ -59,7 +59,7 @@ def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
 def memory_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     """Activations, logits, the optimizer's step, and what each block costs whatever its size."""
     weights = weights_of(run, shape, run.axes.pipeline - 1)
-    share = PASSES[run.training.activation_checkpointing] / 3
+    share = PASSES[run.training.activation_checkpointing][0] / 3
     blocks = run.microbatches * shape.layers / run.axes.pipeline * share
     tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
     added = ADD_BYTES * max(0, run.microbatches - 1)

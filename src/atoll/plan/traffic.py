@@ -10,8 +10,8 @@ A layout or an exchange that is not in FORMULAS trains as any other; what it sen
 from collections.abc import Callable, Mapping
 
 from atoll.plan.adapters import PACKED_BYTES, adapter_parameters, staying
-from atoll.plan.memory import BF16, FP32, compute_bytes
 from atoll.plan.shapes import Shape
+from atoll.plan.weights import BF16, FP32, compute_bytes
 from atoll.plan.zero import stage_of
 from atoll.settings import Run, Sharding
 

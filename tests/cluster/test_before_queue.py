@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from atoll import run_dir
-from atoll.cluster import bet, submit
+from atoll.cluster import before_queue, submit
 from atoll.config.compose import compose
 from atoll.errors import UserError
 
@@ -88,7 +88,7 @@ def test_the_prediction_follows_the_settings_submitted_last(scheduler):
     assert submit.main([*QUEUED, "nodes=2"]) == 0
     assert submit.main([*QUEUED, "nodes=4"]) == 0
     run = compose([*QUEUED, "nodes=4"]).run
-    said = bet.prediction_of(run).record(run, "")["predicted"]
+    said = before_queue.prediction_of(run).record(run, "")["predicted"]
     assert kept()["predicted"] == said | {"queue_seconds": kept()["predicted"]["queue_seconds"]}
 
 
@@ -125,17 +125,17 @@ def test_where_the_time_is_unknown_the_first_job_counts(composed):
     words = ("facility.node.link_gbps=null", "facility.network.gbps=null", "nodes=2")
     run = composed(*QUEUED, *words, "facility.walltime_minutes=120", "confirm.node_hours=4").run
     with pytest.raises(UserError, match="in its first job up to 4 node-hours"):
-        bet.confirm(run, is_said=False)
+        before_queue.confirm(run, is_said=False)
 
 
 def test_the_budget_is_what_the_facility_s_own_command_says(scheduler, composed):
     scheduler("quota", "echo 'project x, left: 1,234 of 5,000 node-hours'")
     words = ("facility.budget.command=[quota]", r"facility.budget.pattern='left: ([\d,]+)'")
     words = (*words, "facility.budget.per_node_hour=1")
-    assert bet.node_hours_left(composed(*QUEUED, *words).run) == 1234
+    assert before_queue.node_hours_left(composed(*QUEUED, *words).run) == 1234
     scheduler("quota", "exit 1")
-    assert bet.node_hours_left(composed(*QUEUED, *words).run) is None
-    assert bet.node_hours_left(composed(*QUEUED, "facility.budget.command=[]").run) is None
+    assert before_queue.node_hours_left(composed(*QUEUED, *words).run) is None
+    assert before_queue.node_hours_left(composed(*QUEUED, "facility.budget.command=[]").run) is None
     with pytest.raises(UserError, match="0 groups"):
         composed(*QUEUED, "facility.budget.pattern=left")
 
@@ -191,10 +191,10 @@ def test_a_facility_s_own_command_as_its_documents_show_it(
     (here / "shown").write_text(text)
     run = composed(f"facility={facility}", f"facility.account={account}", "image=none").run
     scheduler(run.facility.budget.command[0], 'echo "$*" > asked; cat shown')
-    assert bet.node_hours_left(run) == pytest.approx(hours)
+    assert before_queue.node_hours_left(run) == pytest.approx(hours)
     assert "{" not in (here / "asked").read_text()
     nobody = composed(f"facility={facility}", "facility.account=nobody", "image=none").run
-    assert facility == "polaris" or bet.node_hours_left(nobody) is None
+    assert facility == "polaris" or before_queue.node_hours_left(nobody) is None
 
 
 def test_what_the_account_cannot_pay_is_refused_with_the_steps_that_it_can(scheduler, here):
@@ -219,15 +219,15 @@ def test_what_the_account_cannot_pay_is_refused_with_the_steps_that_it_can(sched
     ],
 )
 def test_when_slurm_would_start_it(words, start):
-    assert bet.start_in(words) == start
+    assert before_queue.start_in(words) == start
 
 
 def test_a_scheduler_without_an_answer_is_no_error(scheduler):
     scheduler("sbatch", "exit 1")
-    assert bet.expected_start(["sbatch", "--parsable"], {"PATH": "/usr/bin"}) is None
-    assert bet.expected_start(["no-such-program"], {"PATH": "/usr/bin"}) is None
+    assert before_queue.expected_start(["sbatch", "--parsable"], {"PATH": "/usr/bin"}) is None
+    assert before_queue.expected_start(["no-such-program"], {"PATH": "/usr/bin"}) is None
 
 
 def test_a_start_that_has_passed_is_now():
-    assert bet.seconds_until("2001-01-01 00:00") == 0.0
-    assert bet.seconds_until("2901-01-01 00:00") > 86_400
+    assert before_queue.seconds_until("2001-01-01 00:00") == 0.0
+    assert before_queue.seconds_until("2901-01-01 00:00") > 86_400
