@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import small_run
 
+from atoll.config.compose import config_tree, known_shape, shardings
 from atoll.errors import UserError
 from atoll.plan.checkpoint_interval import useful_share
+from atoll.plan.search import best_layout
 from atoll.plan.seconds import Rates, StepSeconds, step_seconds
 from atoll.plan.shapes import shape_of
-from atoll.plan.simulate import NO_BATCH, Price, knee, simulated
+from atoll.plan.simulate import NO_BATCH, Price, chosen_price, knee, simulated
 from atoll.settings import Run
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 4096}
@@ -96,3 +98,16 @@ def test_the_knee_is_put_down_to_what_grew_and_not_to_what_is_longest() -> None:
     rows = simulated(run_of(), [1, 2, 4, 8], False, priced(slow), None)
     bent = knee(rows)
     assert bent is not None and bent.bound == "compute" and bent.cause == "link"
+
+
+def test_a_count_takes_the_layout_that_the_search_finds(composed):
+    words = ("facility=lumi", "facility.account=x", "model=llama2_7b", "nodes=16", "precision=bf16")
+    run = composed(*words, "training.global_batch_samples=2048").run
+    shape, tree = known_shape(run), shardings(config_tree())
+    best = best_layout(run, shape, tree)
+    step, taken = chosen_price(shape, tree)(run)
+    assert (step.total, taken) == (best.seconds.total, best.overrides)
+    assert any(word.startswith("training.microbatch_samples=") for word in taken)
+    typed = [f"training.microbatch_samples={run.training.microbatch_samples}"]
+    _, kept = chosen_price(shape, tree, typed=typed)(run)
+    assert not any(word.startswith("training.microbatch_samples=") for word in kept)

@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
         return 0
     if arguments.simulate:
         stated = any(word.startswith(SCALED) for word in overrides)
-        return simulate(run, arguments.simulate, stated, arguments.json)
+        return simulate(run, arguments.simulate, stated, arguments.json, overrides)
     shape = known_shape(run)
     tree, rates = shardings(config_tree()), certificate.rates(run)
     choices = list(options(run, shape, tree, rates))

@@ -28,12 +28,15 @@ COLUMNS = [
 ]
 
 
-def simulate(run: Run, words: str, stated: bool, as_json: bool) -> int:
-    """Print both tables and their knees; `stated`: keep the run's own strategy at every count."""
+def simulate(run: Run, words: str, stated: bool, as_json: bool, typed: Sequence[str] = ()) -> int:
+    """Print both tables and their knees; `stated`: keep the run's own strategy at every count.
+
+    typed: words of the command line, whose axes and microbatch stay where a layout is chosen.
+    """
     counts = counts_of(words)
     shape = known_shape(run)
     rates = certificate.rates(run)
-    chosen = chosen_price(shape, shardings(config_tree()), rates)
+    chosen = chosen_price(shape, shardings(config_tree()), rates, typed)
     price = stated_price(shape, rates) if stated else chosen
     save = save_seconds(run, shape)
     kinds = {

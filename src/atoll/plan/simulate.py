@@ -6,8 +6,8 @@ from typing import Any
 
 from atoll.errors import UserError
 from atoll.plan.checkpoint_interval import daly_seconds, seconds_between_failures, useful_share
-from atoll.plan.choose import choose, options
 from atoll.plan.processors import Measured
+from atoll.plan.search import best_layout
 from atoll.plan.seconds import StepSeconds, rates_of, step_seconds
 from atoll.plan.shapes import Shape, check_architecture
 from atoll.settings import Run, checked, dumped
@@ -97,12 +97,15 @@ def _cause(step: StepSeconds, first_step: StepSeconds, share: float) -> str:
 
 
 def chosen_price(
-    shape: Shape, tree: Mapping[str, Mapping[str, Any]], measured: Measured | None = None
+    shape: Shape,
+    tree: Mapping[str, Mapping[str, Any]],
+    measured: Measured | None = None,
+    typed: Sequence[str] = (),
 ) -> Price:
-    """Of the strategy that takes least time at that count."""
+    """Of the layout that takes least time at that count, where what is typed stays as it is."""
 
     def price(run: Run) -> tuple[StepSeconds, tuple[str, ...]]:
-        best = choose(list(options(run, shape, tree, measured)))
+        best = best_layout(run, shape, tree, measured, typed)
         return best.seconds, best.overrides
 
     return price
