@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +59,10 @@ class CorpusBlocks(NamedTuple):
         return self.blocks[-1].shard + 1
 
 
+# what a tokenizer is made from: a source's settings, and its texts, the one to train on first
+Text = tuple[Data, list[CorpusBlocks]]
+
+
 class WorkItem(NamedTuple):
     """One block of the corpus of that number."""
 
@@ -100,19 +105,19 @@ def encoder(
     return encode
 
 
-def tokenizer_maker(
-    run: Run, corpora: list[CorpusBlocks], folder: Path
-) -> Callable[[None], Vocabulary]:
+def tokenizer_maker(run: Run, texts: list[Text], folder: Path) -> Callable[[None], Vocabulary]:
     """Give the function that loads or makes a run's tokenizer and saves it in `folder`."""
 
     def make(_: None) -> Vocabulary:
         if vocabulary.origin(run) is not None:
             made = vocabulary.load(run)
         elif run.tokenizer.kind == "characters":
-            made = vocabulary.characters(_all_texts(run.data, corpora))
+            made = vocabulary.characters(chain.from_iterable(_all_texts(*text) for text in texts))
         else:
             train = vocabulary.TRAINED[run.tokenizer.kind]
-            made = train(_training_texts(run, corpora[0]), run.tokenizer.vocabulary_tokens)
+            each = max(1, run.tokenizer.training_documents // len(texts))
+            training = (_training_texts(data, each, corpora[0]) for data, corpora in texts)
+            made = train(chain.from_iterable(training), run.tokenizer.vocabulary_tokens)
         template = run.tokenizer.chat_template
         vocabulary.add_tokens(made, run.tokenizer.add_tokens, template or "")
         if template is not None:
@@ -137,19 +142,19 @@ def _all_texts(data: Data, corpora: list[CorpusBlocks]) -> Iterator[str]:
             yield from _texts(data, source.corpus, block)
 
 
-def _training_texts(run: Run, train: CorpusBlocks) -> Iterator[str]:
-    """Some documents of the training split, an even share from each block."""
-    documents = min(run.tokenizer.training_documents, train.documents)
+def _training_texts(data: Data, most: int, train: CorpusBlocks) -> Iterator[str]:
+    """At most so many documents of the training split, an even share from each block."""
+    documents = min(most, train.documents)
     chosen_blocks = training_blocks(train.blocks, documents)
     taken = 0
     for number, block in enumerate(chosen_blocks):
         share = documents * (number + 1) // len(chosen_blocks) - taken
         held_out = train.source.held_out(block.first_document, block.documents)
-        texts = zip(_texts(run.data, train.source.corpus, block), held_out, strict=True)
+        texts = zip(_texts(data, train.source.corpus, block), held_out, strict=True)
         training_texts = [text for text, away in texts if text and not away]
         evenly = training_texts[:: max(1, len(training_texts) // max(1, share))][:share]
         taken += len(evenly)
-        yield from (_filled(run.data.template, text) for text in evenly)
+        yield from (_filled(data.template, text) for text in evenly)
 
 
 def _texts(data: Data, corpus: Corpus, block: Block) -> list[str]:
