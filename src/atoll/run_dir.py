@@ -27,6 +27,11 @@ def settings_file(run_folder: Path) -> Path:
     return run_folder / "run.yaml"
 
 
+def text_report_file(run_folder: Path) -> Path:
+    """What is in the text that a run learns from: `atoll tokenize --report`."""
+    return run_folder / "text-report.md"
+
+
 def launch_script(run_folder: Path) -> Path:
     return run_folder / "launch.sh"
 
@@ -219,7 +224,11 @@ def source_runs(run: Run) -> list[Run]:
         return [run]
     tokenizer = run.tokenizer
     if tokenizer.path is None and run.model.source is None:  # made of all sources together
-        made = {"path": str(prepared(run) / "tokenizer"), "add_tokens": [], "chat_template": None}
+        made: dict[str, Any] = {
+            "path": str(prepared(run) / "tokenizer"),
+            "add_tokens": [],
+            "chat_template": None,
+        }
         tokenizer = tokenizer.model_copy(update=made)
     update = {"tokenizer": tokenizer}
     return [run.model_copy(update=update | {"data": data}) for data in run.data.each]

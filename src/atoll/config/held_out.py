@@ -1,6 +1,7 @@
 """What is held out of a text that is one document: its end."""
 
 from pathlib import Path
+from typing import Any
 
 from atoll.settings import Data, Run, Source, Validation
 
@@ -13,6 +14,7 @@ def with_held_out_tail(run: Run, sources: dict[str, str]) -> Run:
     That is so of a single text file that is one document. Says so in `sources`.
     """
     data = run.data
+    held_out: dict[str, Any]
     if data.sources:
         held_out = {"sources": list(map(_with_tail, data.sources, data.each))}
     elif (tail := _tail(data)) is not None:

@@ -9,6 +9,7 @@ The tokens of a source lie in a folder of its own, as if a run had it alone.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -57,7 +58,7 @@ def prepare_mixture(run: Run, folder: Path, log: Log) -> None:
         ):
             name = source.data.name
             with naming(name):
-                prepare_text(source, own, lambda line, name=name: log(f"{name}: {line}"))
+                prepare_text(source, own, partial(_log_of, name, log))
             if shards.read_manifest(own).tokenizer_sha256 != tokenizer_sha256:
                 raise UserError(
                     f"source {name}: its tokens in {own} are of another tokenizer than {folder}",
@@ -100,6 +101,10 @@ def naming(source: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"source {source}: {error.found}", error.hint) from error
+
+
+def _log_of(source: str, log: Log, line: str) -> None:
+    log(f"{source}: {line}")
 
 
 def _shared_tokenizer(run: Run, folder: Path, log: Log) -> str:

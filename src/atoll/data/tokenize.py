@@ -8,6 +8,7 @@ from atoll.data import encode, vocabulary
 from atoll.data.mixture_folder import open_mixture, prepare_mixture
 from atoll.data.shards import TokenManifest
 from atoll.data.text_folder import Log, in_blocks, open_text, prepare_text, split_corpora
+from atoll.data.text_report import text_report
 from atoll.settings import Run, load_run
 
 
@@ -16,12 +17,18 @@ def main(argv: list[str]) -> int:
     parser = VerbParser("tokenize", __doc__)
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--verify", action="store_true", help="compare every shard's sha256")
+    told = "write text-report.md: lengths, duplicates and languages of each source"
+    parser.add_argument("--report", action="store_true", help=told)
     arguments = parser.read(argv)
     run = load_run(run_dir.settings_file(arguments.run_folder))
     prepare(run, lambda line: print(line, flush=True))
     if arguments.verify:
         open_prepared(run, verify=True)
         print("every shard matches its sha256", flush=True)
+    if arguments.report:
+        page = text_report(run)
+        run_dir.write_whole(run_dir.text_report_file(arguments.run_folder), page)
+        print(page, end="", flush=True)
     return 0
 
 

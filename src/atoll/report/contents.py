@@ -75,7 +75,7 @@ def of_runs(
         a, b = (set(_settings_text(run).splitlines()) for run in runs)
         marked = frozenset(a ^ b)
     first = {title: rows for title, rows in first.items() if rows}
-    tables = {"Sources": [row for run in runs for row in source_rows(run)]}
+    tables: dict[str, Rows] = {"Sources": [row for run in runs for row in source_rows(run)]}
     tables |= run_tables(runs, is_scaling_series(runs))
     rest = {title: rows for title, rows in tables.items() if rows}
     names = labels([*runs, *others])

@@ -33,7 +33,7 @@ def made_it(statement: dict[str, Any], run_folder: Path | None, deep: bool) -> I
         if name.startswith("checkpoints/"):
             yield _checkpoint((folder / name).parent, entry)
         elif place.startswith("prepared") and name == "manifest.json":
-            yield _shards(folder)
+            yield from _shards(folder)
 
 
 def _prepared(run_folder: Path) -> dict[str, Path | None]:
@@ -55,7 +55,8 @@ def _checkpoint(folder: Path, entry: Resource) -> Line:
     return Line("as stated", f"{entry['name'].rpartition('/')[0]}: {len(listed)} files")
 
 
-def _shards(folder: Path) -> Line:
+def _shards(folder: Path) -> Iterator[Line]:
+    """Of several sources the first manifest has no shards: each source's own names them."""
     content, count = json.loads((folder / "manifest.json").read_text()), 0
     for split in ("train", "validation"):
         for shard in content.get(split, []):
@@ -64,4 +65,5 @@ def _shards(folder: Path) -> Line:
                 if shard.get(digest) and shard["documents"]:
                     refuse_changed(path, None, shard[digest])
                     count += 1
-    return Line("as stated", f"tokens: {count} files of shards")
+    if count:
+        yield Line("as stated", f"tokens: {count} files of shards")
