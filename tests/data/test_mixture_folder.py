@@ -16,10 +16,12 @@ from chat_templates import TALK, TEMPLATES
 from data_runs import content, make_run, prose, write_lines
 
 from atoll import run_dir
+from atoll.config.bundle import with_bundle
 from atoll.data import shards
 from atoll.data.loader import batches_ahead, mixture_of, open_samples, refuse_early_end, samples_of
 from atoll.data.tokenize import open_prepared, prepare
 from atoll.errors import UserError
+from atoll.models.fetch import main as fetch
 from atoll.settings import Run, checked, dumped
 
 SEQUENCE = 48
@@ -242,3 +244,27 @@ def test_a_kill_loses_no_whole_shard_of_any_source(tmp_path: Path) -> None:
     assert {path.name: content(path) for path in prepared.iterdir()} == expected
     assert {path: path.stat().st_ino for path in kept} == inodes and len(kept) >= 7
     assert any("tokenised 400 of 400 documents" in line for line in said), said
+
+
+def test_a_bundle_carries_every_source(tmp_path: Path) -> None:
+    run = mixed_run(tmp_path, two_sources(tmp_path))
+    prepare(run, quiet)
+    bundle = tmp_path / "bundle"
+    run_dir.write_whole(run_dir.bundle_request(bundle), yaml.safe_dump(dumped(run)))
+    assert fetch([str(bundle)]) == 0
+    folders = run.folders.model_copy(update={"bundle": bundle, "prepared": tmp_path / "none"})
+    away = with_bundle(run.model_copy(update={"folders": folders}))
+    for path in tmp_path.glob("*.txt"):
+        path.unlink()
+    prepare(away, quiet)
+    open_prepared(away, verify=True)
+    own, bundled = (taken(samples_of(each, "train"), each, 0, 20) for each in (run, away))
+    for a, b in zip(own, bundled, strict=True):
+        assert [x.tokens_BT.tolist() for x in a.microbatches] == [
+            x.tokens_BT.tolist() for x in b.microbatches
+        ]
+    values = dumped(run)
+    values["data"]["sources"][0]["template"] = "say: {text}"
+    other = checked(values).model_copy(update={"folders": folders})
+    with pytest.raises(UserError, match="was made with data="):
+        with_bundle(other)

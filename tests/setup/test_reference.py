@@ -7,8 +7,8 @@ from types import ModuleType
 import pytest
 
 from atoll.settings import setting_names
-from atoll.settings.federation import Campaign, Rule, Site
 from atoll.settings.data import Source
+from atoll.settings.federation import Campaign, Rule, Site
 from atoll.settings.learning import ParameterGroup
 from atoll.settings.machine import Queue
 

@@ -11,6 +11,7 @@ from rank_pool import RankPool
 from test_train import stop_after
 
 from atoll import run_dir
+from atoll.__main__ import main
 from atoll.data.loader import samples_of
 from atoll.report.contents import of_runs
 from atoll.report.run import read
@@ -117,3 +118,17 @@ def test_a_resumed_run_is_bit_exact(ranks: RankPool, whole: Path, tmp_path: Path
     ranks.run(small_run.train_here, run, world=2)
     assert small_run.losses(folder) == small_run.losses(whole)
     assert run_dir.result_file(folder).read_text() == run_dir.result_file(whole).read_text()
+
+
+@pytest.mark.login_node
+def test_the_export_states_every_source(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export = run_dir.export(whole)
+    assert main(["verify", str(export)]) == 0
+    output = capsys.readouterr().out
+    for place in ("prepared: ", "prepared.islands: 1 files", "prepared.winds: 1 files"):
+        assert f"as stated    {place}" in output
+    assert output.count("as stated    tokens: ") == 2
+    card = (export / "README.md").read_text()
+    assert "| islands: Weight | 3 from step 0, 0.5 from step 3 |" in card
+    start = small_run.records(whole, "start")[0]
+    assert re.fullmatch(r"islands [0-9a-f]{16}, winds [0-9a-f]{16}", start["made_of"]["sources"])
