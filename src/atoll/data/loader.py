@@ -235,10 +235,11 @@ def refuse_early_end(samples: Samples, run: Run, steps: int) -> None:
             ends = bisect_right(
                 range(steps), most, key=lambda step: mixed.epochs(before + size * step)[number]
             )
+            shorter = f"training.steps={ends - 1}, a" if ends > 1 else "a"
             raise UserError(
                 f"source {source.name} ends early: it has {mixed.source_samples[number]:,} "
                 f"samples, and {steps} steps take it {epochs:.2f} times (max_epochs={most:g})",
-                f"training.steps={ends - 1}, a smaller weight, or a higher max_epochs",
+                f"{shorter} smaller weight, or a higher max_epochs",
             )
 
 

@@ -54,6 +54,8 @@ class PackingPlan:
 
 def joined(plans: Sequence[PackingPlan], stream_tokens: Sequence[int]) -> PackingPlan:
     """One plan for token streams of these lengths that stand end to end, each packed by its own."""
+    if len(plans) == 1:
+        return plans[0]
     streams = np.cumsum([0, *stream_tokens])
     pieces = np.cumsum([0, *(len(plan.piece_start) for plan in plans)])
     first = [
