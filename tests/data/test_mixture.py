@@ -88,3 +88,13 @@ def test_the_order_is_the_same_on_every_machine() -> None:
     order = mixture(0, 8, [(0, [1, 1]), (1, [3, 1])], [64, 64], [8, 8])
     assert order.ids(0, 16).tolist() == expected
     assert mixture(1, 8, [(0, [1, 1])], [64, 64], [8, 8]).ids(0, 8).tolist() != expected[:8]
+
+
+def test_a_source_that_joins_later_leaves_the_order_before_it() -> None:
+    alone = mixture(7, STEP, [(0, [1])], TOKENS[:1], SIZES[:1])
+    both = mixture(7, STEP, [(0, [1, 0]), (9, [1, 2])], TOKENS[:2], SIZES[:2])
+    assert both.ids(0, 9 * STEP).tolist() == alone.ids(0, 9 * STEP).tolist()
+    later = both.ids(9 * STEP, 200)
+    first = later[later < SIZES[0]]
+    assert 0 < len(first) < 200
+    assert first.tolist() == alone.ids(9 * STEP, len(first)).tolist()

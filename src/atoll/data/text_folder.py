@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
-from atoll.data import encode, encode_chat, shard_writer, shards, vocabulary
+from atoll.data import encode, encode_chat, refusals, shard_writer, shards, vocabulary
 from atoll.data.encode import CorpusBlocks, SplitCorpus, Text, WorkItem
 from atoll.data.shard_writer import ShardWriter, TokenBlock
 from atoll.data.shards import Split, TokenManifest, TokenPlan, TokenShard
@@ -31,8 +31,6 @@ from atoll.errors import UserError
 from atoll.settings import Run
 
 Log = Callable[[str], None]
-# A token is rarely made of more text than this: the least room the tokens can need.
-TEXT_BYTES_PER_TOKEN = 6
 SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -59,15 +57,15 @@ def prepare_text(run: Run, folder: Path, log: Log) -> None:
             return
         _say_layouts(sources, log)
         corpora = in_blocks(run, sources)
-        _refuse_empty_split(run, corpora)
-        needed = _least_bytes(corpora)
-        _refuse_small_disk(folder, needed)
+        refusals.refuse_empty_split(run, corpora)
+        needed = refusals.least_bytes(corpora)
+        refusals.refuse_small_disk(folder, needed)
         with shard_writer.naming_a_full_disk(folder, needed):
             plan = plan or _new_plan(folder, run, identity, corpora, log)
             _write_shards(folder, run, plan, corpora, log)
             manifest = _manifest(folder, plan, corpora)
-            _refuse_too_long(manifest, run)
-            _refuse_blank_split(manifest)
+            refusals.refuse_too_long(manifest, run)
+            refusals.refuse_blank_split(manifest)
             manifest.write(shards.manifest_file(folder))
     _say_lengths(manifest, run, log)
     log(
@@ -143,60 +141,6 @@ def _cut(run: Run, source: SplitCorpus) -> CorpusBlocks:
             "give data.files or data.hub that hold text",
         )
     return text
-
-
-def _refuse_empty_split(run: Run, corpora: list[CorpusBlocks]) -> None:
-    """Find by counting, before any work, that no document falls to a split."""
-    fraction = run.data.validation.fraction
-    documents = corpora[0].documents
-    held_out = int(corpora[0].source.held_out(0, documents).sum())
-    if fraction is None or 0 < held_out < documents:
-        return
-    raise UserError(
-        f"the {'train' if held_out else 'validation'} split is empty: with "
-        f"data.validation.fraction = {fraction}, {held_out} of {documents} documents are held out",
-        "make more documents of the text with data.document=paragraph or line, or set "
-        "data.validation.fraction nearer to one half",
-    )
-
-
-def _refuse_blank_split(manifest: TokenManifest) -> None:
-    """Find that every document of a split was blank."""
-    for split in shards.SPLITS:
-        if not manifest.tokens(split):
-            raise UserError(
-                f"the {split} split is empty: all of its {manifest.blank(split)} documents are "
-                f"blank",
-                "give text with words in it, or choose another data.text_field",
-            )
-
-
-def _refuse_too_long(manifest: TokenManifest, run: Run) -> None:
-    """Find that no conversation of a split fits into a sample."""
-    for split in shards.SPLITS:
-        if not manifest.tokens(split) and manifest.dropped(split):
-            raise UserError(
-                f"the {split} split is empty: each of its {manifest.dropped(split)} conversations "
-                f"has more than {run.data.sequence_tokens} tokens, to its first answer or in all",
-                "set data.sequence_tokens higher, or data.long_conversations=cut",
-            )
-
-
-def _least_bytes(corpora: list[CorpusBlocks]) -> int:
-    spans = (span for text in corpora for block in text.blocks for span in block.spans)
-    text_bytes = sum(span.stop - span.start for span in spans)
-    return 2 * text_bytes // TEXT_BYTES_PER_TOKEN + 8 * sum(text.documents for text in corpora)
-
-
-def _refuse_small_disk(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    present = sum(path.stat().st_size for path in folder.glob("*/*.ds*"))
-    if needed - present > free:
-        raise UserError(
-            f"too little room for the tokens in {folder}: {free:,} bytes free, "
-            f"at least {needed - present:,} needed",
-            "make room, or set folders.prepared to another file system",
-        )
 
 
 def _identity(run: Run, sources: list[SplitCorpus]) -> dict[str, Any]:
