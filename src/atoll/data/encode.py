@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from atoll.data.sources import blocks
 from atoll.data.sources.blocks import Block
 from atoll.data.sources.conversations import conversation_of, pair_of, words_of
 from atoll.data.sources.corpus import Corpus
+from atoll.data.sources.parts import naming
 from atoll.data.sources.rows import Row
 from atoll.data.vocabulary import Vocabulary
 from atoll.errors import UserError
@@ -112,12 +114,12 @@ def tokenizer_maker(run: Run, texts: list[Text], folder: Path) -> Callable[[None
         if vocabulary.origin(run) is not None:
             made = vocabulary.load(run)
         elif run.tokenizer.kind == "characters":
-            made = vocabulary.characters(chain.from_iterable(_all_texts(*text) for text in texts))
+            made = vocabulary.characters(_of_each(run, texts, _all_texts))
         else:
             train = vocabulary.TRAINED[run.tokenizer.kind]
-            each = max(1, run.tokenizer.training_documents // len(texts))
-            training = (_training_texts(data, each, corpora[0]) for data, corpora in texts)
-            made = train(chain.from_iterable(training), run.tokenizer.vocabulary_tokens)
+            most = max(1, run.tokenizer.training_documents // len(texts))
+            training = _of_each(run, texts, partial(_training_texts, most))
+            made = train(training, run.tokenizer.vocabulary_tokens)
         template = run.tokenizer.chat_template
         vocabulary.add_tokens(made, run.tokenizer.add_tokens, template or "")
         if template is not None:
@@ -136,14 +138,24 @@ def training_blocks(all_blocks: list[Block], documents: int) -> list[Block]:
     return all_blocks[:: max(1, len(all_blocks) // wanted)]
 
 
+def _of_each(
+    run: Run, texts: list[Text], read: Callable[[Data, list[CorpusBlocks]], Iterator[str]]
+) -> Iterator[str]:
+    """What is read of each text; of several sources a mistake names the one it is in."""
+    for data, corpora in texts:
+        with naming(data.name) if run.data.sources else nullcontext():
+            yield from read(data, corpora)
+
+
 def _all_texts(data: Data, corpora: list[CorpusBlocks]) -> Iterator[str]:
     for source, corpus_blocks in corpora:
         for block in corpus_blocks:
             yield from _texts(data, source.corpus, block)
 
 
-def _training_texts(data: Data, most: int, train: CorpusBlocks) -> Iterator[str]:
+def _training_texts(most: int, data: Data, corpora: list[CorpusBlocks]) -> Iterator[str]:
     """At most so many documents of the training split, an even share from each block."""
+    train = corpora[0]
     documents = min(most, train.documents)
     chosen_blocks = training_blocks(train.blocks, documents)
     taken = 0

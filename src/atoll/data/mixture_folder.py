@@ -7,8 +7,6 @@ FOLDER/
 The tokens of a source lie in a folder of its own, as if a run had it alone.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from pydantic import ValidationError
 from atoll import run_dir
 from atoll.data import shard_writer, shards, vocabulary
 from atoll.data.shards import FORMAT_VERSION, Record
+from atoll.data.sources.parts import naming
 from atoll.data.text_folder import (
     Log,
     in_blocks,
@@ -92,15 +91,6 @@ def open_mixture(run: Run, folder: Path) -> MixtureManifest:
             state = "is no more as it was" if path.is_file() else "is missing"
             raise UserError(f"source {data.name}: {path} {state}", hint)
     return manifest
-
-
-@contextmanager
-def naming(source: str) -> Iterator[None]:
-    """Say in a mistake which source it is of."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"source {source}: {error.found}", error.hint) from error
 
 
 def _log_of(source: str, log: Log, line: str) -> None:
