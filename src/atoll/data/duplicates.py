@@ -64,6 +64,6 @@ def _repeats(rows: Any, band: U64, known: set[int]) -> set[int]:
 
 def _resemblance(rows: Any, a: int, b: int) -> float:
     """Jaccard: what both have, of what either has."""
-    sets = [rows.indices[rows.indptr[n] : rows.indptr[n + 1]] for n in (a, b)]
-    both = len(np.intersect1d(*sets, assume_unique=True))
-    return both / (len(sets[0]) + len(sets[1]) - both)
+    ours, theirs = (rows.indices[rows.indptr[n] : rows.indptr[n + 1]] for n in (a, b))
+    both = len(np.intersect1d(ours, theirs, assume_unique=True))
+    return both / (len(ours) + len(theirs) - both)

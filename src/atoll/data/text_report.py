@@ -7,6 +7,7 @@ exact duplicates are of all documents; near duplicates and languages of a keyed 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,8 @@ def _languages(texts: Sequence[str]) -> Counter[str] | None:
     """Documents by language (ISO 639-1), where the library that tells them is installed."""
     if find_spec("py3langid") is None:
         return None
-    import py3langid
-
-    return Counter(str(py3langid.classify(text[:LANGUAGE_CHARACTERS])[0]) for text in texts)
+    library = import_module("py3langid")
+    return Counter(str(library.classify(text[:LANGUAGE_CHARACTERS])[0]) for text in texts)
 
 
 def _table(facts: Sequence[TextFacts]) -> Iterator[str]:
