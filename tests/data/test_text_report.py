@@ -41,7 +41,8 @@ def test_the_page_counts_documents_repeats_and_lengths(
 ) -> None:
     texts = [" ".join(words(seed, 20 + seed)) for seed in range(60)]
     near = " ".join(changed(words(59, 79), 60))
-    files = {"a": [*texts, texts[3], near], "b": [texts[7], *(f"alone {n}" for n in range(7)), "  "]}
+    others = [f"alone {n}" for n in range(7)]
+    files = {"a": [*texts, texts[3], near], "b": [texts[7], *others, "  "]}
     sources = []
     for name, lines in files.items():
         path = tmp_path / f"{name}.jsonl"
