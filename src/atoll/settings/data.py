@@ -3,8 +3,13 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_serializer, model_validator
-from pydantic_core.core_schema import SerializerFunctionWrapHandler
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from atoll.settings.fields import (
     Count,
