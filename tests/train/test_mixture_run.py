@@ -16,7 +16,6 @@ from atoll.data.loader import samples_of
 from atoll.report.contents import of_runs
 from atoll.report.run import read
 from atoll.settings import Run
-from atoll.sharding.process_group import World
 from atoll.train import checkpoint
 
 WEIGHTS = ({0: 3, 3: 0.5}, 1)
@@ -69,30 +68,26 @@ def test_each_source_has_its_held_out_loss_and_its_epochs(whole: Path) -> None:
     assert re.fullmatch(r"\d\.\d{4} → \d\.\d{4}", rows["winds"]["held-out loss"])
 
 
-def losses_of_sources(world: World, run: Run) -> dict[str, float]:
-    """The held-out loss of each source by a run that evaluates, on it alone."""
-    small_run.train_here(world, run)
-    return small_run.records(run_dir.folder(run), "evaluation")[-1]
+def evaluated(ranks: RankPool, run: Run) -> dict[str, Any]:
+    """The held-out figures of a run that takes no step."""
+    run = run.model_copy(update={"training": run.training.model_copy(update={"steps": 0})})
+    folder = small_run.ready(run)
+    ranks.run(small_run.train_here, run, world=2)
+    return small_run.records(folder, "evaluation")[-1]
 
 
 def test_the_loss_of_a_source_is_that_of_its_text_alone(
     ranks: RankPool, whole: Path, tmp_path: Path
 ) -> None:
     run = mixed(tmp_path, 2, name="again")
-    small_run.ready(run)
-    [record, _] = ranks.run(losses_of_sources, run.model_copy(
-        update={"training": run.training.model_copy(update={"steps": 0})}), world=2)  # fmt: skip
+    record = evaluated(ranks, run)
     counts = [int(samples_of(source, "validation").targets(slice(None)).sum())
               for source in run_dir.source_runs(run)]  # fmt: skip
     expected = (record["loss/islands"] * counts[0] + record["loss/winds"] * counts[1]) / sum(counts)
     assert record["loss"] == pytest.approx(expected, abs=1e-9)
     assert record["targets"] == sum(counts)
     for source, name in zip(run_dir.source_runs(run), ("islands", "winds"), strict=True):
-        alone = source.model_copy(
-            update={"name": name, "training": run.training.model_copy(update={"steps": 0})}
-        )
-        small_run.ready(alone)
-        [own, _] = ranks.run(losses_of_sources, alone, world=2)
+        own = evaluated(ranks, source.model_copy(update={"name": name}))
         assert own["loss"] == pytest.approx(record[f"loss/{name}"], abs=1e-9)
 
 
