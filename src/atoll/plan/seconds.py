@@ -16,8 +16,9 @@ from atoll.plan.shapes import Shape
 from atoll.plan.traffic import bytes_sent, shards_averaged
 from atoll.settings import Run
 
-# Passes over the weights that training multiplies: forward, two backward, and forward again.
-PASSES = {"none": 3, "full": 4}
+# Passes over the weights that training multiplies, and over attention: forward, two backward, and
+# forward again.
+PASSES = {"none": (3, 3), "selective": (4, 3), "full": (4, 4)}
 # What FSDP sends while a device computes; on processors both take the same cores.
 OVERLAPS = ("parameters", "gradients")
 
@@ -190,8 +191,8 @@ def _flops(run: Run, shape: Shape) -> float:
     context = run.data.sequence_tokens
     tokens = run.training.global_batch_samples * context / run.world_size
     attention = 4 * shape.layers * shape.query_width * context
-    passes = PASSES[run.training.activation_checkpointing]
-    return passes * tokens * (2.0 * shape.multiplied_parameters + attention)
+    over_weights, over_attention = PASSES[run.training.activation_checkpointing]
+    return tokens * (over_weights * 2.0 * shape.multiplied_parameters + over_attention * attention)
 
 
 def _moved_bytes(run: Run, shape: Shape) -> float:
