@@ -25,7 +25,7 @@ from atoll.data.shard_writer import ShardWriter, TokenBlock
 from atoll.data.shards import Split, TokenManifest, TokenPlan, TokenShard
 from atoll.data.sources import blocks, corpus
 from atoll.data.sources.blocks import Block
-from atoll.data.workers import cores, ordered_map
+from atoll.data.workers import cores, ordered_map, start_server
 from atoll.errors import UserError
 from atoll.settings import Run, load_run
 
@@ -74,6 +74,7 @@ def prepare(run: Run, log: Log) -> Path:
         if plan is not None and _is_whole(run):
             log(f"tokens are ready: {folder}")
             return folder
+        start_server()
         _say_layouts(sources, log)
         corpora = [_cut(run, source) for source in sources]
         _refuse_empty_split(run, corpora)
