@@ -72,10 +72,13 @@ setup-host: $(HOST_READY) ## Make .venv for a login node alone: composes and sub
 
 $(HOST_READY): pyproject.toml setup/virtual_environment.py $(wildcard $(LOCKS)/host.txt)
 	$(check_python)
-	$(PYTHON) setup/virtual_environment.py $(VENV)
-	$(PIP_LOCKED) -r $(LOCKS)/build.txt
-	$(PIP_LOCKED) -r $(LOCKS)/host.txt
-	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@echo '1/3 a virtual environment in $(VENV)'
+	@$(PYTHON) setup/virtual_environment.py $(VENV)
+	@echo '2/3 what composes and submits, at the locked versions'
+	@$(PIP_LOCKED) -r $(LOCKS)/build.txt
+	@$(PIP_LOCKED) -r $(LOCKS)/host.txt
+	@echo '3/3 atoll itself'
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 wheel: $(READY) ## Build dist/*.whl: an Atoll to pip install where there is no clone
@@ -83,7 +86,7 @@ wheel: $(READY) ## Build dist/*.whl: an Atoll to pip install where there is no c
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 demo: $(READY) ## Train, evaluate, export and sample a small model on this machine
-	sbatch/train.sbatch facility=laptop experiment=demo $(ARGS)
+	sbatch/train.sbatch facility=laptop experiment=demo name=demo $(ARGS)
 
 demo-federation: $(READY) ## Three facilities on this machine, against each alone
 	$(BIN)/python benchmarks/federation_against_alone.py $(ARGS)

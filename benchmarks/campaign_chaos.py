@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 
 from atoll.campaign import average, coordinator
 from atoll.campaign import round as campaign_round
-from atoll.campaign.coordinator import questions
+from atoll.campaign.asking import questions
 from atoll.campaign.journal import round_name
 from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.campaign.transfer import Unreachable

@@ -10,7 +10,6 @@ tokens; a row is the change at the widest over that at the narrowest.
 """
 
 import argparse
-import re
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -19,8 +18,8 @@ from typing import Any
 
 import results
 
+from atoll.report import html
 from atoll.report.drawing import Curves, Series
-from atoll.report.html import ON_LIGHT
 
 FIGURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "coordinate_check.svg"
 HEAD, VOCABULARY, SAMPLES, TOKENS = 16, 256, 4, 64
@@ -28,12 +27,6 @@ BLOCKS = 2
 # of the change's growth, what muP may leave: at the narrow end it still falls with the width
 TARGET = 0.5
 WITHOUT = "without muP"
-# as on the report's page
-STYLE = (
-    "<style>svg{{font:13px system-ui,sans-serif;overflow:visible;background:#ffffff}}"
-    "text{{fill:#1b2a33}}line{{stroke:#d5dbe0}}.saved{{display:inline}}"
-    "{colours}.marks,.line{{fill:none}}.line{{stroke-width:2;stroke:currentColor}}</style>"
-)
 Changes = dict[str, float]
 
 
@@ -178,10 +171,7 @@ def figure(rows: Iterable[dict[str, Any]]) -> str:
         log_x=True,
         log_y=True,
     )
-    colours = "".join(f".c{n}{{color:{colour};fill:{colour}}}" for n, colour in enumerate(ON_LIGHT))
-    head, begin, rest = drawn.drawn().svg().partition("<title>")
-    head = re.sub(r'viewBox="[^"]*"(.*) data-full="([^"]*)"', r'viewBox="\2"\1', head)
-    return head + STYLE.format(colours=colours) + begin + rest + "\n"
+    return html.standalone(drawn)
 
 
 def series(rows: Sequence[dict[str, Any]]) -> Iterable[Series]:

@@ -32,7 +32,8 @@ KINDS = (
     "scancel",
     "the time limit's notice",
 )
-MOST_STEPS = 20  # that a training gets on before the next fault
+# that a training gets on before the next fault: enough for a checkpoint, a run without one ends
+LEAST_STEPS, MOST_STEPS = 5, 12
 SLOW_SECONDS = 0.05  # stopped, then going on, in turns: half of its speed
 HEAD_WIDTH = 16  # of the model that is trained
 
@@ -75,7 +76,8 @@ def draw(count: int, seed: int, rank_count: int, kinds: Sequence[str]) -> list[D
     drawn = [kinds[number % len(kinds)] for number in range(count)]
     source.shuffle(drawn)
     return [
-        Drawn(kind, source.randint(1, MOST_STEPS), source.randrange(rank_count)) for kind in drawn
+        Drawn(kind, source.randint(LEAST_STEPS, MOST_STEPS), source.randrange(rank_count))
+        for kind in drawn
     ]
 
 

@@ -27,7 +27,7 @@ import torch.multiprocessing as multiprocessing
 
 CLONE = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CLONE / "tests")]
-RANKS, MICROBATCHES, STEPS = 2, 2, 4
+RANKS, MICROBATCHES, STEPS, PAIRS = 2, 2, 4, 8
 LIMIT = 1.01
 STRATEGIES = ("ddp", "full_shard")
 MODEL = {
@@ -103,13 +103,16 @@ def measured(world: Any, run: Any, rounds: int) -> dict[str, list[float]]:
         return timed(lambda: update(train_state, 1e-4, judge))
 
     def judged(name: str) -> float:
-        """With the guard and without it, in two turns, each behind the same gradients."""
+        """An update with the guard less the one beside it without; neither comes first always."""
         guard, loss = guards[name], torch.ones(())
-        with_guard = statistics.median(
-            updated(partial(guard.judge, next(numbers), loss, share.global_targets))
-            for _ in range(STEPS)
-        )
-        return with_guard - statistics.median(updated(None) for _ in range(STEPS))
+
+        def with_guard() -> float:
+            return updated(partial(guard.judge, next(numbers), loss, share.global_targets))
+
+        ways = {"with": with_guard, "without": lambda: updated(None)}
+        turns = results.in_turns(ways, PAIRS)
+        pairs = zip(turns["with"], turns["without"], strict=True)
+        return statistics.median(with_it - without for with_it, without in pairs)
 
     def replayed() -> float:
         def both() -> None:

@@ -1,12 +1,14 @@
 """The planner's seconds against whole runs: the median step of small runs on this machine's cores.
 
     python benchmarks/plan_time.py [--quick] [--only CASE] [--calibration FILE] [--table] [--check]
+                                   [--again]
 
 First `atoll plan --measure` calibrates this machine. Then the runs of FIT, of shapes that are not
 judged, give the four factors that remain: of computing, memory and sending, and the seconds that
 every step takes. Then each of CASES is a whole run in processes of its own, and its steps behind
 the first three are held against the plan. Rows go to results/plan_time.jsonl, and from there into
-docs/planner.md. --quick: four cases of four steps, nothing is kept.
+docs/planner.md. --again: plan the newest measured steps anew, after a formula has changed.
+--quick: four cases of four steps, nothing is kept.
 """
 
 import argparse
@@ -131,12 +133,21 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="four cases, nothing is kept")
     parser.add_argument("--only", default="", help="cases whose name holds this, or that|that")
     parser.add_argument("--calibration", type=Path, help="a certificate that --measure wrote")
+    parser.add_argument("--again", action="store_true", help="plan the newest steps anew")
     parser.add_argument("--table", action="store_true", help="only write the page's table")
     arguments = parser.parse_args()
-    if not arguments.table:
+    if arguments.again:
+        keep(planned_rows(newest(FIT), newest(CASES)))
+    elif not arguments.table:
         chosen = QUICK if arguments.quick else CASES
         chosen = [c for c in chosen if any(p in c.name for p in arguments.only.split("|"))]
-        rows = measured_rows(chosen, arguments.quick, arguments.calibration)
+        fit = FIT[3:5] if arguments.quick else FIT
+        rates = calibrated(arguments.calibration)
+        steps = QUICK_STEPS if arguments.quick else STEPS
+        with text_to_learn() as folder:
+            rows = planned_rows(
+                *(measured_rows(some, folder, steps, rates) for some in (fit, chosen))
+            )
         if arguments.quick or arguments.only:
             print("; ".join(f"{name} {value:.3g}" for name, value in summary(rows).items()))
             return 0
@@ -145,25 +156,33 @@ def main() -> int:
 
 
 def measured_rows(
-    cases: Sequence[Case], quick: bool, calibration: Path | None
+    cases: Sequence[Case], folder: Path, steps: int, rates: Measured
 ) -> list[dict[str, Any]]:
-    """Calibrate, fit, then every case; each row has the plan's parts too."""
-    steps = QUICK_STEPS if quick else STEPS
-    with text_to_learn() as folder:
-        rates = calibrated(calibration)
-        fitted = []
-        for case in FIT[3:5] if quick else FIT:
-            fitted.append((case, statistics.median(run_steps(case, folder, steps))))
-            print(f"fitted on {case.name}: {fitted[-1][1]:.4f} s", flush=True)
-        rates = {**rates, "factors": factors_of(rates, fitted)}
-        print(f"factors: {rates['factors']}", flush=True)
-        rows = []
-        for case in cases:
-            seconds = run_steps(case, folder, steps)
-            rows.append(row(case, planned(case, rates), seconds))
-            rows[-1]["factors"] = rates["factors"]
-            print(shown(rows[-1]), flush=True)
+    """The steps of whole runs, and the rates of the machine at that time."""
+    rows = []
+    for case in cases:
+        seconds = run_steps(case, folder, steps)
+        about = {"case": case.name, "shape": case.shape, "steps": seconds, "rates": dict(rates)}
+        rows.append(about | {"measured_seconds": statistics.median(seconds)})
+        print(f"{case.name:42}{rows[-1]['measured_seconds']:9.4f} s", flush=True)
     return rows
+
+
+def planned_rows(
+    fit: Sequence[dict[str, Any]], judged: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Each case planned with the factors that the others gave."""
+    known = {case.name: case for case in FIT + CASES}
+    rates = fit[0]["rates"]
+    factors = factors_of(rates, [(known[r["case"]], r["measured_seconds"]) for r in fit])
+    print(f"factors: {factors}", flush=True)
+    rows = []
+    for each in judged:
+        step = planned(known[each["case"]], {**rates, "factors": factors})
+        parts = {"compute": step.compute, "memory": step.memory, "bubble": step.bubble, **step.sent}
+        rows.append(each | {"planned_seconds": step.total, "parts": parts, "factors": factors})
+        print(shown(rows[-1]), flush=True)
+    return [*fit, *rows]
 
 
 def calibrated(file: Path | None) -> dict[str, Any]:
@@ -239,18 +258,6 @@ def factors_of(rates: Measured, fitted: Sequence[tuple[Case, float]]) -> dict[st
     return factors
 
 
-def row(case: Case, step: StepSeconds, seconds: Sequence[float]) -> dict[str, Any]:
-    parts = {"compute": step.compute, "memory": step.memory, "bubble": step.bubble, **step.sent}
-    return {
-        "case": case.name,
-        "shape": case.shape,
-        "planned_seconds": step.total,
-        "measured_seconds": statistics.median(seconds),
-        "steps": list(seconds),
-        "parts": parts,
-    }
-
-
 def error(row: Mapping[str, Any]) -> float:
     return float(row["planned_seconds"] / row["measured_seconds"] - 1)
 
@@ -261,6 +268,7 @@ def shown(row: Mapping[str, Any]) -> str:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    rows = [each for each in rows if "planned_seconds" in each]
     sizes = [abs(error(each)) for each in rows]
     taus = {}
     for shape in SHAPES:
@@ -295,16 +303,16 @@ def keep(rows: Sequence[dict[str, Any]]) -> None:
     results.record("plan_time", held)
 
 
-def newest() -> list[dict[str, Any]]:
+def newest(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """The last row of each case."""
     lines = (results.FOLDER / "plan_time.jsonl").read_text().splitlines()
-    rows = {row["case"]: row for row in map(json.loads, lines) if "planned_seconds" in row}
-    return [rows[case.name] for case in CASES if case.name in rows]
+    rows = {row["case"]: row for row in map(json.loads, lines) if "steps" in row}
+    return [rows[case.name] for case in cases if case.name in rows]
 
 
 def write_table() -> bool:
     """Put the newest rows into the page; whether every limit is held."""
-    rows = newest()
+    rows = newest(CASES)
     found = summary(rows)
     lines = ["| case | planned | measured | error |", "|---|---|---|---|"]
     for each in rows:

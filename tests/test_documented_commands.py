@@ -113,10 +113,19 @@ def try_ours(words: list[str], clone: Path, capsys: pytest.CaptureFixture[str]) 
         argv = [verb, "--dry-run", f"--clone={clone}", *taken, *overrides(settings)]
         assert main(argv) == 0, capsys.readouterr().err
     elif verb in COMPOSED and settings:
-        compose_all(overrides(settings), False, clone=clone)
+        for facility in facilities(rest):
+            compose_all(overrides([*settings, *facility]), False, clone=clone)
     if options:
         shown = options_of(verb, capsys)
         assert all(option in shown for option in options), f"{verb} has no {options}"
+
+
+def facilities(words: list[str]) -> list[list[str]]:
+    """The facility= of each that --facilities names; without it, the line's own."""
+    if "--facilities" not in words:
+        return [[]]
+    names = words[words.index("--facilities") + 1].replace("OTHER", "lumi").split(",")
+    return [[f"facility={name}"] for name in names]
 
 
 def options_of(verb: str, capsys: pytest.CaptureFixture[str]) -> str:

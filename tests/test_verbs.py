@@ -39,6 +39,19 @@ def test_help_shows_usage_and_options(verb, capsys):
     assert capsys.readouterr().out.startswith("usage: ")
 
 
+def test_what_generate_takes_is_known_without_torch():
+    words = "import sys; from atoll.__main__ import main; code = main(['generate'])"
+    code = f"{words}; sys.exit(code if 'torch' not in sys.modules else 1)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "the following arguments are required: WHERE" in done.stderr
+
+
+def test_a_folder_that_is_not_there_to_generate_from(tmp_path, capsys):
+    assert main(["generate", str(tmp_path / "nowhere"), "--prompt", "x"]) == 2
+    assert f"no such folder: {tmp_path / 'nowhere'}" in capsys.readouterr().err
+
+
 def test_a_word_that_is_no_verb(capsys):
     assert main(["repport"]) == 2
     error = capsys.readouterr().err

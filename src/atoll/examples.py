@@ -25,6 +25,7 @@ LINES: Mapping[str, str] = {
   atoll plan facility=NAME model=llama2_7b sharding=auto --explain
   atoll plan --record                             how far off past predictions were
   atoll plan facility=NAME model=llama2_7b --simulate=nodes=16,64,...,1024
+  atoll plan --facilities NAME,OTHER model=llama2_7b nodes=8
   atoll plan --measure facility=NAME              half a minute: what this machine can do""",
     "status": """\
   atoll status
@@ -38,6 +39,7 @@ LINES: Mapping[str, str] = {
   atoll report NAME
   atoll report NAME OTHER --compare
   atoll report NAME --watch     http://localhost:8008, while it trains
+  atoll report scaling.json     what atoll plan --simulate --json printed
   atoll report campaigns/NAME --csv""",
     "diff": """\
   atoll diff NAME OTHER""",

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,13 @@ def prediction_file(run_folder: Path) -> Path:
     return run_folder / "prediction.json"
 
 
+def predicted(run_folder: Path, of_each: str = "value") -> dict[str, Any]:
+    """Figure -> value, as the run's last submission predicted it; empty where none did."""
+    file = prediction_file(run_folder)
+    figures = json.loads(file.read_text()).get("predicted", {}) if file.is_file() else {}
+    return {name: each.get(of_each) for name, each in figures.items()}
+
+
 def restarts_file(run_folder: Path) -> Path:
     """How often a run was started again by itself since a person submitted it, and why."""
     return run_folder / "restarts.jsonl"
@@ -106,10 +114,30 @@ def certificate(run: Run) -> Path:
     return run.folders.facilities / f"{run.facility.name}.json"
 
 
+def add_to_certificate(run: Run, measured: dict[str, Any]) -> None:
+    """Write what was measured over the facility's certificate, whose other figures stay."""
+    file = certificate(run)
+    try:
+        known = dict(json.loads(file.read_text()))
+    except (OSError, ValueError):
+        known = {}
+    today = datetime.now(timezone.utc).date().isoformat()
+    first = {"facility": run.facility.name, "measured_on": today}
+    write_whole(file, json.dumps(first | known | measured, indent=1) + "\n")
+
+
 def failure(run_folder: Path) -> str:
-    """The mistake that ended the last start of a run, and how to fix it; empty if none did."""
+    """The mistake that ended the last start of a run, and how to fix it; empty if none did.
+
+    A later start that wrote down more than a fault had got past it.
+    """
     file = run_folder / FAILURE
-    return "; ".join(file.read_text().splitlines()) if file.is_file() else ""
+    if not file.is_file():
+        return ""
+    lines, at = metrics(run_folder), file.stat().st_mtime
+    if any(line["event"] != "fault" and line.get("time", at) > at for line in lines):
+        return ""
+    return "; ".join(file.read_text().splitlines())
 
 
 def metrics_file(run_folder: Path) -> Path:

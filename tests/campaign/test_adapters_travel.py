@@ -148,7 +148,10 @@ def test_a_facility_with_another_base_is_refused(
     monkeypatch.setattr(
         site_models, "run_verb", lambda *_: f"a greeting\n{json.dumps({'digest': digests.pop(0)})}"
     )
-    lines = [*asked["overrides"], *site_models.model_words(base.parent, asked, tmp_path / "b")]
+    lines = [
+        *asked["overrides"],
+        *site_models.model_words(base.parent, asked, tmp_path / "b" / "export"),
+    ]
     lines.append("name=x")
     lora = compose(lines).run.model.lora
     assert lora is not None and (lora.rank, lora.start) == (4, tmp_path / "b" / "export")

@@ -10,7 +10,7 @@ import pytest
 
 from atoll.campaign import round as round_
 from atoll.campaign import site_models as site
-from atoll.campaign.journal import round_name
+from atoll.campaign.journal import Journal, round_name
 from atoll.errors import UserError
 
 ROUNDS = 8
@@ -29,7 +29,8 @@ def applied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def apply_delta(folder: Path, before: int, came: Path, overrides: list[str]) -> None:
         base = folder / "bases" / round_name(before)
-        assert before == 0 or (folder / "bases" / round_name(before - 1)).is_dir()
+        is_whole = before == 0 or (came / "master").is_dir()
+        assert is_whole or (folder / "bases" / round_name(before - 1)).is_dir()
         shutil.copytree(came, base)
         made.append(before)
 
@@ -56,6 +57,32 @@ def test_a_facility_that_was_away_catches_up(tmp_path: Path, applied: list[int])
     assert applied == [0, 1, 2, 3, 4, 5]
 
 
+def test_who_joins_gets_the_newest_model_whole(
+    tmp_path: Path, applied: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert site.make_bases(tmp_path, 6, []) == -1
+    (tmp_path / "incoming" / round_name(5) / "master").mkdir(parents=True)  # it is on its way
+    assert site.make_bases(tmp_path, 6, []) == -1
+    (tmp_path / "incoming" / round_name(5) / "manifest.json").touch()
+    arrive(tmp_path, 6)
+    assert site.make_bases(tmp_path, 7, []) == 6
+    assert applied == [5, 6]
+    sent: list[str] = []
+    monkeypatch.setattr(round_, "send", lambda *words, **_: sent.append(words[3]))
+    monkeypatch.setattr(round_, "_files", lambda *_: [])
+    store: Any = SimpleNamespace(campaign=None, model=lambda n: tmp_path / round_name(n) / "global")
+    facility: Any = SimpleNamespace(name="north", folder="f")
+    for have in (-1, 3):
+        for number in (4, 5):
+            model = tmp_path / round_name(number) / "global"
+            model.mkdir(parents=True, exist_ok=True)
+            (model / "manifest.json").touch()
+        round_._send_models(store, 5, facility, lambda _: False, Journal(tmp_path), have)
+    whole, later = "f/incoming/round-005", "f/incoming/round-004"
+    assert sent[:3] == [f"{whole}/master", f"{whole}/export", whole]
+    assert sent[3:] == [f"{later}/delta", later, f"{whole}/delta", whole]
+
+
 def test_a_gap_is_asked_for_from_where_it_begins(tmp_path: Path, applied: list[int]) -> None:
     for before in (0, 1, 3):
         arrive(tmp_path, before)
@@ -68,7 +95,7 @@ def test_a_model_that_never_gets_there_is_not_sent_for_ever(
 ) -> None:
     sent: list[int] = []
     store: Any = SimpleNamespace(asked_round=lambda *_: 5, journal=lambda _: None)
-    monkeypatch.setattr(round_, "request", lambda *_: {})
+    monkeypatch.setattr(round_, "request", lambda *_: {"global_round": 4})
     facility: Any = SimpleNamespace(name="north", folder="sites/north")
     monkeypatch.setattr(round_, "_asked", lambda *_: {"state": "needs", "have": 3})
     monkeypatch.setattr(round_, "_send_models", lambda *words: sent.append(words[-1]))

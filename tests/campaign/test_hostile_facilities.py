@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from atoll.campaign import average as averaging
-from atoll.campaign import coordinator, site
+from atoll.campaign import coordinator, site, transfer
 from atoll.campaign import round as round_
 from atoll.campaign.allow import refuse_settings
 from atoll.campaign.asked import check_update
-from atoll.campaign.coordinator import collect_here
+from atoll.campaign.asking import collect_here
 from atoll.campaign.journal import Journal, round_name
 from atoll.campaign.round import go_on
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
@@ -154,6 +154,18 @@ def test_where_all_hang_the_grace_is_the_end(tmp_path: Path) -> None:
     began = time.monotonic()
     collect_here(store, 1)
     assert time.monotonic() - began < 15 and len(store.left_out(1)) == 2
+
+
+def test_a_question_over_ssh_ends_long_before_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_, "CALL_SECONDS", 0.3)
+    monkeypatch.setattr(transfer, "ssh", lambda _: ["sh", "-c", "exec sleep 60"])
+    store, began = store_of(tmp_path), time.monotonic()
+    far = store.campaign.sites[0].model_copy(update={"host": "far"})
+    go_on(store, 1, far)
+    assert time.monotonic() - began < 15
+    assert store.state(1, far).text.startswith("unreachable: north does not answer")
 
 
 def test_whatever_is_raised_at_the_seam_is_counted(
@@ -362,7 +374,7 @@ def test_kills_are_no_attempts_of_a_facility(
 def asking(campaign: str, number: int = 1, **changes: Any) -> str:
     asked = {
         "campaign": campaign, "round": number, "facility": "north", "base": BASE, "codec": "int8",
-        "attempts": 3, "signing_key": None, "overrides": [],
+        "global_round": number - 1, "attempts": 3, "signing_key": None, "overrides": [],
     }  # fmt: skip
     return json.dumps(asked | changes)
 
@@ -395,6 +407,8 @@ def test_two_campaigns_that_ask_at_one_instant_are_not_both_served(
         ({"overrides": [3]}, "overrides.0"),
         ({"codec": "int7"}, "codec"),
         ({"extra": 1}, "extra"),
+        ({"fragments": 2, "fragment": 2}, "fragment 2 of 2"),
+        ({"merge_alpha": 1.0}, "merge_alpha"),
         ({"round": 2}, "round 1 with a request for 2"),
     ],
 )
@@ -452,6 +466,7 @@ def test_round_1000_follows_round_999(tmp_path: Path, monkeypatch: pytest.Monkey
     (here / "made").mkdir(parents=True)
     names: dict[str, Any] = {"campaign": "c", "round": 1000, "facility": "f", "codec": "int8"}
     names |= {"signing_key": None, "overrides": [], "frozen": None}
+    names |= {"fragments": 1, "fragment": 0, "fragment_pattern": "strided"}
     site._make_update(tmp_path, here, FakeRun(), names, tmp_path)  # type: ignore[arg-type]
     before = words[words.index("--previous-residual") + 1]
     assert before == str(tmp_path / "rounds" / "round-999" / "residual")

@@ -9,7 +9,7 @@ import pytest
 from atoll.campaign import last_loss
 from atoll.campaign.journal import Journal, alone
 from atoll.campaign.round import go_on
-from atoll.campaign.store import CampaignStore, checked_campaign
+from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings, load_store
 from atoll.campaign.transfer import Unreachable
 from atoll.errors import UserError
 
@@ -18,6 +18,8 @@ echo 'rsync: [receiver] write failed on "x": No space left on device (28)' >&2
 echo 'rsync error: error in file IO (code 11) at receiver.c(380) [receiver=3.2.7]' >&2
 exit 11
 """
+
+BASE = "0" * 64
 
 
 def store_of(folder: Path, **changes: Any) -> CampaignStore:
@@ -37,6 +39,20 @@ def test_a_line_that_a_kill_cut_off_is_not_there(tmp_path: Path) -> None:
     assert [record["event"] for record in journal.records()] == ["asked", "submitted"]
     assert journal.last("submitted")["run"] == "r"
     assert len(journal.path.read_text().splitlines()) == 3
+
+
+def test_facilities_join_and_leave_but_stay_where_they_are(tmp_path: Path) -> None:
+    sites = [{"name": name, "folder": f"/{name}"} for name in ("north", "south", "west")]
+    values: dict[str, Any] = {"name": "c", "start": [], "sites": sites[:2]}
+    keep_settings(CampaignStore(checked_campaign(values), tmp_path))
+    store = keep_settings(CampaignStore(checked_campaign(values | {"sites": sites[1:]}), tmp_path))
+    assert [site.name for site in load_store(tmp_path).campaign.sites] == ["south", "west"]
+    north = store.round(1) / "north" / "update"
+    north.mkdir(parents=True)
+    assert store.updates(1) == [north], "what it sent stays part of its round"
+    moved = [sites[1] | {"folder": "/elsewhere"}]
+    with pytest.raises(UserError, match=r"was begun with sites\.south="):
+        keep_settings(CampaignStore(checked_campaign(values | {"sites": moved}), tmp_path))
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
@@ -119,7 +135,8 @@ def test_nobody_holds_a_campaign_that_asks_for_its_last_loss(
 
     def bring(_: object, asked: int, site: Any, words: Any, *rest: Any, **more: Any) -> Any:
         answers.append(site.name)
-        assert asked == 3 and words["overrides"][-1] == "training.steps=0" and "--measure" in rest
+        assert asked == 3 and (words["base"], words["global_round"]) == (BASE, 2)
+        assert words["overrides"][-1] == "training.steps=0" and "--measure" in rest
         if site.name == "lagoon":
             raise UserError("lagoon: no", "")
         if site.name == "shoal":
@@ -128,6 +145,8 @@ def test_nobody_holds_a_campaign_that_asks_for_its_last_loss(
 
     monkeypatch.setattr(last_loss, "bring", bring)
     monkeypatch.setattr(last_loss, "request", lambda *_: {"overrides": []})
+    store.model(2).mkdir(parents=True)
+    (store.model(2) / "manifest.json").write_text(json.dumps({"digest": BASE}))
     last_loss.measure_last(store, 2)
     assert store.global_loss(2) == 2.5
     left_out = {r["facility"]: r["why"] for r in store.loss_journal(2).records("left out")}

@@ -46,6 +46,7 @@ def test_one_line_before_the_job_is_queued(scheduler, here, capsys):
     assert line.startswith("x: at least ") and line.endswith("; expected to start 2026-11-24 03:05")
     assert (here / "calls").read_text().split() == ["--test-only", "--parsable"]
     assert kept()["predicted"]["step_seconds"]["value"] > 0
+    assert kept()["predicted"]["queue_seconds"]["value"] >= 0
 
 
 def test_a_dry_run_says_it_beside_the_commands_and_asks_nobody(scheduler, here, capsys):
@@ -56,15 +57,39 @@ def test_a_dry_run_says_it_beside_the_commands_and_asks_nobody(scheduler, here, 
     assert not (here / "calls").exists() and not (here / "runs").exists()
 
 
+def test_a_machine_without_rates_says_nothing_and_one_with_them_does(scheduler, here, capsys):
+    words = ["facility=laptop", "model=llama_tiny", "training.steps=8", "name=y", "--dry-run"]
+    assert submit.main(words) == 0
+    assert "y: " not in capsys.readouterr().err
+    own = {"product_tflops_fp32": {"64": 0.1}, "product_tflops_bf16": {"64": 0.1}}
+    own |= {"attention_tflops": {"64": 0.1}, "memory_gb_s": 9.0, "optimizer_gb_s": 9.0}
+    own |= {"logits_gb_s": 9.0, "blocks_per_us": 1e-3, "block_gb_s": 9.0}
+    link = {"latency_us": 100.0, "gb_s": 1.0}
+    links = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), link)
+    rates = {"measured_on": "2026-11-24", "device": "cpu", "cores": 2, "ranks": 2}
+    rates |= {"alone": own, "together": own, "collectives": links}
+    certificate = {"facility": "laptop", "measured_on": "2026-11-24", "rates": rates}
+    run_dir.write_whole(here / "facilities" / "laptop.json", json.dumps(certificate))
+    assert submit.main(words) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("y: about ") and said.rstrip().endswith("by rates measured here")
+    learned = {
+        "step": [{"family": "fsdp", "size": n, "factor": 2.0, "runs": 7} for n in range(-16, 4)]
+    }
+    certificate["calibration"] = learned | {"memory": [], "start_seconds": 9.0}
+    run_dir.write_whole(here / "facilities" / "laptop.json", json.dumps(certificate))
+    assert submit.main(words) == 0
+    again = capsys.readouterr().err
+    assert again.rstrip().endswith("from 7 runs here") and "9 s of each job to start" in again
+    assert float(again.split()[2]) == pytest.approx(2 * float(said.split()[2]), rel=0.01)
+
+
 def test_the_prediction_follows_the_settings_submitted_last(scheduler):
     assert submit.main([*QUEUED, "nodes=2"]) == 0
     assert submit.main([*QUEUED, "nodes=4"]) == 0
-    assert (
-        kept()["predicted"]
-        == bet.prediction_of(compose([*QUEUED, "nodes=4"]).run).record(
-            compose([*QUEUED, "nodes=4"]).run, ""
-        )["predicted"]
-    )
+    run = compose([*QUEUED, "nodes=4"]).run
+    said = bet.prediction_of(run).record(run, "")["predicted"]
+    assert kept()["predicted"] == said | {"queue_seconds": kept()["predicted"]["queue_seconds"]}
 
 
 def test_what_the_scheduler_refuses_leaves_no_prediction(scheduler, here):
@@ -106,12 +131,82 @@ def test_where_the_time_is_unknown_the_first_job_counts(composed):
 def test_the_budget_is_what_the_facility_s_own_command_says(scheduler, composed):
     scheduler("quota", "echo 'project x, left: 1,234 of 5,000 node-hours'")
     words = ("facility.budget.command=[quota]", r"facility.budget.pattern='left: ([\d,]+)'")
-    assert bet.budget_left(composed(*QUEUED, *words).run) == "1,234"
+    words = (*words, "facility.budget.per_node_hour=1")
+    assert bet.node_hours_left(composed(*QUEUED, *words).run) == 1234
     scheduler("quota", "exit 1")
-    assert bet.budget_left(composed(*QUEUED, *words).run) is None
-    assert bet.budget_left(composed(*QUEUED).run) is None
+    assert bet.node_hours_left(composed(*QUEUED, *words).run) is None
+    assert bet.node_hours_left(composed(*QUEUED, "facility.budget.command=[]").run) is None
     with pytest.raises(UserError, match="0 groups"):
         composed(*QUEUED, "facility.budget.pattern=left")
+
+
+# facility, account -> the lines that its documents show, and the node-hours in them
+SHOWN = {
+    ("lumi", "project_465000001"): (
+        """\
+Project             |                    CPU (used/allocated)|               GPU (used/allocated)|
+--------------------------------------------------------------------------------------------------
+project_465000001   |              0/1000   (0.0%) core/hours|          60/300  (20.0%) gpu/hours|
+""",
+        60.0,
+    ),
+    ("leonardo", "Proj_B"): (
+        """\
+account start end total localCluster totConsumed totConsumed monthTotal monthConsumed
+                       (local h) Consumed(local h) (local h) % (local h) (local h)
+-----------------------------------------------------------------------------------
+Proj_A 20110323 20300323 50000 25000 55027726 50.0 600 600
+Proj_B 20220427 20301231 100000 10000 27086 10.0 731 731
+""",
+        90_000 / 32,
+    ),
+    ("karolina", "OPEN-00-01"): (
+        """\
+PID         Resource type    Days left      Total     Used      By me     Free
+----------  ---------------  -------------  --------  --------  --------  --------
+OPEN-00-00  Karolina GPU      249                42         0         0        17
+OPEN-00-01  Karolina CPU      249                42         0         0        41
+            Karolina GPU      249               100        58         5        42
+""",
+        42.0,
+    ),
+    ("polaris", "ProjectX"): (
+        """\
+Totals:
+  Rows: 1
+  Polaris:
+    Available Balance: 43,967.2 node hours
+    Charged          : 6,032.8 node hours
+""",
+        43_967.2,
+    ),
+}
+
+
+@pytest.mark.parametrize(("facility", "account"), SHOWN)
+def test_a_facility_s_own_command_as_its_documents_show_it(
+    scheduler, composed, here, facility, account
+):
+    text, hours = SHOWN[facility, account]
+    (here / "shown").write_text(text)
+    run = composed(f"facility={facility}", f"facility.account={account}", "image=none").run
+    scheduler(run.facility.budget.command[0], 'echo "$*" > asked; cat shown')
+    assert bet.node_hours_left(run) == pytest.approx(hours)
+    assert "{" not in (here / "asked").read_text()
+    nobody = composed(f"facility={facility}", "facility.account=nobody", "image=none").run
+    assert facility == "polaris" or bet.node_hours_left(nobody) is None
+
+
+def test_what_the_account_cannot_pay_is_refused_with_the_steps_that_it_can(scheduler, here):
+    words = [*QUEUED, "facility.budget.command=[quota]", r"facility.budget.pattern='left: (\d+)'"]
+    words += ["facility.budget.per_node_hour=1", "training.steps=100000000"]
+    scheduler("quota", "echo left: 5")
+    with pytest.raises(UserError, match=r"at least .* node-hours, and x has 5 left") as no:
+        submit.main(words)
+    fitting = no.value.hint.split()[0]
+    assert fitting.startswith("training.steps=") and not list((here / "runs").glob("*"))
+    assert submit.main([*words, fitting]) == 0
+    assert submit.main([*words, "--yes"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -131,3 +226,8 @@ def test_a_scheduler_without_an_answer_is_no_error(scheduler):
     scheduler("sbatch", "exit 1")
     assert bet.expected_start(["sbatch", "--parsable"], {"PATH": "/usr/bin"}) is None
     assert bet.expected_start(["no-such-program"], {"PATH": "/usr/bin"}) is None
+
+
+def test_a_start_that_has_passed_is_now():
+    assert bet.seconds_until("2001-01-01 00:00") == 0.0
+    assert bet.seconds_until("2901-01-01 00:00") > 86_400

@@ -43,6 +43,15 @@ def test_accounts_that_are_not_yours_are_named_with_those_that_are(composed, sit
     assert finding.hint == "facility.account=NAME, one of: mine, ours"
 
 
+@pytest.mark.parametrize("facility", ["leonardo", "polaris"])
+def test_an_account_that_is_missing_is_no_matter_of_time(facility, composed, site):
+    run = composed(f"facility={facility}", "folders.runs=/tmp").run
+    finding = found(run, site(), "account")
+    assert (finding.state, finding.found) == (WRONG, f"{facility} needs an account")
+    assert "facility.account=NAME" in finding.hint
+    assert found(run, site(), "time limit").state == OK
+
+
 def test_a_qos_that_the_account_has_not(composed, site):
     environment = site(sacctmgr="echo 'mine|normal,debug|'")
     for qos, state in (("debug", OK), ("big", WRONG)):

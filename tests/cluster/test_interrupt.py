@@ -11,7 +11,7 @@ from atoll import run_dir
 from atoll.__main__ import main
 from atoll.cluster.job_script import around_job
 from atoll.cluster.status import status
-from atoll.errors import UserError, keep_failure
+from atoll.errors import FAILURE, UserError, keep_failure
 
 
 def test_ctrl_c_ends_in_the_command_that_goes_on(tmp_path):
@@ -47,8 +47,21 @@ def test_a_failed_start_leaves_its_reason_and_no_empty_folder(tmp_path, capsys):
     assert main(["tokenize", str(folder)]) == 2
     assert "not UTF-8" in capsys.readouterr().err
     state, why = status(folder)
-    assert state == "not finished" and why.startswith(f"{text} is not UTF-8")
+    assert state == "failed" and why.startswith(f"{text} is not UTF-8")
+    assert "no step yet" not in why
     assert list((tmp_path / "prepared").iterdir()) == []
+
+
+def test_a_mistake_that_a_later_start_got_past_is_forgotten(tmp_path):
+    keep_failure(UserError("too little", "more"), tmp_path)
+    refused_at = (tmp_path / FAILURE).stat().st_mtime
+    lines = [("train", refused_at - 60), ("fault", refused_at + 1)]  # a rank without a port, say
+    for event, at in lines:
+        run_dir.append_record(run_dir.metrics_file(tmp_path), {"event": event, "time": at})
+    assert run_dir.failure(tmp_path) == "too little; more"
+    later = {"event": "start", "time": refused_at + 60}
+    run_dir.append_record(run_dir.metrics_file(tmp_path), later)
+    assert run_dir.failure(tmp_path) == ""
 
 
 def test_a_mistake_is_kept_where_the_disk_takes_it(tmp_path):

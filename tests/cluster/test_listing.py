@@ -7,8 +7,7 @@ import pytest
 import yaml
 
 from atoll import run_dir
-from atoll.cluster import job_control, listing
-from atoll.config import diff
+from atoll.cluster import diff, job_control, listing
 from atoll.errors import UserError
 from atoll.settings import dumped
 
@@ -137,3 +136,18 @@ def test_diff_names_the_settings_that_differ(submitted, capsys):
     assert "nodes: 1 -> 2" in lines and 'name: "one" -> "two"' in lines
     assert any(line.startswith("optimizer.learning_rate: ") for line in lines)
     assert len(lines) == 3
+
+
+def test_diff_shows_letters_as_they_are(submitted, capsys):
+    submitted("one")
+    submitted("two", "generation.prompt=Grüße")
+    assert diff.main(["one", "two"]) == 0
+    assert '-> "Grüße"' in capsys.readouterr().out
+
+
+def test_diff_of_a_run_that_cannot_be_read_names_its_line(submitted):
+    broken = run_dir.settings_file(submitted("one"))
+    submitted("two")
+    broken.write_text("a: [b\n")
+    with pytest.raises(UserError, match=r"one/run.yaml, line 2: not YAML"):
+        diff.main(["one", "two"])

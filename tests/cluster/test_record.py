@@ -10,7 +10,7 @@ import yaml
 
 from atoll import run_dir
 from atoll.cluster import bet, plan
-from atoll.cluster.record import outcomes, read_prediction, record_of
+from atoll.cluster.record import outcomes, record_of
 from atoll.config.compose import compose
 from atoll.errors import UserError
 from atoll.report import command as report
@@ -38,6 +38,9 @@ def test_a_finished_run_has_its_prediction_beside_what_happened(tmp_path, capsys
         assert 0 < found[name].predicted < found[name].measured
     assert found["tokens_per_second"].predicted > found["tokens_per_second"].measured
     assert found["device_kwh"].predicted < found["device_kwh"].measured
+    [said] = [line for line in run_dir.metrics(folder) if line["event"] == "prediction"]
+    assert said["memory_gib"] == found["memory_gib"].predicted
+    assert found["step_seconds"].bound == "at least" and found["memory_gib"].bound == ""
     assert report.main([str(folder)]) == 0
     text = capsys.readouterr().out
     assert "Predicted and measured" in text and "memory of the fullest device, GiB" in text
@@ -56,7 +59,7 @@ def write_run(name: str, memory_gib: float, *words: str, ranks: int = 8) -> Path
     folder = run_dir.folder(run)
     run_dir.write_whole(run_dir.settings_file(folder), yaml.safe_dump(dumped(run)))
     bet.keep_prediction(run)
-    predicted = read_prediction(folder)
+    predicted = run_dir.predicted(folder)
     seconds = 2 * predicted["step_seconds"]
     figures = {"memory_gib": memory_gib, "step_seconds": seconds, "tokens_per_second": 1 / seconds}
     lines = [{"event": "start", "ranks": ranks, "steps": 3, "training_samples": 64}]
@@ -67,7 +70,7 @@ def write_run(name: str, memory_gib: float, *words: str, ranks: int = 8) -> Path
 
 
 def test_the_record_is_by_facility_and_strategy(here, capsys):
-    least = read_prediction(write_run("a", 1.0))["memory_gib"]
+    least = run_dir.predicted(write_run("a", 1.0))["memory_gib"]
     write_run("a", least)
     write_run("b", least / 2)
     write_run("c", least * 2, "sharding=ddp")

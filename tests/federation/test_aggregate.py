@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from atoll.errors import UserError
-from atoll.federation.aggregate import Outcome, Update, aggregate, verified
+from atoll.federation.aggregate import Outcome, aggregate, verified
 from atoll.federation.apply_delta import apply_delta
 from atoll.federation.global_model import first_global, read_global
+from atoll.federation.update import Update
 from atoll.settings.federation import Rule
 
 LOOSE = {"max_norm_ratio": 1e9, "min_cosine": -1.0}

@@ -17,11 +17,13 @@ from torch import Tensor
 from atoll import run_dir
 from atoll.errors import UserError
 from atoll.federation import aggregate as aggregation
-from atoll.federation.aggregate import SmallCohort, Update, aggregate, verified
+from atoll.federation.aggregate import aggregate, verified
 from atoll.federation.apply_delta import apply_delta
+from atoll.federation.cohort import SmallCohort
 from atoll.federation.global_model import begin, first_global, read_global, replace_folder
 from atoll.federation.make_delta import make_delta
 from atoll.federation.tensors import TensorReader
+from atoll.federation.update import Update
 from atoll.settings.federation import Rule
 
 

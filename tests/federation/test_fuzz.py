@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from atoll import run_dir
 from atoll.errors import UserError
-from atoll.federation.aggregate import SmallCohort, aggregate, verified
+from atoll.federation.aggregate import aggregate, verified
+from atoll.federation.cohort import SmallCohort
 from atoll.federation.global_model import read_global
 from atoll.settings.federation import Rule
 

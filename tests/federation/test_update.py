@@ -12,9 +12,10 @@ import pytest
 
 from atoll import run_dir
 from atoll.errors import UserError
-from atoll.federation.aggregate import Update, verified
+from atoll.federation.aggregate import verified
 from atoll.federation.global_model import read_global
 from atoll.federation.tensors import TensorReader
+from atoll.federation.update import Update
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -269,6 +270,36 @@ def test_a_watcher_without_its_folder_ends(tmp_path: Path, when: str) -> None:
     finally:
         process.kill()
     assert process.returncode == 0
+
+
+RANK = """
+import signal, sys, time
+from pathlib import Path
+from atoll.health import heartbeat
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+heartbeat.begin(Path(sys.argv[1]), int(sys.argv[2]))
+time.sleep(60)
+"""
+
+
+def test_ranks_end_where_nothing_can_be_written_down(tmp_path: Path) -> None:
+    """As on a full disk: nobody waits for records and a verdict that cannot come."""
+    folder, records = tmp_path / "memory", tmp_path / "file" / "records"
+    records.parent.write_text("no folder")
+    facts = Watched(str(tmp_path), str(records), str(folder), 0, 2, 0, 2, "cpu", None, 1800.0)
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK, folder, str(n)]) for n in range(2)]
+    try:
+        while len(heartbeat.read_all(folder, range(2))) < 2:
+            time.sleep(0.02)
+        ranks[0].kill()
+        ranks[0].wait()
+        argv = [sys.executable, "-m", "atoll.health.watchdog", facts.in_words()]
+        watcher = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+        assert (watcher.returncode, watcher.stderr) == (0, "")
+        assert ranks[1].wait(1) == -signal.SIGKILL
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 def test_slow_phases_are_left_alone(ranks: RankPool, folder: Path) -> None:

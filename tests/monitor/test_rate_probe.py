@@ -11,7 +11,7 @@ from rank_pool import RankPool
 from atoll import run_dir
 from atoll.cluster import plan
 from atoll.config import certificate
-from atoll.monitor import first_day, rate_probe
+from atoll.monitor import rate_probe
 from atoll.sharding.process_group import World
 
 __all__ = ["composed", "here", "tree"]
@@ -43,9 +43,9 @@ def test_every_rate_is_positive_alone_and_together(rates: dict) -> None:
 
 def test_a_certificate_keeps_what_the_other_command_wrote(tmp_path: Path, rates: dict) -> None:
     run = small_run.settings(tmp_path, 2, folders__facilities=str(tmp_path / "facilities"))
-    first_day.lay_over(run, {"rates": {"device": "cpu"}})
-    first_day.lay_over(run, {"gemm_tflops": 0.1, "measured_on": "2026-11-24"})
-    first_day.lay_over(run, {"rates": rates})
+    run_dir.add_to_certificate(run, {"rates": {"device": "cpu"}})
+    run_dir.add_to_certificate(run, {"gemm_tflops": 0.1, "measured_on": "2026-11-24"})
+    run_dir.add_to_certificate(run, {"rates": rates})
     written = json.loads(run_dir.certificate(run).read_text())
     assert (written["gemm_tflops"], written["measured_on"]) == (0.1, "2026-11-24")
     assert certificate.rates(run) == json.loads(json.dumps(rates))

@@ -32,7 +32,7 @@ def test_a_rate_that_is_not_stated_is_a_question_mark(composed):
     assert prediction.step_seconds is prediction.hours is prediction.jobs is None
     line = in_a_line(prediction, run)
     assert line.startswith("time ? (lumi states no rate for: ")
-    assert "GiB a checkpoint" in line and "kWh" not in line
+    assert "checkpoints of 75.3 GiB" in line and "kWh" not in line
 
 
 def test_steps_that_follow_from_the_text_have_no_total(composed):
@@ -61,7 +61,7 @@ def test_what_has_no_formula_is_unknown(composed):
     prediction, run = predicted(composed, "sharding=deepspeed_zero3")
     assert prediction.memory_gib is prediction.checkpoint_gib is prediction.step_seconds is None
     assert in_a_line(prediction, run).startswith("time ? (DeepSpeed spreads")
-    assert "; ? GiB a device; ? GiB a checkpoint" in in_a_line(prediction, run)
+    assert "; ? GiB a device; 2 checkpoints of ? GiB" in in_a_line(prediction, run)
 
 
 def test_a_record_names_units_rates_and_version(composed):

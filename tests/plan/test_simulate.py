@@ -89,3 +89,10 @@ def test_failures_take_what_daly_says() -> None:
 def test_a_rate_that_is_missing_is_named() -> None:
     with pytest.raises(UserError, match="states no rate for: parameters, gradients"):
         simulated(run_of(), [1, 2], True, priced(Rates(312.0, 1500.0, None, None)), None)
+
+
+def test_the_knee_is_put_down_to_what_grew_and_not_to_what_is_longest() -> None:
+    slow = replace(IDEAL, network_latency_us=1000.0)
+    rows = simulated(run_of(), [1, 2, 4, 8], False, priced(slow), None)
+    bent = knee(rows)
+    assert bent is not None and bent.bound == "compute" and bent.cause == "link"

@@ -75,7 +75,7 @@ def test_results_come_first_best_first_under_what_differs(sweep, capsys):
         "4000",
     )
     assert (best["MFU"], best["minutes"], best["node-hours"]) == ("0.4", "40.00", "0.667")
-    assert dead["held-out loss"] == "" and dead["state"].startswith("not finished")
+    assert dead["held-out loss"] == "" and dead["state"].startswith("failed: loss is nan")
     assert "left out: no run at" in printed.err and "other" in printed.err
     assert {row["series"] for row in table("figure-training-loss", folder)} == {
         row["run"] for row in rows[:-1]
@@ -87,8 +87,17 @@ def test_results_come_first_best_first_under_what_differs(sweep, capsys):
 
 
 def test_runs_without_any_step_are_named_with_their_reason(sweep):
-    with pytest.raises(UserError, match="none of these runs has steps to report; dead"):
+    with pytest.raises(UserError, match=r"has steps to report: dead \(failed\)"):
         report.main([name for name in sweep if name.endswith(("dead", "other"))])
+
+
+def test_a_long_fact_has_a_line_of_its_own(here):
+    folder = write_run("one", 2.0)
+    assert report.main([str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    assert "<div class=all><dt>state<dd>not finished: step 40 is the last" in page
+    assert "<h3>Goodput" not in page  # nobody wrote down where its time went
+    assert ">training loss, epoch 1<" in page and ">loss 1<" not in page
 
 
 def test_one_page_holds_all_offline(sweep):
@@ -101,7 +110,7 @@ def test_one_page_holds_all_offline(sweep):
     drawn = re.findall(
         r'<svg [^>]*role="img"[^>]*><title>([^<]+)</title><desc>([^<]+)</desc>', text
     )
-    assert len(drawn) == text.count("<svg ") >= 8
+    assert len(drawn) == text.count("<svg ") == 7  # and none without a value
     loss = dict(drawn)["Training loss"]
     assert "learning_rate=0.001: 8 at 100, 0.2 at 4,000" in loss
     series = re.findall(r'class="series (c\d)" data-key="([^"]+)"', text)

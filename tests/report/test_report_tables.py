@@ -104,6 +104,17 @@ def test_the_page_holds_figures_tables_and_settings(campaign, capsys):
     assert "$" not in page.partition("<script>")[0]
 
 
+def test_what_came_of_a_campaign_stands_first(campaign):
+    assert report.main([str(campaign)]) == 0
+    cards, _, figures = (campaign / "report.html").read_text().partition("</dl>")
+    for fact in ("rounds<dd>1 of 5", "held-out loss before<dd>4.0000", "MiB sent<dd>13.00"):
+        assert f"<dt>{fact}</div>" in cards
+    assert "<dt>minutes<dd>2.50</div>" in cards and "<dt>left out<dd>1</div>" in cards
+    assert "<dt>held-out loss<dd>" not in cards  # which nobody has measured yet
+    losses = figures.partition("<title>Held-out loss</title>")[2].partition("</svg>")[0]
+    assert losses.count("<circle") == 2  # a line of one point would show nothing
+
+
 def test_a_row_may_lack_a_column_and_styles_agree():
     rows = [{"run": "a|b", "rate": "9,000"}, {"run": "c", "rate": "12", "loss": "1.5"}]
     assert text(rows) == "run   rate  loss\na|b  9,000\nc       12   1.5"

@@ -230,6 +230,15 @@ def test_a_model_that_its_updates_do_not_make_is_named(
     assert f"{weights} is not what its updates make" in capsys.readouterr().err
 
 
+def test_a_rule_of_fewer_words_is_the_same_rule(store: CampaignStore) -> None:
+    path = store.model(1) / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["rule"]["fragments"]
+    run_dir.write_whole(path, json.dumps(content))
+    prove_campaign(store, 2)
+    assert verify(store) == 0
+
+
 def test_a_manifest_that_gives_other_weights_is_named(
     store: CampaignStore, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,12 +21,17 @@ BUNDLE = "folders.bundle="
 
 def request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
     """What a facility is asked in a round: the same words every time."""
-    campaign = store.campaign
+    campaign, rule, newest = store.campaign, store.campaign.rule, store.global_round(number)
     return {
         "campaign": campaign.name,
         "round": number,
         "facility": site.name,
-        "base": store.model_manifest(number - 1)["digest"],
+        "base": store.model_manifest(newest)["digest"],
+        "global_round": newest,
+        "fragments": rule.fragments,
+        "fragment": rule.fragment(number),
+        "fragment_pattern": rule.fragment_pattern,
+        "merge_alpha": rule.merge_alpha,
         "frozen": store.model_manifest(0).get("frozen"),
         "codec": campaign.codec,
         "inner_state": campaign.inner_state,

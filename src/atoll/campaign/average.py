@@ -59,7 +59,8 @@ def aggregate_words(
     words += ["--base", str(store.model(number - 1)), "--out", str(out)]
     words += ["--codec", campaign.global_codec]
     words += ["--rule", rule.model_dump_json(), "--about", json.dumps({"round": number, **about})]
-    for before in range(number - 2, max(-1, number - 2 - rule.max_staleness), -1):
+    oldest = number - 1 - rule.max_staleness - rule.overlap_rounds
+    for before in range(number - 2, max(-1, oldest - 1), -1):
         words += ["--older", store.model_manifest(before)["digest"]]
     return words
 

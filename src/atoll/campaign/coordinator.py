@@ -5,32 +5,26 @@ Killed at any moment and started again, a campaign goes on where it was: a facil
 same question, and does nothing twice.
 """
 
-import threading
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from atoll.campaign import streamflow
+from atoll.campaign.asking import Collect, collect_here, overlapped
 from atoll.campaign.average import average
-from atoll.campaign.calls import LOOK_SECONDS, Over, never
 from atoll.campaign.dry_run import dry_run
 from atoll.campaign.first_model import make_first_model, merge_adapter
 from atoll.campaign.journal import alone
 from atoll.campaign.last_loss import measure_last
 from atoll.campaign.progress import shown
 from atoll.campaign.prove import prove_campaign
-from atoll.campaign.round import go_on
 from atoll.campaign.steps_by_queue import choose_steps
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
 from atoll.commands import VerbParser
 from atoll.config.compose import campaign_values
 from atoll.proof.statement import NAME
-from atoll.settings.federation import Site
 
 ABOUT = """Rounds of training at the facilities of a federation, averaged on this machine. The same
 command run again goes on where it stopped."""
-QUICK_QUESTIONS = 50  # of a facility in a round, where each answer is another: then no more
 
 
 def main(argv: list[str]) -> int:
@@ -54,21 +48,9 @@ def main(argv: list[str]) -> int:
 def run(store: CampaignStore) -> int:
     """Every round that is not done yet, by the campaign's engine."""
     store = keep_settings(store)
-    campaign, collect = store.campaign, ENGINES[store.campaign.engine]
     make_first_model(store)
-    last = campaign.rounds
-    for number in range(1, last + 1):
-        while not store.has_model(number):
-            choose_steps(store, number)
-            with shown(store, number):
-                collect(store, number)
-            average(store, number)
-        print(round_line(store, number), flush=True)
-        if _reached_target(store, number):
-            print(f"the target loss {campaign.target_loss} is reached", flush=True)
-            last = number
-            break
-    if campaign.last_loss and not store.mean_losses(last + 1):  # else a later round did
+    last = _rounds(store)
+    if store.campaign.last_loss and store.global_loss(last) is None:  # else a later round did
         measure_last(store, last)
         print(last_line(store, last), flush=True)
     export = store.export(last)
@@ -81,53 +63,32 @@ def run(store: CampaignStore) -> int:
     return 0
 
 
-def collect_here(store: CampaignStore, number: int) -> None:
-    """Ask every facility, again and again, until it has sent its update or the time is over.
-
-    Side by side: one that hangs takes nobody else's time.
-    """
-    store.deadline(number)  # the clock starts
-    waiting, stop = store.unsettled(number), threading.Event()
-    with ThreadPoolExecutor(max(1, len(waiting))) as pool:
-        running = [pool.submit(_ask_until_settled, store, number, site, stop) for site in waiting]
-        try:
-            for each in as_completed(running):
-                each.result()
-        finally:
-            stop.set()
-    store.leave_out_late(number)
-
-
-def _ask_until_settled(
-    store: CampaignStore, number: int, site: Site, stop: threading.Event
-) -> None:
-    for seconds in questions(store, number, site, lambda _: stop.is_set()):
-        if stop.wait(seconds):
-            return
+def _rounds(store: CampaignStore) -> int:
+    """Carry out what is to do of all rounds; the number of the last."""
+    target = store.campaign.target_loss
+    with _collecting(store) as collect:
+        for number in range(1, store.campaign.rounds + 1):
+            while not store.has_model(number):
+                choose_steps(store, number)
+                with shown(store, number):
+                    collect(store, number)
+                average(store, number)
+            print(round_line(store, number), flush=True)
+            if _reached_target(store, number):
+                print(f"the target loss {target} is reached", flush=True)
+                return number
+    return store.campaign.rounds
 
 
-def questions(
-    store: CampaignStore, number: int, site: Site, stopped: Over = never
-) -> Iterator[float]:
-    """Ask a facility until it has sent its update or the time is over; the seconds between two.
-
-    Up to the deadline, and once after it: what is ready then is not lost.
-    """
-    deadline, quick = store.deadline(number), 0
-    while not stopped(0.0):
-        before = store.state(number, site).text
-        go_on(store, number, site, stopped)
-        state = store.state(number, site)
-        if state.settled or time.time() > deadline:
-            return
-        quick += 1
-        waits = state.text == before or quick > QUICK_QUESTIONS
-        left = max(0.0, deadline - time.time())
-        yield min(store.campaign.poll_seconds, left + LOOK_SECONDS) if waits else 0.0
+def _collecting(store: CampaignStore) -> AbstractContextManager[Collect]:
+    """How the campaign gets the updates of a round, while it goes over all of them."""
+    if store.campaign.rule.overlap_rounds:
+        return overlapped(store)
+    return nullcontext(ENGINES[store.campaign.engine])
 
 
 # engine -> how it gets the updates of one round; cut off, it goes on from where it was
-ENGINES = {"local": collect_here, "streamflow": streamflow.collect}
+ENGINES: dict[str, Collect] = {"local": collect_here, "streamflow": streamflow.collect}
 
 
 def _reached_target(store: CampaignStore, number: int) -> bool:
@@ -138,15 +99,16 @@ def _reached_target(store: CampaignStore, number: int) -> bool:
 
 
 def status_lines(store: CampaignStore) -> list[str]:
-    """A line for each round that has begun, and one for each facility of the last."""
+    """A line for each round that has begun, and one for each facility where it is under way."""
     begun = store.begun_rounds()
     lines = [f"{store.campaign.name}: {store.campaign.rounds} rounds in {store.folder}"]
-    lines += [round_line(store, number) for number in begun]
+    for number in begun:
+        lines.append(round_line(store, number))
+        if not store.has_model(number):
+            states = {site.name: store.state(number, site).text for site in store.campaign.sites}
+            lines += [f"  {name}: {text}" for name, text in states.items()]
     if begun and store.loss_journal(begun[-1]).records():
         lines.append(last_line(store, begun[-1]))
-    if begun and not store.has_model(begun[-1]):
-        for site in store.campaign.sites:
-            lines.append(f"  {site.name}: {store.state(begun[-1], site).text}")
     return lines
 
 

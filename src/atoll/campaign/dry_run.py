@@ -7,7 +7,7 @@ network is used, and what is only there (bundles, images, accounts) is not looke
 import yaml
 
 from atoll.campaign.asked import BUNDLE, training_words, without_bundle
-from atoll.campaign.first_model import start_words
+from atoll.campaign.first_model import refuse_few_layers, start_words
 from atoll.campaign.store import CampaignStore
 from atoll.cluster import limits
 from atoll.config.compose import check_model, compose, known_shape, path_word
@@ -25,7 +25,8 @@ def dry_run(store: CampaignStore) -> str:
         store.campaign.model_dump(mode="json"), sort_keys=False, allow_unicode=True
     )
     start = compose(without_bundle(start_words(store))[0]).run
-    lines = [_first_model(store, start)]
+    refuse_few_layers(store, start)
+    lines = [_first_model(store, start), *_fragments(store)]
     for site in store.campaign.sites:
         try:
             lines += _of_site(store, site, start.model)
@@ -48,6 +49,16 @@ def _first_model(store: CampaignStore, start: Run) -> str:
             f"has the model itself: {origin}{size}"
         )
     return f"round 0: {origin}{size} in fp32, to {store.model(0)} and once to each facility"
+
+
+def _fragments(store: CampaignStore) -> list[str]:
+    rule = store.campaign.rule
+    if rule.fragments == 1:
+        return []
+    return [
+        f"fragments: {rule.fragments}, {rule.fragment_pattern}; one a round, so each once in "
+        f"{rule.fragments * store.campaign.steps} steps; {rule.overlap_rounds} rounds overlap"
+    ]
 
 
 def _of_site(store: CampaignStore, site: Site, model: Model) -> list[str]:

@@ -18,8 +18,10 @@ from atoll.campaign.journal import alone
 from atoll.campaign.store import CampaignStore
 from atoll.campaign.transfer import atoll_here, run_verb
 from atoll.cluster.launchers import atoll_command
-from atoll.config.compose import compose, path_word
+from atoll.config.compose import compose, known_shape, path_word
 from atoll.errors import UserError
+from atoll.settings import Run
+from atoll.settings.federation import refuse_too_many_fragments
 
 
 def make_first_model(store: CampaignStore) -> None:
@@ -28,6 +30,7 @@ def make_first_model(store: CampaignStore) -> None:
         if store.has_model(0):
             return
         composition = compose(start_words(store))
+        refuse_few_layers(store, composition.run)
         settings, model = store.round(0) / "run.yaml", store.round(0) / "untrained"
         run_dir.write_whole(settings, composition.as_yaml())
         atoll, about = atoll_command(composition.run), dict[str, str]()
@@ -40,6 +43,15 @@ def make_first_model(store: CampaignStore) -> None:
         words += ["--about", json.dumps(about)]
         run_verb([*atoll_here(), *words], "the model of round 0")
         shutil.rmtree(model)
+
+
+def refuse_few_layers(store: CampaignStore, run: Run) -> None:
+    """Raise `UserError` where the model cannot be divided; `aggregate` does of an unknown one."""
+    try:
+        layers = known_shape(run).layers
+    except UserError:  # a model of the hub that this machine has not seen yet
+        return
+    refuse_too_many_fragments(store.campaign.rule.fragments, layers)
 
 
 def merge_adapter(store: CampaignStore, adapter: Path, out: Path) -> None:

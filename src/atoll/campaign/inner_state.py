@@ -35,7 +35,7 @@ def inner_state_words(
 
 def newest_state(folder: Path, number: int) -> Path | None:
     """The checkpoint behind the last step of the newest round before this one that was trained."""
-    for run in _trained(folder, number):
+    for _, run in trained_rounds(folder, number):
         if steps := run_dir.complete_checkpoints(run):
             return run_dir.checkpoint(run, steps[-1])
     return None
@@ -49,16 +49,16 @@ def prune_states(folder: Path, number: int, keep: int) -> None:
     """
     kept, here = 0, folder / "rounds" / round_name(number)
     own = Journal(here).last("inner state").get("checkpoint")
-    for run in _trained(folder, number):
+    for _, run in trained_rounds(folder, number):
         if kept >= keep and not (own and run in Path(own).parents):
             shutil.rmtree(run_dir.checkpoints(run), ignore_errors=True)
         kept += bool(run_dir.complete_checkpoints(run))
 
 
-def _trained(folder: Path, number: int) -> Iterator[Path]:
-    """The runs of the rounds before this one whose update was made, the newest first."""
+def trained_rounds(folder: Path, number: int) -> Iterator[tuple[int, Path]]:
+    """Number and run of the rounds before this one whose update was made, the newest first."""
     made = (folder / "rounds").glob("*/update/manifest.json")
     earlier = {round_number(manifest.parent.parent) for manifest in made} & set(range(number))
     for before in sorted(earlier, reverse=True):
         if job := Journal(folder / "rounds" / round_name(before)).last("submitted"):
-            yield Path(job["run"])
+            yield before, Path(job["run"])

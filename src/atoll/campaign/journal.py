@@ -6,6 +6,7 @@ their name); where a round stands beside that is what the lines of its journal a
 event        at             what it says
 asked        facility       what the coordinator wants of the round
 inner state  facility       the checkpoint whose moments the round's run begins with; null: none
+own weights  facility       with fragments, the export that the round's run goes on from; null: none
 submitted    facility       a job is handed to the scheduler
 refused      facility       it was not taken
 accepted     facility       it was taken, and where there is no scheduler it has ended: an attempt

@@ -49,8 +49,9 @@ def measure_last(store: CampaignStore, number: int) -> None:
 
 def loss_request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
     """What a round after this one would ask, but for its steps."""
-    words = request(store, number + 1, site)
-    return words | {"overrides": [*words["overrides"], "training.steps=0"]}
+    words, digest = request(store, number + 1, site), store.model_manifest(number)["digest"]
+    overrides = [*words["overrides"], "training.steps=0"]
+    return words | {"base": digest, "global_round": number, "overrides": overrides}
 
 
 def _ask_until_measured(

@@ -26,8 +26,8 @@ def prove_campaign(store: CampaignStore, last: int) -> None:
     names = [settings_file(folder).name, f"{round_name(0)}/run.yaml"]
     for number in range(last + 1):
         names.append(f"{round_name(number)}/global/manifest.json")
-        for site in store.campaign.sites if number else []:
-            update = store.update(number, site).relative_to(folder).as_posix()
+        for path in store.updates(number):
+            update = path.relative_to(folder).as_posix()
             names += [f"{update}/manifest.json", f"{update}/manifest.json.sig"]
     materials = [resource("campaign", folder, name) for name in existing(folder, names)]
     began = store.journal(1).records()[:1]

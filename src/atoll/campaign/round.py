@@ -31,8 +31,8 @@ from atoll.settings.exchange import (
 from atoll.settings.federation import Site
 
 # what is sent of a global model -> what of it is not: a facility's export has the master's weights
-FIRST = {"master": (), "export": ("*.safetensors",)}
-LATER: dict[str, tuple[str, ...]] = {"delta": ()}
+WHOLE = {"master": (), "export": ("*.safetensors",)}
+DELTA: dict[str, tuple[str, ...]] = {"delta": ()}
 MANIFEST = ("manifest.json", "manifest.json.sig")
 CALL_SECONDS = 3600.0  # of a question over ssh: a facility that hangs is asked again
 QUIET_SECONDS = 30.0  # without a sign of life; a facility gives one every few
@@ -130,7 +130,7 @@ def bring(
     *flags: str,
     over: Over = never,
 ) -> dict[str, Any]:
-    """Ask for what the request `words` says, and send the models of rounds before `asked`."""
+    """Ask for what the request `words` says, and send the models up to the one it begins with."""
     newest = -2
     while (answer := _asked(store, asked, site, words, over, *flags))["state"] == "needs":
         if answer["have"] <= newest:
@@ -139,7 +139,7 @@ def bring(
                 f"look into {site.folder}/incoming and {site.folder}/bases there",
             )
         newest = answer["have"]
-        _send_models(store, asked, site, over, journal, newest)
+        _send_models(store, words["global_round"], site, over, journal, newest)
     return answer
 
 
@@ -232,7 +232,7 @@ def _asked(
         return over(quiet_seconds) or time.time() > end
 
     answer = read_answer(ask(store.campaign, site, [*words, *flags], past), site.name)
-    if answer["state"] == "needs" and answer["have"] >= asked - 1:
+    if answer["state"] == "needs" and answer["have"] >= request["global_round"]:
         raise UserError(
             f"{site.name} needs a model, and has that of round {answer['have']}",
             f"look into {site.folder}/bases there",
@@ -241,13 +241,13 @@ def _asked(
 
 
 def _send_models(
-    store: CampaignStore, asked: int, site: Site, over: Over, journal: Journal, have: int
+    store: CampaignStore, newest: int, site: Site, over: Over, journal: Journal, have: int
 ) -> None:
-    """The first model whole, then deltas; the manifest last, which says it is whole."""
-    for before in range(have + 1, asked):
+    """Deltas, or the newest whole to who has none; the manifest last, which says it is whole."""
+    for before in range(have + 1, newest + 1) if have >= 0 else [newest]:
         model, target = store.model(before), f"{site.folder}/incoming/{round_name(before)}"
         began, size = time.time(), 0
-        for part, left_out in (FIRST if before == 0 else LATER).items():
+        for part, left_out in (WHOLE if have < 0 else DELTA).items():
             send(store.campaign, site, model / part, f"{target}/{part}", left_out, over)
             size += sum(path.stat().st_size for path in _files(model / part, left_out))
         staged = model.with_name(f".manifest-for-{site.name}")

@@ -9,6 +9,7 @@ FOLDER (the campaign, at the facility)/
                              else its bundle's, or what the settings name; base.json: its digest
   rounds/round-001/          journal.jsonl (journal.py), update/, and residual/: what encoding the
                              update left out, added to the next one (error feedback)
+  starts/round-003/          where the model travels in fragments: what the round's run begins with
   losses/round-003/          the journal of a measurement of the model before that round
   runs/ prepared/ tokenizer/
   .streamflow/               scratch of the workflow system, emptied each round
@@ -32,6 +33,7 @@ from atoll import run_dir
 from atoll.campaign.allow import refuse_outside, refuse_settings
 from atoll.campaign.inner_state import inner_state_words, prune_states
 from atoll.campaign.journal import Journal, alone, round_name, round_number
+from atoll.campaign.own_weights import begins_with
 from atoll.campaign.signing import sign
 from atoll.campaign.site_models import (
     container_side,
@@ -134,19 +136,21 @@ def advance(folder: Path, number: int, how: argparse.Namespace) -> dict[str, Any
 def _advance(
     folder: Path, number: int, request: dict[str, Any], how: argparse.Namespace
 ) -> dict[str, Any]:
-    here = _place(folder, number, how)
-    have = make_bases(folder, number, request["overrides"])
-    if have < number - 1:
+    here, newest = _place(folder, number, how), request["global_round"]
+    have = make_bases(folder, newest + 1, request["overrides"])
+    if have < newest:
         return {"state": "needs", "have": have}
-    base = folder / "bases" / round_name(number - 1)
+    base = folder / "bases" / round_name(newest)
     refuse_wrong_base(base, request)
+    lines = _overrides(folder, here, request, base, base / "export")
     if request["frozen"]:
-        refuse_other_frozen(folder, request, _overrides(folder, here, request, base))
+        refuse_other_frozen(folder, request, lines)
     if how.receive:
         return {"state": "received"}
     prune_states(folder, number, request["keep_checkpoints"])
-    lines = _overrides(folder, here, request, base)
     if not how.measure:
+        begin = begins_with(folder, here, request, base)
+        lines = _overrides(folder, here, request, base, begin)
         lines += inner_state_words(folder, here, request, lines)
     run = compose(lines).run
     refuse_outside(run, request["overrides"], folder)
@@ -202,7 +206,9 @@ def _request(here: Path) -> dict[str, Any]:
     return request
 
 
-def _overrides(folder: Path, here: Path, request: dict[str, Any], base: Path) -> list[str]:
+def _overrides(
+    folder: Path, here: Path, request: dict[str, Any], base: Path, begin: Path
+) -> list[str]:
     """Of the facility's run of this round; its name is the same whenever it is asked."""
     what = {"rounds": here.name, "losses": f"losses-{here.name}"}[here.parent.name]
     tokenizer = folder / "tokenizer"
@@ -214,7 +220,7 @@ def _overrides(folder: Path, here: Path, request: dict[str, Any], base: Path) ->
     return [
         *request["overrides"],
         f"name={request['campaign']}-{what}-{request['facility']}",
-        *model_words(folder, request, base),
+        *model_words(folder, request, begin),
         path_word("tokenizer.path", tokenizer),
         path_word("folders.runs", folder / "runs"),
         path_word("folders.prepared", folder / "prepared"),
@@ -251,7 +257,8 @@ def _make_update(folder: Path, here: Path, run: Run, request: dict[str, Any], ba
     """What training changed, encoded with the residual of the last update; signed, then named."""
     partial = here / "made"
     numbers = {round_number(path.parent): path for path in (folder / "rounds").glob("*/residual")}
-    earlier = [number for number in numbers if number < round_number(here)]
+    number, fragments = round_number(here), request["fragments"]
+    earlier = [n for n in numbers if n < number and (n - number) % fragments == 0]
     about = {
         "campaign": request["campaign"],
         "round": request["round"],
@@ -264,6 +271,8 @@ def _make_update(folder: Path, here: Path, run: Run, request: dict[str, Any], ba
     argv += ["--adapter"] if request["frozen"] else []
     argv += ["--run", str(run_dir.folder(run)), "--codec", request["codec"], "--out", str(partial)]
     argv += ["--residual", str(here / "residual"), "--about", json.dumps(about)]
+    argv += ["--fragments", str(fragments), "--fragment", str(request["fragment"])]
+    argv += ["--fragment-pattern", request["fragment_pattern"]]
     if earlier:
         argv += ["--previous-residual", str(numbers[max(earlier)])]
     run_verb(argv, "the update")

@@ -19,19 +19,26 @@ from atoll.errors import UserError
 def make_bases(folder: Path, number: int, overrides: Sequence[str]) -> int:
     """The number of the newest global model that is here, up to the one this round needs; -1: none.
 
-    Deltas that have arrived are added, one after the other.
+    Deltas that have arrived are added, one after the other; who joins gets one model whole.
     """
     have = _newest(folder, number)
+    wholes = [n for n in range(number) if (_incoming(folder, n) / "master").is_dir()]
+    if have < 0 and wholes:
+        have = wholes[-1] - 1
     for before in range(have + 1, number):
-        came = folder / "incoming" / round_name(before)
+        came = _incoming(folder, before)
         if not (came / "manifest.json").is_file():
             break
         _apply_delta(folder, before, came, overrides)
         have = before
     for old in range(have - 1):  # the one before the newest stays, should a round be done again
         shutil.rmtree(folder / "bases" / round_name(old), ignore_errors=True)
-        shutil.rmtree(folder / "incoming" / round_name(old), ignore_errors=True)
-    return have
+        shutil.rmtree(_incoming(folder, old), ignore_errors=True)
+    return have if _newest(folder, number) >= 0 else -1
+
+
+def _incoming(folder: Path, number: int) -> Path:
+    return folder / "incoming" / round_name(number)
 
 
 def refuse_wrong_base(base: Path, request: dict[str, Any]) -> None:
@@ -43,11 +50,11 @@ def refuse_wrong_base(base: Path, request: dict[str, Any]) -> None:
         )
 
 
-def model_words(folder: Path, request: dict[str, Any], base: Path) -> list[str]:
-    """Of a run: the round's global model; of adapters, these and the base that is here."""
+def model_words(folder: Path, request: dict[str, Any], begin: Path) -> list[str]:
+    """Of a run: the weights it begins with; of adapters, these and the base that is here."""
     if not request["frozen"]:
-        return [path_word("model.source", base / "export")]
-    start = [path_word("++model.lora.start", base / "export"), "export.merged=false"]
+        return [path_word("model.source", begin)]
+    start = [path_word("++model.lora.start", begin), "export.merged=false"]
     named = [value for name, value, _ in settings_of(request["overrides"]) if f"{name}=" == BUNDLE]
     places = [folder / "base", *(Path(value).absolute() / "model" for value in named[-1:])]
     here = next((place for place in places if place.is_dir()), None)
@@ -102,6 +109,6 @@ def _newest(folder: Path, number: int) -> int:
 def _apply_delta(folder: Path, before: int, came: Path, overrides: Sequence[str]) -> None:
     base = folder / "bases" / round_name(before)
     argv = [*container_side(folder, overrides), "apply-delta", str(came), str(base)]
-    if before:
+    if not (came / "master").is_dir():
         argv += ["--base", str(folder / "bases" / round_name(before - 1))]
     run_verb(argv, f"the global model of round {before}")

@@ -87,13 +87,16 @@ class CampaignStore:
         manifest: dict[str, Any] = json.loads((self.model(number) / "manifest.json").read_text())
         return manifest
 
+    def global_round(self, number: int) -> int:
+        """The round whose model a facility begins a round with: it may go on before the newest."""
+        return max(0, number - 1 - self.campaign.rule.overlap_rounds)
+
     def update(self, number: int, site: Site) -> Path:
         return self.round(number) / site.name / "update"
 
     def updates(self, number: int) -> list[Path]:
-        """Those that were taken, in the order of the campaign's facilities."""
-        folders = [self.update(number, site) for site in self.campaign.sites]
-        return [folder for folder in folders if folder.is_dir()]
+        """Those that were taken, also of a facility that has left the campaign since."""
+        return sorted(folder for folder in self.round(number).glob("*/update") if folder.is_dir())
 
     def site(self, name: str) -> Site:
         return next(site for site in self.campaign.sites if site.name == name)
@@ -176,9 +179,11 @@ class CampaignStore:
     def global_loss(self, number: int) -> float | None:
         """Held-out, the mean over facilities, of the model that a round ends with.
 
-        As those of the next round find it; of the last round, as they were asked for it.
+        As those of the next round find it, where all begin with it; of the last round, as they were
+        asked for it.
         """
-        if losses := self.mean_losses(number + 1):
+        losses, rule = self.mean_losses(number + 1), self.campaign.rule
+        if losses and rule.fragments == 1 and not rule.merge_alpha:
             return losses[0]
         measured = [r["loss"] for r in self.loss_journal(number).records("measured")]
         return sum(measured) / len(measured) if measured else None
@@ -230,9 +235,11 @@ def checked_campaign(values: dict[str, Any]) -> Campaign:
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """The rule's settings by themselves."""
+    """The rule's settings by themselves, and each facility: one may join, and one may leave."""
     rule = {f"rule.{name}": value for name, value in values.get("rule", {}).items()}
-    return {name: value for name, value in values.items() if name != "rule"} | rule
+    sites = {f"sites.{site['name']}": site for site in values["sites"]}
+    others = {name: value for name, value in values.items() if name not in ("rule", "sites")}
+    return others | rule | sites
 
 
 def settings_file(folder: Path) -> Path:

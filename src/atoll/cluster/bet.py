@@ -5,16 +5,19 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from importlib import metadata
 
 from atoll import run_dir
 from atoll.cluster.fit import shape_known_here
 from atoll.cluster.scheduler import without_outer_job
 from atoll.commands import run_command
+from atoll.config import certificate
 from atoll.errors import UserError
-from atoll.plan.prediction import Prediction, in_a_line, predict
+from atoll.plan.prediction import Prediction, in_a_line, predict, steps_taken
 from atoll.settings import Run
 
+UP_TO = "in its first job up to"  # where the time of a step is not known
 ASK_SECONDS = 5.0  # for which the scheduler's guess and the account's budget are waited for
 # sbatch: Job 42 to start at 2026-11-24T03:00:00 using 4 processors on nodes … in partition …
 TO_START = re.compile(r"Job \d+ to start at (\d{4}-\d\d-\d\d)T(\d\d:\d\d)")
@@ -23,7 +26,9 @@ TO_START = re.compile(r"Job \d+ to start at (\d{4}-\d\d-\d\d)T(\d\d:\d\d)")
 def prediction_of(run: Run) -> Prediction | None:
     """None for a run without steps, and where this machine does not know the model's shape."""
     shape = shape_known_here(run)
-    return None if shape is None or run.training.steps == 0 else predict(run, shape)
+    if shape is None or run.training.steps == 0:
+        return None
+    return predict(run, shape, certificate.rates(run), certificate.calibration(run))
 
 
 def keep_prediction(run: Run) -> None:
@@ -39,21 +44,14 @@ def keep_prediction(run: Run) -> None:
 
 
 def line(run: Run) -> str:
-    """What a queued run will take, in one line; nothing for one that no scheduler takes."""
+    """What a run will take, in one line; nothing for one that starts here and has no rates."""
     prediction = prediction_of(run)
-    if run.facility.scheduler == "none" or run.training.steps == 0:
+    is_timed = prediction is not None and prediction.step_seconds is not None
+    if run.training.steps == 0 or (run.facility.scheduler == "none" and not is_timed):
         return ""
     if prediction is None:
         return f"{run.name}: time ?; ? GiB a device: its shape is not known here"
     return f"{run.name}: {in_a_line(prediction, run)}"
-
-
-def asked_of_facility(run: Run, argv: Sequence[str], environment: Mapping[str, str]) -> str:
-    """What the facility says itself: when the job may start, what its account has left."""
-    begin = expected_start(argv, environment) if run.facility.scheduler == "slurm" else None
-    left = budget_left(run)
-    start = "" if begin is None else f"; expected to start {begin}"
-    return start + ("" if left is None else f"; {left} node-hours left")
 
 
 def expected_start(argv: Sequence[str], environment: Mapping[str, str]) -> str | None:
@@ -70,26 +68,57 @@ def start_in(words: str) -> str | None:
     return None if found is None else f"{found[1]} {found[2]}"
 
 
-def budget_left(run: Run) -> str | None:
-    """The node-hours that the facility's own command says are left; None where it says none."""
-    budget = run.facility.budget
-    if not budget.command or budget.pattern is None:
+def seconds_until(start: str) -> float:
+    """From now; a start that has passed is now."""
+    return max(0.0, (datetime.strptime(start, "%Y-%m-%d %H:%M") - datetime.now()).total_seconds())
+
+
+def keep_expected_wait(run: Run, seconds: float) -> None:
+    """Put what Slurm expected into a queued run's prediction."""
+    file = run_dir.prediction_file(run_dir.folder(run))
+    if not file.is_file():
+        return
+    kept = json.loads(file.read_text())
+    kept["predicted"]["queue_seconds"] = {"value": seconds, "unit": "s", "bound": ""}
+    run_dir.write_whole(file, json.dumps(kept, indent=1) + "\n")
+
+
+def node_hours_left(run: Run) -> float | None:
+    """What the facility's own command says its account has left; None where it says nothing."""
+    budget, account = run.facility.budget, run.facility.account
+    words = [word.replace("{account}", account or "") for word in budget.command]
+    if not words or budget.pattern is None or (account is None and words != budget.command):
         return None
-    done = run_command(budget.command, timeout_seconds=ASK_SECONDS)
-    found = re.search(budget.pattern, done.stdout) if done.returncode == 0 else None
-    return None if found is None else found[1]
+    pattern = budget.pattern.replace("{account}", re.escape(account or ""))
+    done = run_command(words, timeout_seconds=ASK_SECONDS)
+    hours = re.search(pattern, done.stdout, re.MULTILINE) if done.returncode == 0 else None
+    if hours is None:
+        return None
+    try:
+        numbers = {name: _number(text) for name, text in hours.groupdict().items()}
+        left = numbers["granted"] - numbers["used"] if numbers else _number(hours[1])
+    except ValueError:
+        return None
+    return left / budget.per_node_hour
 
 
-def confirm(run: Run, is_said: bool) -> None:
-    """Ask a person before a large run is queued.
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
 
-    is_said: `--yes` was given. Raises `UserError` where nobody agrees.
+
+def confirm(run: Run, is_said: bool, hours_left: float | None = None) -> None:
+    """Refuse what the account cannot pay, and ask a person before a large run is queued.
+
+    is_said: `--yes` was given; hours_left: node-hours of the account, where they are known.
+    Raises `UserError` where nobody agrees.
     """
     most = run.confirm.node_hours
-    if most is None or is_said:
+    if is_said or (most is None and hours_left is None):
         return
     needed, how = _node_hours(run)
-    if needed < most:
+    if hours_left is not None and how != UP_TO and needed > hours_left:
+        raise _too_dear(run, needed, how, hours_left)
+    if most is None or needed < most:
         return
     what = f"run {run.name} takes {how} {needed:,.3g} node-hours (confirm.node_hours={most:g})"
     if not sys.stdin.isatty():
@@ -99,9 +128,20 @@ def confirm(run: Run, is_said: bool) -> None:
         raise UserError(f"run {run.name} is not queued", "answer y, or give --yes")
 
 
+def _too_dear(run: Run, needed: float, how: str, hours_left: float) -> UserError:
+    steps = steps_taken(run)
+    fewer = 0 if steps is None else int(steps * hours_left / needed)
+    fitting = f"training.steps={run.checkpoint.initial_step + fewer} fits; " if fewer else ""
+    return UserError(
+        f"run {run.name} takes {how} {needed:,.3g} node-hours, and {run.facility.account or 'it'} "
+        f"has {hours_left:,.4g} left",
+        f"{fitting}--yes queues it all the same",
+    )
+
+
 def _node_hours(run: Run) -> tuple[float, str]:
     """What a run takes at least; where that is unknown, what its first job may take."""
     prediction = prediction_of(run)
     if prediction is not None and prediction.node_hours is not None:
-        return prediction.node_hours, "at least"
-    return run.job_nodes * (run.facility.walltime_minutes or 0) / 60, "in its first job up to"
+        return prediction.node_hours, "at least" if prediction.is_bound else "about"
+    return run.job_nodes * (run.facility.walltime_minutes or 0) / 60, UP_TO

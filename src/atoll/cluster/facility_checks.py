@@ -128,18 +128,20 @@ def folders(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def facility_limits(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Nodes, time and account against what the facility states."""
+    """Nodes and time against what the facility states."""
     yield _checked("support", run.image.name, limits.check_supported, run)
     yield _checked("nodes", str(run.nodes), limits.check_nodes, run)
     if run.facility.scheduler != "none":
         found = f"{run.facility.walltime_minutes} minutes"
-        yield _checked("time limit", found, limits.check_queue, run)
+        yield _checked("time limit", found, limits.check_time, run)
 
 
 def account(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
     """Account and QoS as Slurm's accounting knows this user."""
     facility = run.facility
-    if facility.scheduler != "slurm":
+    if facility.limits.needs_account and not facility.account:
+        yield _checked("account", "none", limits.check_account, run)
+    if facility.scheduler != "slurm" or not facility.account:
         return
     show = ["sacctmgr", "--noheader", "--parsable2", "show", "associations"]
     form = "format=account,qos,partition"

@@ -298,7 +298,7 @@ outlive() { # FILE of the lease, NODE of the shell
         if [[ -z $told_to_end ]]; then
             [[ ${now%%$'\n'*} != *\ ended ]] || return 0
             if [[ $now != "$before" ]]; then before=$now since=$SECONDS && continue; fi
-            ((SECONDS - since >= 2 * renew_seconds)) || continue # one is missing: ask Slurm
+            ((2 * (SECONDS - since) >= 3 * renew_seconds)) || continue # one is missing: ask Slurm
         fi
         if (leave "$2" "$((SECONDS - since))" "$told_to_end") || [[ -n $told_to_end ]]; then return; fi
     done

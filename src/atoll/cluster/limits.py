@@ -35,6 +35,21 @@ def check_nodes(run: Run) -> None:
 
 def check_queue(run: Run) -> None:
     """Refuse a job that the facility's queue would not take."""
+    check_time(run)
+    check_account(run)
+
+
+def check_account(run: Run) -> None:
+    """Refuse a job of nobody's account, where the facility asks for one."""
+    if run.facility.limits.needs_account and not run.facility.account:
+        raise UserError(
+            f"{run.facility.name} needs an account",
+            "facility.account=NAME, once and for all in hydra_conf/local/default.yaml",
+        )
+
+
+def check_time(run: Run) -> None:
+    """Refuse a job that is longer than its queue allows, or too short to save its state."""
     facility, minutes = run.facility, run.facility.walltime_minutes or 0
     name, limits = job_limits(run)
     most = limits.max_walltime_minutes
@@ -44,11 +59,6 @@ def check_queue(run: Run) -> None:
     most = next((by_size[size] for size in sorted(by_size) if run.job_nodes <= size), None)
     if most is not None and minutes > most:
         raise _too_long(f"{facility.name}, for {run.job_nodes} nodes,", most, minutes)
-    if facility.limits.needs_account and not facility.account:
-        raise UserError(
-            f"{facility.name} needs an account",
-            "facility.account=NAME, once and for all in hydra_conf/local/default.yaml",
-        )
     if run.restart.notice_seconds >= 60 * minutes > 0:
         raise UserError(
             f"restart.notice_seconds ({run.restart.notice_seconds}) leaves nothing of a job of "

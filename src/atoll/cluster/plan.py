@@ -6,6 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from atoll.cluster.compare import compare
+from atoll.cluster.learning import forget
 from atoll.cluster.measuring import measure
 from atoll.cluster.record import record_of, record_text
 from atoll.cluster.scaling import GRAMMAR, simulate
@@ -23,7 +25,7 @@ from atoll.config.compose import (
 from atoll.plan.checkpoint_interval import daly_seconds, seconds_between_failures
 from atoll.plan.choose import USABLE, Option, choose, options
 from atoll.plan.memory import gibibytes
-from atoll.plan.seconds import explained
+from atoll.plan.seconds import STATED, explained, rates_of
 from atoll.plan.shapes import Shape
 from atoll.plan.simulate import STATE_BYTES
 from atoll.plan.traffic import total
@@ -63,6 +65,10 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--simulate", metavar="nodes=N,…", help=f"scaling over nodes, {GRAMMAR}")
     parser.add_argument("--measure", action="store_true", help="a minute: what this node can do")
+    forgets = "drop what finished runs taught the facility's predictions"
+    parser.add_argument("--forget", action="store_true", help=forgets)
+    several = "in queue, time and node-hours of the same tokens at each, the soonest done first"
+    parser.add_argument("--facilities", metavar="NAME,…", help=several)
     arguments = parser.read(argv)
     if arguments.record is not None:
         rows = record_of(arguments.record)
@@ -71,7 +77,12 @@ def main(argv: list[str]) -> int:
     overrides = [word for word in arguments.overrides if word != AUTO]
     if arguments.measure:
         return measure(overrides)
+    if arguments.facilities is not None:
+        return compare(overrides, arguments.facilities, arguments.json)
     run = compose(overrides).run
+    if arguments.forget:
+        print(forget(run))
+        return 0
     if arguments.simulate:
         stated = any(word.startswith(CHOSEN) for word in overrides)
         return simulate(run, arguments.simulate, stated, arguments.json)
@@ -167,9 +178,11 @@ def time_line(run: Run, best: Option) -> str:
         missing = ", ".join(best.seconds.unknown) or "the device"
         return f"time: unknown, {run.facility.name} states no rate for: {missing}"
     tokens = run.training.global_batch_samples * run.data.sequence_tokens
-    whose = "stated peaks" if certificate.rates(run) is None else "measured rates"
+    rates = rates_of(run, certificate.rates(run))
+    whose = "stated peaks" if rates.source == STATED else "measured rates"
+    least, most = ("at least", "at most") if rates.on_processors is None else ("about", "about")
     return (
-        f"time: at least {step:,.3g} s a step, at most {tokens / step:,.0f} tokens/s, "
+        f"time: {least} {step:,.3g} s a step, {most} {tokens / step:,.0f} tokens/s, "
         f"{run.nodes * step / tokens * 1e9 / 3600:,.1f} node-hours a billion tokens; "
         f"bound by {best.seconds.bound}, at the {whose}"
     )

@@ -1,6 +1,5 @@
 """What runs were expected to take beside what they took, and how far off that was."""
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ class Outcome:
     name: str  # in MEASURED
     predicted: float | None
     measured: float | None
+    bound: str = ""  # the side that the prediction can only be wrong on
 
     @property
     def error(self) -> float | None:
@@ -42,23 +42,18 @@ def outcomes(folder: Path, node_seconds: Mapping[str, float] | None = None) -> l
 
     node_seconds: the run's goodput, if it is known already.
     """
-    predicted = read_prediction(folder)
+    predicted = run_dir.predicted(folder)
     if not predicted:
         return []
     run = load_run(run_dir.settings_file(folder))
     columns = goodput(folder) if node_seconds is None else node_seconds
     after = measured(folder, run, columns)
-    each = [Outcome(name, predicted.get(name), after.get(name)) for name in MEASURED]
+    bounds = run_dir.predicted(folder, "bound")
+    each = [
+        Outcome(name, predicted.get(name), after.get(name), bounds.get(name) or "")
+        for name in MEASURED
+    ]
     return [one for one in each if one.predicted is not None or one.measured is not None]
-
-
-def read_prediction(folder: Path) -> dict[str, float | None]:
-    """Figure -> value, as the run's last submission predicted it; empty where none did."""
-    file = run_dir.prediction_file(folder)
-    if not file.is_file():
-        return {}
-    figures = json.loads(file.read_text()).get("predicted", {})
-    return {name: each["value"] for name, each in figures.items()}
 
 
 def measured(folder: Path, run: Run, columns: Mapping[str, float]) -> dict[str, float]:
@@ -150,7 +145,7 @@ def _steps_alone(folder: Path) -> list[Outcome]:
 
 
 def record_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The record for a person; a time is a lower bound, so its error is below zero."""
+    """The record for a person; the error of a time at stated peaks is below zero."""
     cells = [
         [
             row["facility"],

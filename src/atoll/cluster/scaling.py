@@ -43,7 +43,8 @@ def simulate(run: Run, words: str, stated: bool, as_json: bool) -> int:
     if as_json:
         found = {name: [asdict(row) for row in rows] for name, rows in kinds.items()}
         knees = {name: (row := knee(rows)) and row.nodes for name, rows in kinds.items()}
-        print(json.dumps({"facility": run.facility.name, "knee": knees, **found}, indent=1))
+        about = {"facility": run.facility.name, "model": run.model.name, "knee": knees}
+        print(json.dumps(about | found, indent=1))
         return 0
     for name, rows in kinds.items():
         print(f"{name} scaling of {run.model.name} on {run.facility.name}{BATCHES[name]}")
@@ -94,7 +95,7 @@ def knee_line(rows: Sequence[Scaled]) -> str:
     found = knee(rows)
     if found is None:
         return f"knee: none up to {rows[-1].nodes} nodes, efficiency stays at {KNEE:.0%} or above"
-    return f"knee: {found.nodes} nodes, efficiency {found.efficiency:.0%}, by {found.bound}"
+    return f"knee: {found.nodes} nodes, efficiency {found.efficiency:.0%}, by {found.cause}"
 
 
 def failures_line(run: Run, save: float | None) -> str:

@@ -27,6 +27,7 @@ ENERGY_SOURCE = "measured: Slurm"
 UNKNOWN = 2**63  # Slurm's word for no value is one of the largest numbers of 64 bits
 FULL_BYTES = 1 << 20  # free bytes below which a job's last words are lost
 TAIL_BYTES = 1 << 16
+NO_STEP = "no step yet"
 # What a job's output says last of why it ended, the surest sign first.
 LAST_WORDS = [
     re.compile(r"srun: error: (\S+: tasks? \S+: (?!Exited|Terminated)\w.*)"),
@@ -115,9 +116,11 @@ def _without_scheduler(folder: Path) -> tuple[str, str] | None:
     if lease is not None and lease.alive:
         lines = filter(None, (_last_step(folder, True), _slow(folder, lease.job)))
         return "running", "; ".join(lines)
+    step, failure = _last_step(folder, False), run_dir.failure(folder)
+    if failure:
+        return "failed", failure if step == NO_STEP else f"{failure}; {step}"
     where = "here" if run.facility.scheduler == "none" else "by hand"
-    started = f"it was started {where}, no scheduler knows of it"
-    reasons = (run_dir.failure(folder), _last_step(folder, False), _fault(folder), started)
+    reasons = (step, _fault(folder), f"it was started {where}, no scheduler knows of it")
     return "not finished", "; ".join(filter(None, reasons))
 
 
@@ -232,7 +235,7 @@ def _last_step(folder: Path, with_age: bool) -> str:
     metrics = [record for record in run_dir.metrics(folder) if record["event"] != "fault"]
     records = [record for record in metrics if record.get("step") is not None]
     if not records:
-        return "no step yet"
+        return NO_STEP
     last = max(records, key=lambda record: int(record["step"]))
     text = f"step {last['step']} is the last one written down"
     if not with_age or "time" not in last:

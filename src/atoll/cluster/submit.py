@@ -15,6 +15,7 @@ from atoll.cluster import bet, limits, pbs, slurm, then
 from atoll.cluster.fit import check_fit, unknown_fit
 from atoll.cluster.hand_over import hand_over
 from atoll.cluster.job_script import around_job, launch_script, then_head
+from atoll.cluster.learning import learn
 from atoll.cluster.lease import lease_of
 from atoll.cluster.scheduler import queued, without_outer_job
 from atoll.cluster.summary import is_finished, summary
@@ -118,13 +119,14 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
             print(line, file=sys.stderr, flush=True)
         if composition.run.training.steps == 0:
             print(what_is_evaluated(composition.run), file=sys.stderr, flush=True)
-        if not _runs_here(composition.run, here):
-            _bet(composition.run, arguments.yes, environment)
+        wait = _bet(composition.run, here, arguments.yes, environment)
         if arguments.hand_over and _runs_here(composition.run, here):
             folder = write_run_folder(composition, here)
             hand_over(composition.run, arguments.hand_over, folder, _write_then(scored, steps))
         elif code := start(composition, here, last, environment, follows=(scored, steps)):
             return code
+        if wait is not None:
+            bet.keep_expected_wait(composition.run, wait)
         # once it is queued: what the scheduler refuses is two lines
         print(unknown_fit(composition.run), end="", file=sys.stderr)
         print(_left_out(composition.run), end="", file=sys.stderr)
@@ -134,16 +136,29 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def _say_bets(compositions: Sequence[Composition], here: bool) -> None:
     """What each run will take, beside its commands."""
     for each in compositions:
-        if (text := bet.line(each.run)) and not _runs_here(each.run, here):
+        if (text := bet.line(each.run)) and not here:
             print(text, file=sys.stderr, flush=True)
 
 
-def _bet(run: Run, is_said: bool, environment: Mapping[str, str]) -> None:
-    """Say what a run will take, and ask where it takes much."""
-    if text := bet.line(run):
-        asked = bet.asked_of_facility(run, _submission(run), environment)
-        print(f"{text}{asked}", file=sys.stderr, flush=True)
-    bet.confirm(run, is_said)
+def _bet(run: Run, here: bool, is_said: bool, environment: Mapping[str, str]) -> float | None:
+    """Say what a run will take, and ask where it takes much; the seconds that it may wait."""
+    text, wait, hours_left = "" if here else bet.line(run), None, None
+    if text:
+        learn(run)
+        text = bet.line(run)
+    if text and not _runs_here(run, here):
+        begin = None
+        if run.facility.scheduler == "slurm":
+            begin = bet.expected_start(_submission(run), environment)
+        hours_left = bet.node_hours_left(run)
+        wait = None if begin is None else bet.seconds_until(begin)
+        text += "" if begin is None else f"; expected to start {begin}"
+        text += "" if hours_left is None else f"; {hours_left:,.4g} node-hours left"
+    if text:
+        print(text, file=sys.stderr, flush=True)
+    if not _runs_here(run, here):
+        bet.confirm(run, is_said, hours_left)
+    return wait
 
 
 def dry_run(run: Run, here: bool = False) -> str:

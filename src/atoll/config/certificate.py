@@ -40,14 +40,20 @@ def rates(run: Run) -> dict[str, Any] | None:
     return found
 
 
+def calibration(run: Run) -> dict[str, Any] | None:
+    """What finished runs taught here; None where none did."""
+    factors: dict[str, Any] | None = (read(run) or {}).get("calibration")
+    return factors
+
+
 def origin(run: Run) -> str:
     """One line: measured on a date, with its figures, or as documented."""
-    measured = read(run)
-    if measured is None:
-        checked = run.facility.checked_on
-        return f"as documented{f', read on {checked}' if checked else ''}"
+    measured = read(run) or {}
     shown = [text.format(measured[key]) for key, text in SHOWN.items() if measured.get(key)]
     shown += ["rates by atoll plan --measure"] if "rates" in measured else []
+    if not shown:
+        checked = run.facility.checked_on
+        return f"as documented{f', read on {checked}' if checked else ''}"
     return f"measured on {measured['measured_on']}: {', '.join(shown)}"
 
 

@@ -84,7 +84,7 @@ def path_or_name(text: str | None, start: Path) -> str | None:
     """A path made absolute where it looks like one or is there, else the name of a hub."""
     if text is None:
         return None
-    looks_like_one = text.startswith(("/", "./", "../", "~"))
+    looks_like_one = text.startswith(("/", "./", "../", "~")) or text.endswith("/")
     if looks_like_one or (start / text).exists():
         return absolute(text, start)
     return text

@@ -60,9 +60,10 @@ def source_folder() -> Path:
 def write_working_folder(folder: Path, update: bool) -> None:
     """Copy what the wheel carries. Raises `UserError` rather than write over other files."""
     if not CARRIED.is_dir():
+        here = shlex.quote(str(CLONE))
         raise UserError(
             f"this atoll runs from its clone, {CLONE}, which is a working folder itself",
-            f"use that one (cd {CLONE}), or install the package: pip install {CLONE}",
+            f"use that one (cd {here}), or install the package: pip install {here}",
         )
     present = [name for name in PARTS if (folder / name).exists()]
     if present and not update:

@@ -77,7 +77,7 @@ def load(run: Run) -> Any:
     except Exception as error:  # the library raises many kinds, from many layers below it
         why = f"{type(error).__name__}: {first_line(error)[:300]}"
         if not path.exists() and use_cache_if_unreachable():
-            why = NO_ANSWER
+            why = f"no such folder here, and {NO_ANSWER}"
         raise UserError(
             f"no tokenizer in {setting}={name}: {why}",
             "set tokenizer.path to a folder that holds tokenizer.json; where there is no network, "

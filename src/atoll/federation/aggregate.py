@@ -7,13 +7,11 @@ Legend: K updates, N values of a stretch.
 
 import argparse
 import json
-import math
 import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,32 +23,18 @@ from atoll.commands import VerbParser
 from atoll.errors import UserError, printable
 from atoll.federation import combine, global_model
 from atoll.federation.codec import CODECS
+from atoll.federation.cohort import Cohort, SmallCohort, cohorts_of, norms_before, share_out
 from atoll.federation.error_feedback import read_decoded
-from atoll.federation.judge import Bound, Measured, cosines, judge
-from atoll.federation.next_model import NextModel
+from atoll.federation.fragments import fragments_of, joined
+from atoll.federation.judge import Measured, cosines
+from atoll.federation.next_model import NextModel, share_of
 from atoll.federation.tensors import Layout, Stretch, TensorReader, stretches
-from atoll.federation.update import refuse_wrong_files, refuse_wrong_tensors
-from atoll.settings.exchange import UpdateManifest, read_manifest
+from atoll.federation.update import Update, refuse_wrong_files, refuse_wrong_tensors
+from atoll.settings.exchange import read_manifest
 from atoll.settings.federation import Rule, checked_settings
 
 THREADS = 2
 AHEAD = 4
-
-
-@dataclass(frozen=True)
-class Update:
-    """An update whose files were verified, and who sent it."""
-
-    manifest: UpdateManifest
-    folder: Path
-    rounds_late: int = 0
-
-    @property
-    def facility(self) -> str:
-        return self.manifest.facility
-
-    def tensors(self, most: int | None = None) -> TensorReader:
-        return TensorReader(self.folder, self.manifest.files, most)
 
 
 @dataclass(frozen=True)
@@ -63,14 +47,6 @@ class Outcome:
     rejected: dict[str, str] = field(default_factory=dict)
 
 
-class SmallCohort(UserError):
-    """Fewer updates are left than the rule needs; `rejected`: facility -> why."""
-
-    def __init__(self, found: str, rejected: dict[str, str]) -> None:
-        super().__init__(found, "the global model stays: wait for more, or fix what is named")
-        self.rejected = rejected
-
-
 def main(argv: list[str]) -> int:
     """`atoll aggregate`: the next global model from updates whose senders are known."""
     arguments = _read(argv)
@@ -79,7 +55,7 @@ def main(argv: list[str]) -> int:
     updates, unreadable = [], dict[str, str]()
     for folder in [] if arguments.hold else arguments.updates:
         try:
-            updates.append(verified(folder, bases))
+            updates.append(verified(folder, bases, rule.overlap_rounds))
         except Exception as error:  # whatever one facility sent, the others go on
             unreadable[folder.parent.name] = reason_of(error)
     about = json.loads(arguments.about) | {"unreadable": unreadable}
@@ -117,10 +93,11 @@ def _allow_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def verified(folder: Path, bases: list[str]) -> Update:
+def verified(folder: Path, bases: list[str], overlap_rounds: int = 0) -> Update:
     """An update whose files are as its manifest says, and that began from a known global model.
 
-    bases: digests of this round's model, and of those before it from which work is still taken.
+    bases: digests of this round's model, and of those before it from which work is still taken;
+    that of `overlap_rounds` before is in time.
     """
     manifest = read_manifest(folder)
     if manifest.base not in bases:
@@ -130,7 +107,8 @@ def verified(folder: Path, bases: list[str]) -> Update:
             "train the model of this round, or allow late work: rule.max_staleness",
         )
     refuse_wrong_files(folder, manifest)
-    return Update(manifest, folder, bases.index(manifest.base))
+    rounds_late = max(0, bases.index(manifest.base) - overlap_rounds)
+    return Update(manifest, folder, rounds_late)
 
 
 def aggregate(
@@ -138,68 +116,83 @@ def aggregate(
 ) -> Outcome:
     """Write the next global model to `out`; nothing is there before it is whole.
 
-    base: the global model that the updates began from. Raises `UserError` where too few updates
+    base: the global model of the round before. about: with fragments its `round` says which one is
+    averaged; late updates of others are added to theirs. Raises `UserError` where too few updates
     are left for the rule or its quorum; the base is not touched.
     """
-    with TensorReader(base / "master") as before:
-        layout = before.layout
+    layout, parts = _parts(base, rule)
     known = global_model.read_global(base)
-    bound = Bound(known.get("norms_before", []), cache(partial(norm_of, base)))
-    rejected = _unfit(updates, layout)
-    updates = [update for update in updates if update.facility not in rejected]
-    updates.sort(key=lambda update: update.facility)
-    measured = None
-    if updates and combine.needs_norms_first(rule):
-        measured = _one_pass(updates, layout, None)
+    rejected = _unfit(updates, parts, rule)
+    fit = [update for update in updates if update.facility not in rejected]
+    cohorts = cohorts_of(base, known, parts, fit, rule, rule.fragment(about.get("round", 1)))
+    if combine.needs_norms_first(rule):
+        for cohort in cohorts:
+            cohort.measured = _one_pass(cohort, None)
     while True:
-        if measured is not None:
-            rejected |= (refused := judge(measured, _names(updates), rule, bound))
-            places = [n for n, update in enumerate(updates) if update.facility not in refused]
-            updates, measured = [updates[n] for n in places], measured.only(places)
-        weights, factors = _weights(updates, rule, measured, rejected)
-        unfinished = global_model.begin(out)
-        with NextModel(base, unfinished, layout, rule, codec, weights, factors) as next_model:
-            measured = _one_pass(updates, layout, next_model)
-        if judge(measured, _names(updates), rule, bound):
+        for cohort in cohorts:
+            rejected |= cohort.leave_out(cohort.refused(rule))
+        share_out(cohorts, rule, rejected)
+        unfinished, sent = global_model.begin(out), joined(layout, [c.part for c in cohorts if c])
+        with NextModel(base, unfinished, layout, sent, rule, codec) as next_model:
+            for cohort in cohorts:
+                cohort.measured = _one_pass(cohort, next_model)
+            _keep_others(next_model, layout, sent)
+        if any(cohort.refused(rule) for cohort in cohorts):
             continue
-        if not next_model.overflows:
+        if not any(cohort.share.overflows for cohort in cohorts):
             break
-        longest = updates.pop(measured.norms.index(max(measured.norms)))
-        rejected[longest.facility] = (
-            f"{sum(next_model.overflows):,} values overflow in the server's step"
-        )
-        measured = None
-    names = _names(updates)
-    outcome = Outcome(
-        weights=dict(zip(names, weights, strict=True)),
-        norms=dict(zip(names, measured.norms, strict=True)),
-        cosines=dict(zip(names, cosines(measured.gram_KK), strict=True)),
-        rejected=rejected,
-    )
+        for cohort in cohorts:
+            rejected |= cohort.leave_out(cohort.overflowing())
+    outcome = _outcome(cohorts, rejected)
     facts = {"base": known["digest"], "codec": codec, "rule": rule.model_dump(), **asdict(outcome)}
-    facts["norms_before"] = bound.after(measured.norms)
+    facts["norms_before"] = norms_before(known) | {str(c.fragment): c.norms for c in cohorts if c}
     global_model.publish(unfinished, out, about | facts)
     return outcome
 
 
 def hold(base: Path, rule: Rule, codec: str, out: Path, about: dict[str, Any]) -> Outcome:
     """A next global model of no update: what the server remembers stays as well."""
-    with TensorReader(base / "master") as before:
-        layout = before.layout
+    layout, parts = _parts(base, rule)
     known, unfinished = global_model.read_global(base), global_model.begin(out)
-    with NextModel(base, unfinished, layout, rule, codec, [], [], hold=True) as next_model:
-        for stretch in stretches(layout):
-            next_model.add(stretch, torch.zeros(1, stretch.count))
+    sent, nothing = parts[rule.fragment(about.get("round", 1))], share_of([], [], None)
+    with NextModel(base, unfinished, layout, sent, rule, codec) as next_model:
+        for stretch in stretches(sent):
+            next_model.add(stretch, torch.zeros(1, stretch.count), nothing)
+        _keep_others(next_model, layout, sent)
     outcome = Outcome({}, {}, {})
     facts = {"base": known["digest"], "codec": codec, "rule": rule.model_dump(), **asdict(outcome)}
-    facts["norms_before"] = known.get("norms_before", [])
+    facts["norms_before"] = norms_before(known)
     global_model.publish(unfinished, out, about | facts)
     return outcome
 
 
-def _one_pass(updates: list[Update], layout: Layout, next_model: NextModel | None) -> Measured:
+def _parts(base: Path, rule: Rule) -> tuple[Layout, list[Layout]]:
+    """All tensors that learn, and those of each fragment."""
+    with TensorReader(base / "master") as before:
+        layout = before.layout
+    return layout, fragments_of(layout, rule.fragments, rule.fragment_pattern)
+
+
+def _keep_others(next_model: NextModel, layout: Layout, sent: Layout) -> None:
+    changed = {name for tensors in sent.values() for name in tensors}
+    for stretch in stretches(layout):
+        if stretch.name not in changed:
+            next_model.keep(stretch)
+
+
+def _outcome(cohorts: list[Cohort], rejected: dict[str, str]) -> Outcome:
+    weights, norms, angles = dict[str, float](), dict[str, float](), dict[str, float]()
+    for cohort in cohorts:
+        assert cohort.measured is not None
+        weights |= dict(zip(cohort.names, cohort.weights, strict=True))
+        norms |= dict(zip(cohort.names, cohort.measured.norms, strict=True))
+        angles |= dict(zip(cohort.names, cosines(cohort.measured.gram_KK), strict=True))
+    return Outcome(weights, norms, angles, rejected)
+
+
+def _one_pass(cohort: Cohort, next_model: NextModel | None) -> Measured:
     """Read every update once: measure, and with a next model combine."""
-    count = len(updates)
+    updates, count = cohort.updates, len(cohort.updates)
     gram_KK = torch.zeros(count, count, dtype=torch.float64)
     not_finite_K = torch.zeros(count, dtype=torch.int64)
     with ExitStack() as stack, ThreadPoolExecutor(THREADS) as pool:
@@ -210,10 +203,10 @@ def _one_pass(updates: list[Update], layout: Layout, next_model: NextModel | Non
             encoded = zip(readers, encodings, strict=True)
             values_KN = torch.stack([read_decoded(*reader, stretch) for reader in encoded])
             if next_model is not None:
-                next_model.add(stretch, values_KN)
+                next_model.add(stretch, values_KN, cohort.share)
             return _measured(values_KN)
 
-        for gram, not_finite in _in_order(pool, work, stretches(layout)):
+        for gram, not_finite in _in_order(pool, work, stretches(cohort.part if count else {})):
             gram_KK += gram
             not_finite_K += not_finite
     return Measured(gram_KK, not_finite_K.tolist())
@@ -237,18 +230,18 @@ def _in_order(pool: ThreadPoolExecutor, work: Any, items: Iterator[Stretch]) -> 
         running += [pool.submit(work, item) for item in islice(items, 1)]
 
 
-def _unfit(updates: list[Update], layout: Layout) -> dict[str, str]:
-    """Facility -> how its tensors differ from the model's, or that it is there twice."""
+def _unfit(updates: list[Update], parts: list[Layout], rule: Rule) -> dict[str, str]:
+    """Facility -> how its tensors differ from its fragment's, or that it is there twice."""
     rejected, seen = dict[str, str](), set[str]()
-    tensors = sum(map(len, layout.values()))
     for update in updates:
-        parts = CODECS[update.manifest.encoding].parts
+        encoding = CODECS[update.manifest.encoding].parts
+        part = parts[rule.fragment(update.manifest.round)]
         try:
             if update.facility in seen:
                 raise UserError(f"{update.facility} has two updates", "give one of each")
             seen.add(update.facility)
-            with update.tensors(most=tensors * len(parts)) as reader:
-                refuse_wrong_tensors(reader, update.manifest, layout)
+            with update.tensors(most=sum(map(len, part.values())) * len(encoding)) as reader:
+                refuse_wrong_tensors(reader, update.manifest, part)
         except Exception as error:  # whatever one facility sent, the others go on
             rejected[update.facility] = reason_of(error)
     return rejected
@@ -258,44 +251,3 @@ def reason_of(error: Exception) -> str:
     """Why an update is left out, in one line."""
     found = error.found if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     return printable(found, 500)
-
-
-def _weights(
-    updates: list[Update], rule: Rule, measured: Measured | None, rejected: dict[str, str]
-) -> tuple[list[float], list[float]]:
-    """The share of each update, and what clipping multiplies it with.
-
-    Raises `SmallCohort` where too few are left for the quorum or the rule.
-    """
-    if len(updates) < rule.quorum or not updates:
-        why = "; ".join(f"{name}: {reason}" for name, reason in sorted(rejected.items()))
-        named = f" ({why})" if why else ""
-        found = f"{len(updates)} updates are left, the quorum is {rule.quorum}{named}"
-        raise SmallCohort(found, rejected)
-    late = [update.rounds_late for update in updates]
-    try:
-        combine.refuse_too_few(len(updates), rule)
-        weights = combine.weights_of([update.manifest for update in updates], late, rule)
-    except UserError as error:
-        raise SmallCohort(error.found, rejected) from None
-    factors = [1.0] * len(updates)
-    if measured is not None:
-        factors = combine.clip_factors(measured.norms, rule.clip_norm)
-        if rule.combine == "krum":
-            scale = torch.tensor(factors, dtype=torch.float64)
-            gram = measured.gram_KK * scale[:, None] * scale[None]
-            weights = combine.krum_weights(gram, rule.krum_bad)
-    return weights, factors
-
-
-def _names(updates: list[Update]) -> list[str]:
-    return [update.facility for update in updates]
-
-
-def norm_of(base: Path) -> float:
-    """The length of the global model itself."""
-    with TensorReader(base / "master") as reader:
-        squares = (
-            float(reader.values(s).double().square().sum()) for s in stretches(reader.layout)
-        )
-        return math.sqrt(sum(squares))

@@ -53,12 +53,14 @@ def take_whole(came: Path, out: Path) -> str:
 def apply_delta(base: Path, delta: Path, codec: str, out: Path) -> str:
     """The next global model's master, from the one before and the delta; its digest.
 
-    Bit for bit what the server has: it adds the same decoded values.
+    Bit for bit what the server has: it adds the same decoded values, where there are any.
     """
     partial = begin(out)
     with TensorReader(base / "master") as before, TensorReader(delta) as encoded:
 
         def values_of(stretch: Stretch) -> Tensor:
+            if stretch.name not in encoded.entries:
+                return before.values(stretch)
             return before.values(stretch) + read_decoded(encoded, codec, stretch)
 
         global_model.write_master(partial, before, values_of)

@@ -61,9 +61,14 @@ WEIGH: dict[str, Weigh] = {
 
 def weights_of(manifests: list[UpdateManifest], rounds_late: list[int], rule: Rule) -> list[float]:
     """The share of each update, less for late work; they add up to one."""
+    return _normalised(shares_of(manifests, rounds_late, rule))
+
+
+def shares_of(manifests: list[UpdateManifest], rounds_late: list[int], rule: Rule) -> list[float]:
+    """The share of each update, less for late work: they add up to one where none is late."""
     shares = _normalised(WEIGH[rule.weigh](manifests, rule))
     older = [float((1 + late) ** -rule.staleness_exponent) for late in rounds_late]
-    return _normalised([share * factor for share, factor in zip(shares, older, strict=True)])
+    return [share * factor for share, factor in zip(shares, older, strict=True)]
 
 
 def mean(values_KN: Tensor, weights_K: Tensor, rule: Rule) -> Tensor:

@@ -13,6 +13,7 @@ from atoll.commands import VerbParser
 from atoll.errors import UserError
 from atoll.federation.codec import CODECS
 from atoll.federation.error_feedback import encoded_layout, write_encoded
+from atoll.federation.fragments import PATTERNS, fragments_of
 from atoll.federation.global_model import begin, read_global, replace_folder
 from atoll.federation.tensors import TensorReader, TensorWriter, files_of, stretches, typed
 from atoll.federation.update import FORMAT_VERSION, UpdateManifest, facts_of, manifest_file
@@ -28,6 +29,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--previous-residual", type=Path, help="of the update before this one")
     parser.add_argument("--residual", type=Path, required=True, help="what encoding leaves out")
     parser.add_argument("--adapter", action="store_true", help="of its adapter alone")
+    parser.add_argument("--fragments", type=int, default=1, help="parts of the model")
+    parser.add_argument("--fragment", type=int, default=0, help="the one that is sent")
+    parser.add_argument("--fragment-pattern", choices=list(PATTERNS), default="strided")
     parser.add_argument("--about", required=True, help="JSON: the rest of the manifest")
     arguments = parser.read(argv)
     result = json.loads(run_dir.result_file(arguments.run).read_text())
@@ -45,6 +49,7 @@ def main(argv: list[str]) -> int:
         arguments.out,
         arguments.residual,
         about,
+        (arguments.fragments, arguments.fragment_pattern, arguments.fragment),
     )
     return 0
 
@@ -63,9 +68,11 @@ def make_delta(
     out: Path,
     residual: Path,
     about: dict[str, Any],
+    fragment: tuple[int, str, int] = (1, "strided", 0),
 ) -> UpdateManifest:
     """Write the update of a trained model (fp32 export) to the global model of the round.
 
+    fragment: how many there are, by which pattern, and which one is sent.
     previous_residual, residual: folders, kept at the facility, of what encoding left out the last
     time and leaves out now. They are of different rounds, so doing a round again adds nothing
     twice. Raises `UserError` where the two models have not the same tensors, or a value is not
@@ -75,10 +82,11 @@ def make_delta(
     with ExitStack() as stack:
         before = stack.enter_context(TensorReader(base / "master"))
         after = stack.enter_context(TensorReader(trained))
-        _refuse_other_tensors(after, before)
+        refuse_other_tensors(after, before)
         # the first time there is none: nothing is in the folder of the new one yet
         last = stack.enter_context(TensorReader(previous_residual or partial_residual))
-        layout = before.layout
+        fragments, pattern, number = fragment
+        layout = fragments_of(before.layout, fragments, pattern)[number]
         encoded = encoded_layout(layout, codec, prefix="delta-")
         writer = stack.enter_context(TensorWriter(partial, encoded))
         kept = stack.enter_context(TensorWriter(partial_residual, typed(layout, torch.float32)))
@@ -106,7 +114,7 @@ def make_delta(
     return manifest
 
 
-def _refuse_other_tensors(trained: TensorReader, base: TensorReader) -> None:
+def refuse_other_tensors(trained: TensorReader, base: TensorReader) -> None:
     shapes, wanted = ({n: e.shape for n, e in model.entries.items()} for model in (trained, base))
     if shapes != wanted:
         name = sorted(set(shapes.items()) ^ set(wanted.items()))[0][0]

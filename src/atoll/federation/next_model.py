@@ -4,6 +4,7 @@ Legend: K updates, N values of a stretch.
 """
 
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -24,29 +25,42 @@ from atoll.settings.federation import Rule
 RESIDUAL = "residual"  # in memory/: what encoding the global delta has left out so far
 
 
+@dataclass(frozen=True)
+class Share:
+    """What each update of a fragment counts for, and how they are taken; None: not at all."""
+
+    weights_K: Tensor
+    factors_K: Tensor
+    taken_by: step.Step | None
+    overflows: list[int] = field(default_factory=list)  # values, of stretches that overflow
+
+
+def share_of(weights: list[float], factors: list[float], taken_by: step.Step | None) -> Share:
+    """Of updates with these weights, whose values clipping multiplies with `factors`."""
+    scaled = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+    return Share(torch.tensor(scaled, dtype=torch.float64), torch.tensor(factors), taken_by)
+
+
 class NextModel(ExitStack):
-    """The files of the next global model, while they are written."""
+    """The files of the next global model, while they are written.
+
+    sent: the tensors that change, and travel.
+    """
 
     def __init__(
         self,
         base: Path,
         partial: Path,
         layout: Layout,
+        sent: Layout,
         rule: Rule,
         codec: str,
-        weights: list[float],
-        factors: list[float],
-        hold: bool = False,
     ) -> None:
         super().__init__()
-        self.hold, self.overflows = hold, list[int]()  # values, of stretches that overflow
-        scaled = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
         self.rule, self.codec = rule, codec
-        self.weights_K = torch.tensor(scaled, dtype=torch.float64)
-        self.factors_K = torch.tensor(factors)
         self.fresh = step.fresh_memory(rule) | ({} if codec == "fp32" else {RESIDUAL: 0.0})
         wide = typed(layout, torch.float32)
-        encoded = encoded_layout(layout, codec)
+        encoded = encoded_layout(sent, codec)
         self.before = self.enter_context(TensorReader(base / "master"))
         stays = self.before.stays
         master, export = (self.before.typed_as(x) for x in (torch.float32, _dtype(rule)))
@@ -61,28 +75,36 @@ class NextModel(ExitStack):
             self.memory_before[name] = self.enter_context(TensorReader(before))
         global_model.copy_beside_weights(base / "export", partial / "export", rule.dtype)
 
-    def add(self, stretch: Stretch, values_KN: Tensor) -> None:
-        """Combine, step, encode and write one stretch."""
+    def add(self, stretch: Stretch, values_KN: Tensor, share: Share) -> None:
+        """Combine, step, encode and write one stretch; without a step it is as of zeros."""
         rule = self.rule
-        if rule.combine in ("median", "trimmed_mean"):
-            values_KN = values_KN * self.factors_K[:, None]
         memory = {name: self._remembered(name, stretch) for name in self.fresh}
-        if self.hold:
+        if share.taken_by is None:
             added_N = values_KN[0]
         else:
-            combined_N = combine.COMBINE[rule.combine](values_KN, self.weights_K, rule)
-            added_N = step.STEPS[rule.update](combined_N, memory, rule)
+            if rule.combine in ("median", "trimmed_mean"):
+                values_KN = values_KN * share.factors_K[:, None]
+            combined_N = combine.COMBINE[rule.combine](values_KN, share.weights_K, rule)
+            added_N = share.taken_by(combined_N, memory, rule)
         decoded_N, residual_N = write_encoded(
             self.delta, self.codec, stretch, added_N, memory.get(RESIDUAL)
         )
         new_N = self.before.values(stretch) + decoded_N
         rounded_N = new_N.to(_dtype(rule))
         if not bool(torch.isfinite(rounded_N).all()):
-            self.overflows.append(len(new_N) - int(torch.isfinite(rounded_N).sum()))
+            share.overflows.append(len(new_N) - int(torch.isfinite(rounded_N).sum()))
         self.master.put(stretch, new_N)
         self.export.put(stretch, rounded_N)
         for name, writer in self.memory.items():
             writer.put(stretch, residual_N if name == RESIDUAL else memory[name])
+
+    def keep(self, stretch: Stretch) -> None:
+        """What is in no fragment of this round: as it was, with what is remembered of it."""
+        values_N = self.before.values(stretch)
+        self.master.put(stretch, values_N)
+        self.export.put(stretch, values_N.to(_dtype(self.rule)))
+        for name, writer in self.memory.items():
+            writer.put(stretch, self._remembered(name, stretch))
 
     def _remembered(self, name: str, stretch: Stretch) -> Tensor:
         before = self.memory_before[name]

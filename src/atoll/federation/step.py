@@ -60,6 +60,25 @@ STEPS: dict[str, Step] = {
 }
 
 
+def momentum_late(delta_N: Tensor, memory: dict[str, Tensor], rule: Rule) -> Tensor:
+    memory["momentum"].add_(delta_N)
+    return rule.learning_rate * delta_N
+
+
+def nesterov_late(delta_N: Tensor, memory: dict[str, Tensor], rule: Rule) -> Tensor:
+    memory["momentum"].add_(delta_N)
+    return rule.learning_rate * (1 + rule.beta1) * delta_N
+
+
+# what a delta adds to a fragment that was averaged without it: as much as it would have in time,
+# and nothing of the momentum a second time
+LATE_STEPS: dict[str, Step] = {
+    "replace": replace,
+    "momentum": momentum_late,
+    "nesterov": nesterov_late,
+}
+
+
 def fresh_memory(rule: Rule) -> dict[str, float]:
     """What a step remembers between rounds, and what each value of it begins as."""
     zero = {"momentum": 0.0}

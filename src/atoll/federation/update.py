@@ -7,6 +7,7 @@ UPDATE/
 """
 
 import os
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,23 @@ from atoll.settings.exchange import (
     signature_file,
 )
 
-__all__ = ["FORMAT_VERSION", "UpdateManifest", "manifest_file", "read_manifest"]
+__all__ = ["FORMAT_VERSION", "Update", "UpdateManifest", "manifest_file", "read_manifest"]
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update whose files were verified, and who sent it."""
+
+    manifest: UpdateManifest
+    folder: Path
+    rounds_late: int = 0
+
+    @property
+    def facility(self) -> str:
+        return self.manifest.facility
+
+    def tensors(self, most: int | None = None) -> TensorReader:
+        return TensorReader(self.folder, self.manifest.files, most)
 
 
 def refuse_wrong_files(folder: Path, manifest: UpdateManifest) -> None:

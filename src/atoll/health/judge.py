@@ -52,6 +52,8 @@ def judge(run_folder: Path, records: Path, node_count: int, missing_speaks: bool
         claim_file(records).touch(exist_ok=False)
     except FileExistsError:
         return
+    except OSError:  # a full disk: told twice rather than not at all
+        pass
     if fault is not None:
         fault = replace(fault, job=job_of(run_folder), time=round(fault.time, 3))
         tell(run_folder, fault)

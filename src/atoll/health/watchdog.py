@@ -242,8 +242,8 @@ def deal_with(watched: Watched, reason: str, memory_kills: int) -> None:
     with suppress(OSError):
         call_file(records).touch()
     ask(folder, seen)
-    dump(watched, reason, memory_kills)
-    judge(watched, records)
+    if dump(watched, reason, memory_kills):  # else nobody could tell another anything
+        judge(watched, records)
     end_ranks(folder, read_all(folder, watched.numbers))
 
 
@@ -261,12 +261,16 @@ def judge(watched: Watched, records: Path) -> None:
     judge.judge_together(Path(watched.run_folder), records, watched.node_count, COLLECT_SECONDS)
 
 
-def dump(watched: Watched, reason: str, kills_before: int) -> None:
+def dump(watched: Watched, reason: str, kills_before: int) -> bool:
+    """Write down what the ranks are at; False where that cannot be, as on a full disk."""
     states = [state_of(watched, rank) for rank in watched.numbers]
     kills = node_record.memory_kills(text_of(OWN_CGROUP)) - kills_before
     node = NodeRecord(watched.node_rank, node_name(), reason, time.time(), states, kills)
-    with suppress(OSError):  # a full disk; the judge then knows less
+    try:
         node_record.write(Path(watched.records), node)
+    except OSError:
+        return False
+    return True
 
 
 def state_of(watched: Watched, rank: int) -> RankState:

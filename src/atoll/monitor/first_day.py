@@ -3,7 +3,6 @@
 Nothing in it names a user, an account or a host.
 """
 
-import json
 import os
 import statistics
 import time
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from atoll import run_dir
 from atoll.health.probes import gemm_dtype, measure
 from atoll.launch import Placement
 from atoll.monitor.bandwidth import REPEATS, bus_factor
@@ -90,18 +88,6 @@ def certificate(
         faults=faults,
     )
     return asdict(measured)
-
-
-def lay_over(run: Run, measured: dict[str, Any]) -> None:
-    """Write what was measured over the facility's certificate, whose other figures stay."""
-    file = run_dir.certificate(run)
-    try:
-        known = dict(json.loads(file.read_text()))
-    except (OSError, ValueError):
-        known = {}
-    today = datetime.now(timezone.utc).date().isoformat()
-    first = {"facility": run.facility.name, "measured_on": today}
-    run_dir.write_whole(file, json.dumps(first | known | measured, indent=1) + "\n")
 
 
 def _on_gpu(world: World) -> bool:

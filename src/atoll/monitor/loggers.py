@@ -24,7 +24,12 @@ from atoll.monitor.observers import Record, Write
 from atoll.settings import Run, dumped
 
 # event -> what its figures are filed under
-FILED_UNDER = {"train": "train", "evaluation": "held_out", "energy": "energy"}
+FILED_UNDER = {
+    "prediction": "predicted",
+    "train": "train",
+    "evaluation": "held_out",
+    "energy": "energy",
+}
 JUDGED_BY = ("held_out/loss", "train/loss", "train/tokens_per_second")
 # The report's figures, as TensorBoard's custom scalars: heading -> chart -> figures.
 CHARTS = {

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from atoll import run_dir
 from atoll.monitor.comm_profile import CommunicationProfile
 from atoll.monitor.mfu import MFU_FORMULA, flops_per_token, mean_context_tokens, peak_tflops
 from atoll.monitor.observers import Observer, Record, StepRecord, WatchedRun, Write
@@ -33,6 +34,8 @@ class Metrics(Observer):
             say(world, f"no MFU: {self.peak_source}")
         if watched.resumed_step == 0:
             write(self.start_record())
+            if world.rank == 0 and (predicted := run_dir.predicted(watched.run_folder)):
+                write({"event": "prediction", "step": 0} | predicted)
 
     def start_record(self) -> Record:
         """What the later numbers are measured against."""

@@ -12,7 +12,7 @@ import torch
 from atoll import run_dir
 from atoll.launch import Placement
 from atoll.monitor.bandwidth import Speed, measure
-from atoll.monitor.first_day import certificate, lay_over
+from atoll.monitor.first_day import certificate
 from atoll.settings import Facility, load_run
 from atoll.sharding.process_group import World, gathered, joined, say
 from atoll.sharding.transport import FABRICS, HINT, SOCKET, networks_in
@@ -44,7 +44,7 @@ def main(run_folder: Path, placement: Placement) -> int:
         found = [found for found, _ in wrong]
         measured = certificate(run, run_folder, world, placement, transports, found)
         if world.rank == 0:
-            lay_over(run, measured)
+            run_dir.add_to_certificate(run, measured)
             content = {
                 "reports": [asdict(report) for report in reports],
                 "transports": transports,

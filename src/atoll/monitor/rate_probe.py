@@ -20,7 +20,6 @@ from atoll.health.probes import copy_gb_s
 from atoll.launch import Placement
 from atoll.models.loss import chunked_cross_entropy
 from atoll.monitor.bandwidth import timed
-from atoll.monitor.first_day import lay_over
 from atoll.settings import load_run
 from atoll.sharding.process_group import World, gathered, joined, say
 
@@ -43,7 +42,7 @@ def main(run_folder: Path, placement: Placement) -> int:
     with joined(run, placement) as world:
         rates = measured(world)
         if world.rank == 0:
-            lay_over(run, {"rates": rates})
+            run_dir.add_to_certificate(run, {"rates": rates})
         say(world, json.dumps(rates, indent=1))
         say(world, f"certificate: {run_dir.certificate(run)}")
     return 0
@@ -101,7 +100,7 @@ def products_tflops(device: torch.device, dtype: torch.dtype, width: int) -> flo
         y @ weight
         y.T @ x
 
-    return 6 * tokens * width**2 / median_seconds(device, products) / 1e12
+    return 6 * tokens * width**2 / quick_seconds(device, products) / 1e12
 
 
 def attention_tflops(device: torch.device, tokens: int) -> float:
@@ -116,7 +115,7 @@ def attention_tflops(device: torch.device, tokens: int) -> float:
     def attention() -> None:
         F.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
 
-    return 12 * tokens**2 * heads * width / median_seconds(device, attention) / 1e12
+    return 12 * tokens**2 * heads * width / quick_seconds(device, attention) / 1e12
 
 
 def optimizer_gb_s(device: torch.device) -> float:
@@ -124,7 +123,7 @@ def optimizer_gb_s(device: torch.device) -> float:
     parameter = torch.zeros(OPTIMIZED[device.type], device=device, requires_grad=True)
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
-    return 28 * parameter.numel() / median_seconds(device, optimizer.step) / 1e9
+    return 28 * parameter.numel() / quick_seconds(device, optimizer.step) / 1e9
 
 
 def logits_gb_s(device: torch.device, tflops: float) -> float:
@@ -133,7 +132,7 @@ def logits_gb_s(device: torch.device, tflops: float) -> float:
     hidden = torch.randn(tokens, width, device=device, requires_grad=True)
     head = torch.randn(vocabulary, width, device=device, requires_grad=True)
     labels = torch.zeros(tokens, dtype=torch.long, device=device)
-    seconds = median_seconds(
+    seconds = quick_seconds(
         device, lambda: chunked_cross_entropy(hidden, head, None, labels, tokens)
     )
     rest = seconds - 6 * tokens * width * vocabulary / (tflops * 1e12)
@@ -176,7 +175,7 @@ def block_seconds(
         def both(model: Any = model, ids: torch.Tensor = ids) -> None:
             model(ids, use_cache=False).last_hidden_state.sum().backward()
 
-        times.append(median_seconds(device, both))
+        times.append(quick_seconds(device, both))
     return max((times[1] - times[0]) / 2, 1e-6)
 
 
@@ -196,8 +195,11 @@ def links(world: World) -> dict[str, dict[str, float]]:
     return found
 
 
-def median_seconds(device: torch.device, call: Callable[[], object]) -> float:
-    """Of calls behind a first one, for as long as SECONDS_EACH and three at least."""
+def quick_seconds(device: torch.device, call: Callable[[], object]) -> float:
+    """Of calls behind a first one, for as long as SECONDS_EACH and three at least.
+
+    The time that a quarter of them keep: what else the machine does only adds to it.
+    """
     call()
     seconds: list[float] = []
     while len(seconds) < 3 or (sum(seconds) < SECONDS_EACH and len(seconds) < 200):
@@ -208,7 +210,7 @@ def median_seconds(device: torch.device, call: Callable[[], object]) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def _mean(rates: list[Rates]) -> Rates:

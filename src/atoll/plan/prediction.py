@@ -1,7 +1,8 @@
 """What a run will take: a pure function of its settings, to be held against what it took.
 
-Times come from a facility's stated peaks, so they are lower bounds; what has no formula or no
-stated rate is None, never a guess.
+At a facility's stated peaks times are lower bounds. Rates that were measured there come before
+them, and what its finished runs taught is laid over both. What has no formula or no rate is None,
+never a guess.
 """
 
 import math
@@ -10,8 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from atoll.plan.adapters import adapter_parameters
+from atoll.plan.calibration import Calibration, memory_factor, step_factor, strategy_family
 from atoll.plan.memory import FP32, MOMENT_BYTES, memory_of, why_unknown
-from atoll.plan.seconds import stated_rates, step_seconds
+from atoll.plan.processors import Measured
+from atoll.plan.seconds import Rates, rates_of, step_seconds
 from atoll.plan.shapes import Shape
 from atoll.plan.traffic import bytes_sent, total
 from atoll.settings import Run
@@ -22,7 +25,7 @@ class Quantity(NamedTuple):
 
     what: str
     unit: str
-    bound: str = ""  # the side that it can only be wrong on
+    bound: str = ""  # the side that it can only be wrong on, at stated peaks
 
 
 QUANTITIES: Mapping[str, Quantity] = {
@@ -51,39 +54,69 @@ class Prediction:
     device_kwh: float | None
     jobs: int | None  # of a chain, each up to its walltime
     why_no_time: str  # where the time of a step is unknown
+    rates: Rates
+    start_seconds: float | None = None  # of each job, as runs here took; None: not counted
+    runs: int = 0  # that taught the time of a step; 0: none did
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether its times are the least: of peaks and links that no run was compared with."""
+        return self.runs == 0 and self.rates.on_processors is None
 
     def record(self, run: Run, version: str) -> dict[str, Any]:
-        """Each figure with its unit, and the rates that it rests on."""
+        """Each figure with its unit, and what it rests on."""
         figures = {
-            name: {"value": getattr(self, name), "unit": each.unit, "bound": each.bound}
+            name: {"value": getattr(self, name), "unit": each.unit}
+            | {"bound": each.bound if self.is_bound else ""}
             for name, each in QUANTITIES.items()
         }
-        rates = {"from": "stated by the facility"} | asdict(stated_rates(run))
-        return {"atoll": version, "rates": rates, "jobs": self.jobs, "predicted": figures}
+        rates = {"from": self.rates.source} | asdict(self.rates)
+        rests = {"rates": rates, "runs": self.runs, "facility": run.facility.name}
+        return {"atoll": version, **rests, "jobs": self.jobs, "predicted": figures}
 
 
-def predict(run: Run, shape: Shape) -> Prediction:
-    """What a run will take on the devices of its facility, without its start, saves and queues."""
-    unknown = why_unknown(run, shape)
-    step = step_seconds(run, shape, stated_rates(run))
+def predict(
+    run: Run,
+    shape: Shape,
+    measured: Measured | None = None,
+    calibration: Calibration | None = None,
+) -> Prediction:
+    """What a run will take on the devices of its facility, without its saves and queues.
+
+    measured, calibration: of the facility's certificate; without them, at its stated peaks.
+    """
+    unknown, rates, family = why_unknown(run, shape), rates_of(run, measured), strategy_family(run)
+    step = step_seconds(run, shape, rates)
     seconds, steps = None if unknown else step.total, steps_taken(run)
+    factor = step_factor(calibration, family, seconds) if seconds else None
+    seconds = seconds * factor.value if seconds and factor else seconds
     missing = ", ".join(step.unknown) or "the device"
     no_rate = f"{run.facility.name} states no rate for: {missing}"
     hours = None if seconds is None or steps is None else seconds * steps / 3600
+    jobs, start = _jobs(run, hours), (calibration or {}).get("start_seconds")
+    held = None if hours is None else hours + (jobs or 1) * (start or 0.0) / 3600
     sent = total(bytes_sent(run, shape))
     tokens = run.training.global_batch_samples * run.data.sequence_tokens
     return Prediction(
-        memory_gib=None if unknown else memory_of(run, shape).peak_gib,
+        memory_gib=None if unknown else _memory_gib(run, shape, calibration),
         checkpoint_gib=None if unknown else checkpoint_bytes(run, shape) / 2**30,
         sent_mib=None if sent is None else sent / 2**20,
         step_seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else None,
         hours=hours,
-        node_hours=None if hours is None else hours * run.job_nodes,
+        node_hours=None if held is None else held * run.job_nodes,
         device_kwh=_device_kwh(run, hours),
-        jobs=_jobs(run, hours),
+        jobs=jobs,
         why_no_time="" if seconds is not None else unknown or no_rate,
+        rates=rates,
+        start_seconds=start,
+        runs=0 if factor is None else factor.runs,
     )
+
+
+def _memory_gib(run: Run, shape: Shape, calibration: Calibration | None) -> float:
+    factor = memory_factor(calibration, strategy_family(run))
+    return memory_of(run, shape).peak_gib * (1.0 if factor is None else factor.value)
 
 
 def steps_taken(run: Run) -> int | None:
@@ -122,9 +155,13 @@ def in_a_line(prediction: Prediction, run: Run) -> str:
     words = [_time(prediction, run)]
     if prediction.device_kwh is not None:
         words.append(f"{prediction.device_kwh:,.3g} kWh of devices at their stated power")
-    for name, where in (("memory_gib", "a device"), ("checkpoint_gib", "a checkpoint")):
-        value = getattr(prediction, name)
-        words.append(f"{'?' if value is None else f'{value:,.3g}'} GiB {where}")
+    memory, saved = prediction.memory_gib, prediction.checkpoint_gib
+    words.append(f"{'?' if memory is None else f'{memory:,.3g}'} GiB a device")
+    words.append(f"{_saves(run)} of {'?' if saved is None else f'{saved:,.3g}'} GiB")
+    if prediction.runs:
+        words.append(f"from {_counted(prediction.runs, 'run')} here")
+    elif prediction.step_seconds is not None and not prediction.is_bound:
+        words.append("by rates measured here")
     return "; ".join(words)
 
 
@@ -132,12 +169,16 @@ def _time(prediction: Prediction, run: Run) -> str:
     each, rate = prediction.step_seconds, prediction.tokens_per_second
     if each is None or rate is None:
         return f"time ? ({prediction.why_no_time})"
-    text = f"at least {each:,.3g} s a step, at most {rate:,.0f} tokens/s; "
+    least, most = ("at least", "at most") if prediction.is_bound else ("about", "about")
+    text = f"{least} {each:,.3g} s a step, {most} {rate:,.0f} tokens/s; "
     hours, node_hours = prediction.hours, prediction.node_hours
     if hours is None or node_hours is None:
         return f"{text}time ? (training.epochs: the steps follow from the text)"
+    start = prediction.start_seconds
+    begins = "" if start is None else f", {length(start / 3600)} of each job to start"
     return (
-        f"{text}at least {_length(hours)} and {node_hours:,.3g} node-hours{_chain(prediction, run)}"
+        f"{text}{least} {length(hours)} and {node_hours:,.3g} node-hours"
+        f"{_chain(prediction, run)}{begins}"
     )
 
 
@@ -145,10 +186,22 @@ def _chain(prediction: Prediction, run: Run) -> str:
     jobs, minutes = prediction.jobs, run.facility.walltime_minutes
     if jobs is None or minutes is None:
         return ""
-    return f", {jobs} job{'s' if jobs > 1 else ''} of up to {_length(minutes / 60)}"
+    return f", {_counted(jobs, 'job')} of up to {length(minutes / 60)}"
 
 
-def _length(hours: float) -> str:
+def _saves(run: Run) -> str:
+    """How many checkpoints are written, the last one among them, where that is known."""
+    steps, every = steps_taken(run), run.checkpoint.every_steps
+    if steps is None or not isinstance(every, int):
+        return "checkpoints"
+    return _counted(max(1, -(-steps // every)) if every else 1, "checkpoint")
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def length(hours: float) -> str:
     """As a person says it."""
     for size, unit in ((1.0, "h"), (1 / 60, "min")):
         if hours >= size:

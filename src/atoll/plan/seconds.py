@@ -21,6 +21,7 @@ from atoll.settings import Run
 PASSES = {"none": (3, 3), "selective": (4, 3), "full": (4, 4)}
 # What FSDP sends while a device computes; on processors both take the same cores.
 OVERLAPS = ("parameters", "gradients")
+STATED, MEASURED_HERE = "stated by the facility", "measured by atoll plan --measure"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Rates:
     link_latency_us: float | None = None  # of a message inside a node; None: not counted
     network_latency_us: float | None = None  # of one between nodes; None: not counted
     on_processors: Measured | None = None  # of a node without devices, in place of these
+    source: str = STATED
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,16 @@ class StepSeconds:
         return sum(known) - self.hidden
 
     @property
-    def bound(self) -> str:
-        """The longest part: compute, memory, bubble, or the link: all that is sent, less hidden."""
+    def parts(self) -> dict[str, float]:
+        """Compute, memory, bubble, and the link: all that is sent, less what is hidden."""
         link = sum(size or 0.0 for size in self.sent.values()) - (self.hidden or 0.0)
         own = {"compute": self.compute, "memory": self.memory, "bubble": self.bubble}
-        parts = own | {"link": link}
-        return max(parts, key=lambda name: parts[name] or 0.0)
+        return {name: size or 0.0 for name, size in own.items()} | {"link": link}
+
+    @property
+    def bound(self) -> str:
+        """The longest part."""
+        return max(self.parts, key=lambda name: self.parts[name])
 
     @property
     def unknown(self) -> list[str]:
@@ -89,13 +95,15 @@ def rates_of(run: Run, measured: Measured | None) -> Rates:
     if measured is None or (measured["device"] == "cpu") != (device == "cpu"):
         return stated
     if device == "cpu":
-        return replace(stated, on_processors=measured) if run.nodes == 1 else stated
+        own = replace(stated, on_processors=measured, source=MEASURED_HERE)
+        return own if run.nodes == 1 else stated
     arithmetic = "bf16" if compute_bytes(run) == 2 else "fp32"
     together, link = measured["together"], measured["collectives"].get("all_gather")
     found = replace(
         stated,
         device_tflops=max(together[f"product_tflops_{arithmetic}"].values()),
         memory_gb_s=together["memory_gb_s"],
+        source=MEASURED_HERE,
     )
     if link is None:
         return found

@@ -30,6 +30,7 @@ class Scaled:
     tokens_per_second: float
     efficiency: float  # tokens per second and node, of those at the first count
     bound: str
+    cause: str  # what takes more than an even share of the first count's step
     strategy: tuple[str, ...]
     checkpoint_minutes: float | None  # between two saves
     useful: float | None  # of all time, with failures
@@ -49,6 +50,7 @@ def simulated(
     Raises `UserError` where a rate is not known.
     """
     rows: list[Scaled] = []
+    first_step: StepSeconds | None = None
     for nodes in counts:
         batch = run.training.global_batch_samples
         if weak:
@@ -59,6 +61,8 @@ def simulated(
                 f"{run.facility.name} states no rate for: {', '.join(step.unknown)}",
                 "state it: facility.node.link_gbps=…, facility.network.gbps=…",
             )
+        first_step = first_step or step
+        share = batch / nodes / (run.training.global_batch_samples / counts[0])
         rate = batch * run.data.sequence_tokens / step.total
         interval, useful = _with_failures(run, nodes, save_seconds_one_node)
         first = rows[0].tokens_per_second / rows[0].nodes if rows else rate / nodes
@@ -71,6 +75,7 @@ def simulated(
                 tokens_per_second=rate,
                 efficiency=rate / nodes / first,
                 bound=step.bound if busy == nodes else NO_BATCH,
+                cause=_cause(step, first_step, share) if busy == nodes else NO_BATCH,
                 strategy=strategy,
                 checkpoint_minutes=interval,
                 useful=useful,
@@ -83,6 +88,12 @@ def simulated(
 def knee(rows: Sequence[Scaled]) -> Scaled | None:
     """The first count below 80 % of the first one's efficiency."""
     return next((row for row in rows if row.efficiency < KNEE), None)
+
+
+def _cause(step: StepSeconds, first_step: StepSeconds, share: float) -> str:
+    """The part that is longest over its share: of ideal links, none is."""
+    over = {name: size - share * first_step.parts[name] for name, size in step.parts.items()}
+    return max(over, key=lambda name: over[name])
 
 
 def chosen_price(

@@ -1,12 +1,13 @@
 """What a campaign's report is made of: who did what in each round, and how long it took."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from atoll.campaign.journal import Record
 from atoll.campaign.store import CampaignStore
-from atoll.cluster.goodput import COLUMNS
+from atoll.cluster.goodput import COLUMNS, effective
 from atoll.report.tables import Rows, in_minutes, mebibytes, number
 from atoll.settings.federation import Site
 
@@ -115,6 +116,26 @@ def _reasons(
             yield f"asked again: {why}"
     if final is not None:
         yield f"left out: {final}"
+
+
+def campaign_cells(store: CampaignStore, rounds: Sequence[Round]) -> dict[str, str]:
+    """Name -> value of what came of it, without what is not known."""
+    losses = [each.global_loss for each in rounds if each.global_loss is not None]
+    before, ends = store.mean_losses(1), [each.ended for each in rounds if each.ended]
+    parts = [part for each in rounds for part in each.parts]
+    of_all = list(spent(rounds).values())[-1:]
+    cells = {
+        "facilities": str(len(store.campaign.sites)),
+        "rounds": f"{len(ends)} of {store.campaign.rounds}",
+        "held-out loss before": number(before[0] if before else None, 4),
+        "held-out loss": number(losses[-1] if losses else None, 4),
+        "held-out perplexity": number(math.exp(losses[-1]) if losses else None, 2),
+        "minutes": number((max(ends) - rounds[0].began) / 60 if ends else None, 2),
+        "MiB sent": mebibytes(sum(part.sent_bytes + part.received_bytes for part in parts)),
+        "goodput": "".join(f"{effective(columns):.1%}" for columns in of_all),
+        "left out": str(sum("left out: " in part.why for part in parts) or ""),
+    }
+    return {name: cell for name, cell in cells.items() if cell}
 
 
 def campaign_tables(rounds: Sequence[Round]) -> dict[str, Rows]:

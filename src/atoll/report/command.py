@@ -1,4 +1,4 @@
-"""`atoll report RUN … | CAMPAIGN`: what came of it, how fast, how it scales, what was sent."""
+"""`atoll report RUN … | CAMPAIGN | FILE.json`: what came of it, how fast, how it scales."""
 
 import json
 import sys
@@ -10,7 +10,8 @@ from atoll.campaign.store import CampaignStore, load_store, settings_file
 from atoll.cluster.status import run_folder
 from atoll.commands import VerbParser
 from atoll.errors import UserError
-from atoll.report.contents import Report, of_campaign, of_runs
+from atoll.report.contents import Report, of_campaign, of_runs, of_simulation
+from atoll.report.html import standalone
 from atoll.report.results import NoSteps, without_steps
 from atoll.report.run import RunMetrics, read
 from atoll.report.tables import STYLES, comma_separated
@@ -22,19 +23,20 @@ shapes and mesh, observed on the wire and at the collectives; of one job at seve
 and efficiency over the one of fewest devices. The first line of a run is left out of all rates: it
 warms up. A run without a step is named with what ended it. Of a campaign (its folder, or its name
 in campaigns/): what each facility did in each round, seconds, bytes, losses, weights, and who was
-left out and why. Beside them report.html, in the folder of the first: one file of figures and
+left out and why. Of a file that `atoll plan --simulate --json` printed: scaling on paper. Beside
+them report.html, in the folder of the first: one file of figures and
 tables that opens anywhere, offline."""
 
 
 def main(argv: list[str]) -> int:
     """Print the tables, and write the page beside the first run or the campaign."""
     parser = VerbParser("report", ABOUT)
-    parser.add_argument("names", nargs="+", metavar="RUN|CAMPAIGN")
+    parser.add_argument("names", nargs="+", metavar="RUN|CAMPAIGN|FILE.json")
     style = parser.add_mutually_exclusive_group()
     kept = "write each table, and the values of each figure, as a file in report/ beside the page"
     style.add_argument("--csv", action="store_const", dest="style", const="csv", help=kept)
-    for name in ("markdown", "json"):
-        style.add_argument(f"--{name}", action="store_const", dest="style", const=name)
+    for name, about in (("markdown", "tables of Markdown"), ("json", "as one JSON object")):
+        style.add_argument(f"--{name}", action="store_const", dest="style", const=name, help=about)
     style.add_argument(
         "--watch", action="store_const", dest="style", const="watch", help="serve the page here"
     )
@@ -57,7 +59,14 @@ def main(argv: list[str]) -> int:
     if arguments.style is None:
         run_dir.write_whole(report.file, report.page())
         print(f"\nfigures: {report.file}")
+        if _is_simulation(names):
+            run_dir.write_whole(report.file.with_suffix(".svg"), standalone(report.figures[0]))
+            print(f"figure alone: {report.file.with_suffix('.svg')}")
     return 0
+
+
+def _is_simulation(names: Sequence[str]) -> bool:
+    return len(names) == 1 and names[0].endswith(".json")
 
 
 def report_of(names: Sequence[str], is_compared: bool = False) -> Report:
@@ -65,6 +74,8 @@ def report_of(names: Sequence[str], is_compared: bool = False) -> Report:
 
     Raises `UserError` where there is none, and where none of the runs has taken a step.
     """
+    if _is_simulation(names):
+        return of_simulation(Path(names[0]))
     store = _campaign(names)
     if store is not None:
         return of_campaign(store)
@@ -91,8 +102,9 @@ def _runs(names: Sequence[str]) -> tuple[list[RunMetrics], list[NoSteps]]:
                 raise
             others.append(without_steps(folder, str(error)))
     if not runs:
-        whys = "; ".join(f"{run.name} {run.state}: {run.why}" for run in others)
-        raise UserError(f"none of these runs has steps to report; {whys}", "atoll status RUN")
+        states = ", ".join(f"{run.name} ({run.state})" for run in others)
+        why = f"none of these runs has steps to report: {states or 'no run is there'}"
+        raise UserError(why, "atoll status RUN says why of each")
     return runs, others
 
 

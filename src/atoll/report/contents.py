@@ -8,8 +8,8 @@ from pathlib import Path
 from atoll import run_dir
 from atoll.campaign.store import CampaignStore, settings_file
 from atoll.errors import UserError
-from atoll.report import figures, html
-from atoll.report.campaign import campaign_tables, rounds
+from atoll.report import figures, html, scaling
+from atoll.report.campaign import campaign_cells, campaign_tables, rounds
 from atoll.report.drawing import Figure
 from atoll.report.results import (
     NoSteps,
@@ -82,7 +82,7 @@ def of_runs(
         file=runs[0].folder / "report.html",
         tables=first | rest,
         first=len(first),
-        figures=list(figures.of_runs(runs)),
+        figures=[each for each in figures.of_runs(runs) if each.rows()],
         legend=figures.legend(runs) if len(runs) > 1 else {},
         settings={f"Settings of {run.name}": _settings_text(run) for run in runs},
         cards=summary_cells(runs[0]) if len(runs) == 1 and not others else {},
@@ -120,6 +120,20 @@ def _last_samples(runs: Sequence[tuple[str, RunMetrics]]) -> dict[str, str]:
     return {name: file.read_text() for name, file in files.items() if file.is_file()}
 
 
+def of_simulation(file: Path) -> Report:
+    """Of how a job scales on paper; the page stands beside the file."""
+    simulated = scaling.read(file)
+    return Report(
+        title=f"Scaling of {simulated['model']} on {simulated['facility']}",
+        file=file.with_suffix(".html"),
+        tables=scaling.tables(simulated),
+        first=0,
+        figures=[scaling.figure(simulated)],
+        legend={},
+        settings={},
+    )
+
+
 def of_campaign(store: CampaignStore) -> Report:
     """Of all rounds that have begun; `UserError` if none has."""
     begun = rounds(store)
@@ -131,7 +145,8 @@ def of_campaign(store: CampaignStore) -> Report:
         file=store.folder / "report.html",
         tables=tables,
         first=0,
-        figures=list(figures.of_campaign(begun)),
+        figures=[each for each in figures.of_campaign(begun) if each.rows()],
         legend=figures.facility_colours(begun) | {"global": figures.AVERAGE},
         settings={"Settings": settings_file(store.folder).read_text()},
+        cards=campaign_cells(store, begun),
     )

@@ -220,7 +220,7 @@ class _Frame:
         dash = f' stroke-dasharray="{series.dash}"' if series.dash else ""
         yield f'<g class="series {series.klass}" {marks}>'
         yield f'<polyline class="{line}" points="{listed}"{dash}/>'
-        if len(places) <= 40 and series.style != "dashed":
+        if len(places) == 1 or (len(places) <= 40 and series.style != "dashed"):
             ring = " class=ring" if series.style == "rings" else ""
             yield from (f'<circle{ring} cx="{a:.1f}" cy="{b:.1f}" r="3"/>' for a, b in places)
         yield "</g>"

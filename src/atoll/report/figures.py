@@ -115,7 +115,7 @@ def _predicted(runs: Sequence[RunMetrics]) -> Curves:
     if ends:
         line = [(ends[0], ends[0]), (ends[-1], ends[-1])]
         series.append(Series("as predicted", len(places), line, "dashed"))
-    caption = "Each in its own unit. A predicted time is the least there can be: points lie above."
+    caption = "Each in its own unit. At stated peaks a time is the least: its points lie above."
     return Curves("Predicted and measured", "predicted", "measured", series, True, True, caption)
 
 
@@ -125,8 +125,8 @@ def _communication(runs: Sequence[RunMetrics]) -> Bars:
         for profile in run.communication[-1:]:
             expected = (total(profile["expected_bytes"]) or 0) / 2**20
             sizes = {"expected": expected, "on the wire": profile["wire_bytes"] / 2**20}
-            row = names[run.folder]
-            spans += [Span(f"{kind}, {row}", kind, 0.0, size) for kind, size in sizes.items()]
+            of_run = f", {names[run.folder]}" if len(runs) > 1 else ""
+            spans += [Span(f"{kind}{of_run}", kind, 0.0, size) for kind, size in sizes.items()]
     colours = {"expected": 0, "on the wire": 1}
     return Bars("Communication per rank and step", "MiB", spans, colours)
 

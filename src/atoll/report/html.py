@@ -20,6 +20,12 @@ ON_LIGHT = ("#0063a0", "#b34700", "#00734f", "#a1467a", "#855c00")  # of the fir
 ON_LIGHT_TOO = ("#1f6f9e", "#5f666e", "#332288", "#882255", "#5c6400")
 ON_DARK = ("#5ab4f0", "#ff8a4c", "#3dd6a3", "#e9a0cc", "#f0b93a")
 ON_DARK_TOO = ("#9adcf5", "#b4bcc4", "#a9a0ff", "#f08ab0", "#d6de70")
+# of a figure that stands alone, as the page's button saves it
+DRAWN = (
+    "svg{font:13px system-ui,sans-serif;overflow:visible;background:#ffffff}"
+    "text{fill:#1b2a33}line{stroke:#d5dbe0}.saved{display:inline}"
+    ".marks,.line{fill:none}.line{stroke-width:2;stroke:currentColor}"
+)
 LONG = 40  # letters of a cell that is given room
 PAGE = Path(__file__).with_name("page.html")
 NUMBER = re.compile(r"[-+\d.,]*(e[-+]?\d+)?%?")
@@ -83,8 +89,11 @@ def cells(rows: Rows, keys: Sequence[str] = ()) -> str:
 
 
 def cards(values: Mapping[str, str]) -> str:
-    """Few facts, each under its name."""
-    inside = (f"<div><dt>{escape(k)}<dd>{escape(v)}</div>" for k, v in values.items())
+    """Few facts, each under its name; a long one has a line of its own."""
+    inside = (
+        f"<div{' class=all' if len(v) > LONG else ''}><dt>{escape(k)}<dd>{escape(v)}</div>"
+        for k, v in values.items()
+    )
     return f"<dl class=cards>{''.join(inside)}</dl>"
 
 
@@ -140,3 +149,13 @@ def figure(drawn: Figure) -> str:
         f"<details><summary>Values<span class=unseen> of {title}</span></summary>"
         f"{_wide(f'Values of {drawn.title}', data)}</details></figure>"
     )
+
+
+def standalone(drawn: Figure) -> str:
+    """The figure as an SVG file of its own, light, with its title and its legend."""
+    colours = (f".c{n}{{color:{c};fill:{c}}}" for n, c in enumerate((*ON_LIGHT, *ON_LIGHT_TOO)))
+    head, begin, rest = drawn.drawn().svg().partition("<title>")
+    head = re.sub(r'viewBox="[^"]*"(.*) data-full="([^"]*)"', r'viewBox="\2"\1', head)
+    # the last rule counts: lines have no area
+    style = f"<style>{''.join(colours)}{DRAWN}</style>"
+    return f"{head}{style}{begin}{rest}\n"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
+from atoll.cluster.diff import flat
 from atoll.cluster.goodput import effective
 from atoll.cluster.status import status
-from atoll.config.diff import flat
 from atoll.errors import UserError
 from atoll.report.run import Record, RunMetrics, joules
 from atoll.report.tables import Rows, number
@@ -216,7 +216,7 @@ def _shortest(names: Sequence[str]) -> dict[str, str]:
 
 
 def _value(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 
 

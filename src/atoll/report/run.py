@@ -135,7 +135,7 @@ def _outcomes(run: RunMetrics) -> Rows:
             "predicted": "" if one.predicted is None else f"{one.predicted:,.4g}",
             "measured": "" if one.measured is None else f"{one.measured:,.4g}",
             "error": "" if one.error is None else f"{one.error:+.1%}",
-            "is": kind.bound,
+            "is": one.bound,
         }
         for one in run.outcomes
         for kind in [MEASURED[one.name]]
@@ -212,7 +212,8 @@ def _rate(run: RunMetrics) -> dict[str, str]:
 
 
 def _epochs(run: RunMetrics) -> dict[str, str]:
-    return {f"loss {n}": number(loss, 4) for n, loss in enumerate(epoch_losses(run), 1)}
+    losses = enumerate(epoch_losses(run), 1)
+    return {f"training loss, epoch {n}": number(loss, 4) for n, loss in losses}
 
 
 def epoch_losses(run: RunMetrics) -> list[float]:

@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from atoll.errors import UserError
+from atoll.settings.fields import WORD_PATTERN
 from atoll.settings.run import Run
 
 # what a setting was called before -> its name
@@ -145,6 +146,8 @@ def _as_typed(name: str) -> str:
 def _hint(name: str, first: Any) -> str:
     if first["type"] == "string_type" and isinstance(first["input"], int | float):
         return f"quote it, so that it stays text: \"{name}='{first['input']}'\""
+    if first.get("ctx", {}).get("pattern") == WORD_PATTERN:
+        return "letters a to z, digits, '.', '-' and '_', the first a letter or a digit"
     choices = first.get("ctx", {}).get("expected")
     if not isinstance(choices, str):
         return f"give {name} another value"

@@ -16,6 +16,7 @@ Codec = Literal["fp32", "bf16", "int8", "int4", "int2", "sparse", "topk"]
 SPARSE_CODECS = ("sparse", "topk")  # most values of an update are zeros
 # of a facility's optimizer, between its rounds
 InnerState = Literal["kept", "reset"]
+FragmentPattern = Literal["strided", "sequential"]
 FORMAT_VERSION: Literal[1] = 1
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 # what is longer is not read: a manifest of as many files as may be has less than 0.8 MB
@@ -45,6 +46,11 @@ class SiteRequest(BaseModel):
     round: Round
     facility: Word
     base: Sha256  # of the global model that the round begins from
+    global_round: Annotated[int, Field(ge=0, le=10**6)]  # the round whose model that is
+    fragments: Annotated[int, Field(ge=1, le=1000)] = 1  # of the model: one of them is sent
+    fragment: Annotated[int, Field(ge=0, le=999)] = 0
+    fragment_pattern: FragmentPattern = "strided"
+    merge_alpha: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     frozen: Sha256 | None = None  # of adapters: the weights that they are for
     codec: Codec
     inner_state: InnerState = "kept"
@@ -54,6 +60,12 @@ class SiteRequest(BaseModel):
     overrides: Annotated[
         list[Annotated[str, Field(max_length=10_000)]], Field(max_length=1000)
     ]  # of its run
+
+    @model_validator(mode="after")
+    def _sends_a_fragment_that_is_there(self) -> "SiteRequest":
+        if self.fragment >= self.fragments:
+            raise ValueError(f"fragment {self.fragment} of {self.fragments}")
+        return self
 
 
 class JobRecord(BaseModel):

@@ -5,9 +5,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from atoll.errors import UserError, printable
-from atoll.settings.exchange import SPARSE_CODECS, Codec, InnerState
+from atoll.settings.exchange import SPARSE_CODECS, Codec, FragmentPattern, InnerState
 from atoll.settings.fields import Count, CountOrZero, Fraction, Positive, Settings, Word
 from atoll.settings.learning import Lora
+
+# steps of which a delta has the same part whether it comes in time or later
+LINEAR_STEPS = ("replace", "momentum", "nesterov")
 
 
 class Rule(Settings):
@@ -45,6 +48,46 @@ class Rule(Settings):
     # where fewer are left: ask those again whose updates were left out, and stop when they have
     # failed; wait for them, round the clock; or hold the model, and go on with the next round
     below_quorum: Literal["ask", "wait", "hold"] = "ask"
+    # parts of the model, of which one travels in each round, in turn, while the others go on at
+    # each facility (Streaming DiLoCo); 1: the whole model travels in every round
+    fragments: Annotated[int, Field(ge=1, le=1000)] = 1
+    # which layers are in one: every so many-th, or neighbours
+    fragment_pattern: FragmentPattern = "strided"
+    # rounds that a facility trains on before it takes the averaged fragment, so that sending and
+    # averaging cost no time of it; fewer than `fragments`
+    overlap_rounds: CountOrZero = 0
+    # how much of its own value a facility keeps where it takes the averaged one; 0: none
+    merge_alpha: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+
+    def fragment(self, number: int) -> int:
+        """The one that travels in a round."""
+        return (number - 1) % self.fragments
+
+    @model_validator(mode="after")
+    def _fragments_can_be_told_apart(self) -> "Rule":
+        if self.overlap_rounds >= self.fragments:
+            raise ValueError(
+                f"overlap_rounds={self.overlap_rounds} with fragments={self.fragments}: a fragment "
+                "would be sent again before it was taken; set rule.fragments to "
+                f"{self.overlap_rounds + 1} or more"
+            )
+        if self.fragments == 1 or not self.max_staleness:
+            return self
+        if self.combine != "mean" or self.update not in LINEAR_STEPS:
+            raise ValueError(
+                f"combine={self.combine}, update={self.update} and fragments={self.fragments} "
+                "cannot add what comes late to a fragment that was averaged before; set "
+                f"max_staleness to 0, or combine=mean and update to one of {LINEAR_STEPS}"
+            )
+        return self
+
+
+def refuse_too_many_fragments(fragments: int, layers: int) -> None:
+    if fragments > max(1, layers):
+        raise UserError(
+            f"rule.fragments={fragments} of a model of {layers} layers",
+            f"a fragment is a layer or more: set rule.fragments to {max(1, layers)} or fewer",
+        )
 
 
 # Words of a command line that are never taken for options, nor end a line
@@ -88,7 +131,8 @@ class Campaign(Settings):
     sites: Annotated[list[Site], Field(min_length=1)]  # the facilities that take part
     start: list[str]  # of the run that makes, or fetches, the model of round 0
     train: list[str] = []  # of every facility's runs
-    steps: Count = 100  # of each facility in a round
+    # of each facility in a round; of fragments, each is averaged once in `rule.fragments` rounds
+    steps: Count = 100
     # fixed: every facility takes `steps`; queue: as many in the mean, and all end together, by what
     # queue, start, transfers and a step took each of them in earlier rounds
     steps_by: Literal["fixed", "queue"] = "fixed"
@@ -146,6 +190,16 @@ class Campaign(Settings):
                 f"codec={self.codec} with rule.combine={self.rule.combine}: where one facility "
                 "sends a value the others send none, and next to nothing is left; choose "
                 "codec=int4, or rule.combine=mean"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_can_overlap(self) -> "Campaign":
+        if self.engine == "streamflow" and self.rule.overlap_rounds:
+            raise ValueError(
+                f"engine=streamflow with rule.overlap_rounds={self.rule.overlap_rounds}: each "
+                "round is a workflow of its own, which ends before the next; choose engine=local, "
+                "or rule.overlap_rounds=0"
             )
         return self
 

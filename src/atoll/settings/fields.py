@@ -8,7 +8,9 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
-Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)]
+# of a scheduler's job names, and of folders that other programs make
+WORD_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+Word = Annotated[str, Field(pattern=WORD_PATTERN, max_length=120)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 VariableText = Annotated[str, Field(coerce_numbers_to_str=True)]
 # One file may be written without its brackets: data.files=a.txt; one logger too: loggers=wandb

@@ -123,22 +123,32 @@ class Limits(Queue):
 class Budget(Settings):
     """How the facility tells what an account has left."""
 
-    command: list[str] = Field(default=[], description="its words; none: nothing is asked")
+    command: list[str] = Field(
+        default=[],
+        description="its words, {account} among them where it takes one; none: nothing is asked",
+    )
     pattern: str | None = Field(
-        default=None, description="what it prints, with the node-hours left as its one group"
+        default=None,
+        description="what it prints for {account}: with one group, the hours left; or with two, "
+        "?P<used> and ?P<granted>",
+    )
+    per_node_hour: Positive = Field(
+        default=1.0, description="its hours in an hour of one node: 4 of a node's four GPUs"
     )
 
     @field_validator("pattern")
     @classmethod
-    def _has_one_group(cls, pattern: str | None) -> str | None:
+    def _has_its_groups(cls, pattern: str | None) -> str | None:
         try:
-            groups = 1 if pattern is None else re.compile(pattern).groups
+            compiled = re.compile((pattern or "()").replace("{account}", "a"))
         except re.error as error:
             found = f"facility.budget.pattern is no regular expression: {error}"
             raise ValueError(found, r"as 'left: (\d+)'") from None
-        if groups != 1:
+        named = set(compiled.groupindex)
+        if compiled.groups != 1 and not (compiled.groups == 2 and named == {"used", "granted"}):
             raise ValueError(
-                f"facility.budget.pattern has {groups} groups", r"one, as in 'left: (\d+)'"
+                f"facility.budget.pattern has {compiled.groups} groups",
+                r"one, as in 'left: (\d+)', or '(?P<used>\d+)/(?P<granted>\d+)'",
             )
         return pattern
 

@@ -109,21 +109,24 @@ def forward(engine: Any, batch: Batch, plan: StepPlan) -> Tensor:
     return loss
 
 
-def take_step(engine: Any, rate: float, judge: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def take_step(
+    engine: Any, rate: float, judge: Callable[[Tensor], Callable[[], Tensor]] | None = None
+) -> Tensor:
     """Exchange what is left, clip, update, clear; returns the norm before clipping.
 
-    judge: norm -> 1.0 where the update is left out. Asked before the step, which alone knows the
-    norm, it judges by the loss; DeepSpeed leaves out an update of gradients that are no numbers.
+    judge: norm -> a call that is 1.0 where the update is left out. Asked before the step, which
+    alone knows the norm, it judges by the loss; DeepSpeed leaves out an update of gradients that
+    are no numbers.
     """
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
-    if judge is not None and bool(judge(torch.zeros(()))):
+    if judge is not None and bool(judge(torch.zeros(()))()):
         skip_step(engine)
         return torch.tensor(math.nan)
     engine.step()
     norm = torch.tensor(float(engine.get_global_grad_norm()))
     if judge is not None and engine.optimizer.overflow:
-        judge(torch.tensor(math.nan))
+        judge(torch.tensor(math.nan))()
     return norm
 
 

@@ -20,6 +20,7 @@ from atoll.monitor.observers import Observers
 from atoll.sharding.process_group import World, run_on_all_ranks
 from atoll.train.assemble import TrainState
 from atoll.train.checkpoint import Progress
+from atoll.train.optimizer import Decision
 
 FIGURES = ("loss", "log_gradient_norm")
 # of a spread that comes out as nothing: so much of the median counts as noise all the same
@@ -68,17 +69,29 @@ class Guard:
         self.unread: deque[Unread] = deque()
         self.skipped = torch.zeros(())
 
-    def judge(self, step: int, loss_sum: Tensor, targets: int, norm: Tensor) -> Tensor:
-        """1.0 where the step's update is to be left out, else 0.0, on the norm's device.
+    def judge(self, step: int, loss_sum: Tensor, targets: int, norm: Tensor) -> Decision:
+        """Begin to exchange what a step is judged by; the decision waits for that.
 
-        Every rank calls this with its part of the loss; asked again of a step, it judges anew.
+        Every rank calls both, with its part of the loss; asked again of a step, it judges anew.
         """
+        world = self.train_state.world
+        shares = own_shares(world, loss_sum, norm)
+        exchange = dist.all_reduce(shares, async_op=True) if world.size > 1 else None
+
+        def decision() -> Tensor:
+            if exchange is not None:
+                exchange.wait()
+            return self._decide(step, targets, shares)
+
+        return decision
+
+    def _decide(self, step: int, targets: int, shares: Tensor) -> Tensor:
+        """1.0 where the step's update is to be left out, else 0.0, on the device of `shares`."""
         if step == self.judged_step:
             self.history = self.before
             self.unread.pop()
         self.judged_step = step
-        history = self.history.to(norm.device)
-        shares = summed_shares(self.train_state.world, loss_sum, norm)
+        history = self.history.to(shares.device)
         figures = torch.stack([shares[0] / targets, shares[1].clamp_min(1e-30).log()])
         no_number = (shares[2] > 0) | ~shares[:2].isfinite().all()
         skipped = no_number
@@ -172,18 +185,15 @@ def restored(start: Progress, window: int) -> Tensor:
     return torch.tensor(filled, dtype=torch.float64)
 
 
-def summed_shares(world: World, loss_sum: Tensor, norm: Tensor) -> Tensor:
-    """Over all ranks: loss, norm, how many norms and losses are no numbers, whose loss it is.
+def own_shares(world: World, loss_sum: Tensor, norm: Tensor) -> Tensor:
+    """This rank's part of: loss, norm, how many norms and losses are no numbers, whose loss it is.
 
     The norm is that of the first rank: ranks whose norms differ in a digit must decide the same.
     """
     loss, own_norm = loss_sum.detach().to(norm.device, torch.float64), norm.double()
     no_loss, no_norm = (~loss.isfinite()).double(), (~own_norm.isfinite()).double()
     first_norm = own_norm if world.rank == 0 else torch.zeros_like(own_norm)
-    shares = torch.stack([loss, first_norm, no_norm, no_loss, no_loss * world.rank])
-    if world.size > 1:
-        dist.all_reduce(shares)
-    return shares
+    return torch.stack([loss, first_norm, no_norm, no_loss, no_loss * world.rank])
 
 
 def is_spike(figures: Tensor, history: Tensor, sigma: float) -> Tensor:

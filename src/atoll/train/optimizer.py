@@ -139,7 +139,8 @@ def hidden_matrices(model: Any) -> frozenset[str]:
     )
 
 
-Judge = Callable[[Tensor], Tensor]  # gradient norm -> 1.0 where the update is left out, else 0.0
+Decision = Callable[[], Tensor]  # 1.0 where the update is left out, else 0.0
+Judge = Callable[[Tensor], Decision]  # of the gradient norm, once all ranks have told theirs
 
 
 def take_step(
@@ -167,7 +168,7 @@ def take_step(
         squared = norm.square()
         dist.all_reduce(squared, group=pipeline)
         norm = squared.sqrt()
-    skipped = None if judge is None else judge(norm)
+    decision = None if judge is None else judge(norm)  # ranks hear of each other while they clip
     if clip_norm is not None:
         for same in by_mesh([p for p, _ in optimizer.parameters.values()]):
             torch.nn.utils.clip_grads_with_norm_(same, clip_norm, norm.to(same[0].device))
@@ -176,7 +177,7 @@ def take_step(
             own.grad = _local(parameter.grad)
     for group in optimizer.inner.param_groups:
         group["lr"] = rate * group["learning_rate_factor"]
-    _update(optimizer.inner, skipped)
+    _update(optimizer.inner, None if decision is None else decision())
     clear_gradients(optimizer)
     for name, average in optimizer.averages.items():
         parameter, _ = optimizer.parameters[name]

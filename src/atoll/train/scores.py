@@ -29,7 +29,8 @@ from atoll.sharding.process_group import (
     say,
 )
 from atoll.train import harness
-from atoll.train.generate import run_of, text_generator_of
+from atoll.train.generate import run_of
+from atoll.train.sampling import text_generator_of
 
 
 def main(argv: list[str]) -> int:

@@ -14,6 +14,7 @@ from atoll.campaign.store import CampaignStore, load_store
 from atoll.campaign.transfer import atoll_here, run_verb
 from atoll.proof.statement import logs_of, materials_of
 from atoll.settings.exchange import manifest_file, read_manifest
+from atoll.settings.federation import Rule
 from atoll.verify.lines import Line, differs, refuse_changed, resources
 
 OF_MODEL = re.compile(r"campaign/round-(\d{3,})/global/manifest\.json")
@@ -61,16 +62,14 @@ def _updates(store: CampaignStore, number: int, signers: Path | None) -> Iterato
     """The files of a round's updates, as their manifests have them."""
     if not store.updates(number) and store.model_manifest(number)["weights"]:
         yield Line("not at hand", f"round {number}: its updates")
-    for site in store.campaign.sites:
-        update = store.update(number, site)
-        if not update.is_dir():
-            continue
+    for update in store.updates(number):
+        facility = update.parent.name
         if signers is not None:
-            refuse_unsigned(manifest_file(update), signers, site.name)
+            refuse_unsigned(manifest_file(update), signers, facility)
         for name, facts in read_manifest(update).files.items():
             refuse_changed(update / name, facts.bytes, facts.sha256)
         how = "nobody's key is known" if signers is None else "signed, as allowed"
-        yield Line("as stated", f"round {number}: the update of {site.name} ({how})")
+        yield Line("as stated", f"round {number}: the update of {facility} ({how})")
 
 
 def _model(store: CampaignStore, number: int) -> Line:
@@ -84,6 +83,7 @@ def _model(store: CampaignStore, number: int) -> Line:
 def _again(store: CampaignStore, number: int, export: Path | None) -> Line:
     """Aggregate the kept updates once more: the same weights, bit for bit, and the same export."""
     stated = store.model_manifest(number)
+    stated["rule"] = Rule.model_validate(stated["rule"]).model_dump()  # it may have had fewer words
     updates = store.updates(number)
     absent = set(stated["weights"]) - {folder.parent.name for folder in updates}
     if absent or not store.has_model(number - 1):

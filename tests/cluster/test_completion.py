@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from atoll.config import completion
+from atoll.cluster import completion
 
 ASK = 'COMP_WORDBREAKS=" =" COMP_LINE=$1 COMP_POINT=${#1}; _atoll; printf "%s\\n" "${COMPREPLY[@]}"'
 
@@ -19,6 +19,7 @@ ASK = 'COMP_WORDBREAKS=" =" COMP_LINE=$1 COMP_POINT=${#1}; _atoll; printf "%s\\n
         ("sbatch/train.sbatch model=llama2", ["llama2_7b"]),
         ("atoll compose optimizer.learning_r", ["optimizer.learning_rate="]),
         ("atoll status thi", ["this-run"]),
+        ("atoll list fac", ["facilities"]),
     ],
 )
 def test_bash_completes(typed, offered, tmp_path):
@@ -38,6 +39,18 @@ def test_each_shell_has_a_script_that_it_can_read(shell, capsys, tmp_path):
     if shutil.which(shell) is not None:  # zsh and fish are not everywhere
         (tmp_path / "script").write_text(script)
         subprocess.run([shell, "-n", str(tmp_path / "script")], check=True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("atoll list fac", ["facilities"]), ("atoll submit facility=leo", ["facility=leonardo"])],
+)
+def test_fish_completes(typed, offered, tmp_path):
+    (tmp_path / "script").write_text(completion.fish())
+    words = ["fish", "-c", f"source {tmp_path}/script; complete -C '{typed}'"]
+    if shutil.which("fish") is not None:  # it is not everywhere
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == offered
 
 
 def test_every_command_that_takes_runs_is_one():

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Callable
 
+from atoll.cluster import listing
 from atoll.commands import GROUPS, JOBS_OWN, VERBS, VerbParser
 from atoll.config.compose import config_tree, groups
 from atoll.settings import setting_names
@@ -21,6 +22,7 @@ _atoll() {
     word=${line##* } before=${line% *}
     case "$before " in
         *"atoll ") words=@COMMANDS@ ;;
+        *"atoll list ") words=@KINDS@ ;;
         @OF_RUNS@) words=$(cd runs 2> /dev/null && printf '%s ' *) ;;
     esac
     mapfile -t COMPREPLY < <(compgen -W "$words" -- "$word")
@@ -33,6 +35,8 @@ ZSH = """\
 _atoll() {
     if [[ $service == atoll && $CURRENT == 2 ]]; then
         compadd -- @COMMANDS@
+    elif [[ $service == atoll && ${words[2]} == list ]]; then
+        compadd -- @KINDS@
     elif [[ $service == atoll && ${words[2]} == (@OF_RUNS@) ]]; then
         compadd -- runs/*(N:t)
     else
@@ -46,7 +50,8 @@ compdef _atoll atoll train.sbatch
 FISH = """\
 complete -c atoll -n __fish_use_subcommand -f -a @COMMANDS@
 complete -c atoll -n '__fish_seen_subcommand_from @OF_RUNS@' -f -a '(path basename runs/*)'
-complete -c atoll -n 'not __fish_use_subcommand' -a @WORDS@
+complete -c atoll -n '__fish_seen_subcommand_from list' -f -a @KINDS@
+complete -c atoll -n '__fish_seen_subcommand_from @OTHERS@' -a @WORDS@
 complete -c train.sbatch -a @WORDS@
 """
 
@@ -62,6 +67,11 @@ def main(argv: list[str]) -> int:
 def commands() -> list[str]:
     """What a person types after `atoll`."""
     return [name for name in VERBS if name not in GROUPS[JOBS_OWN]]
+
+
+def kinds() -> list[str]:
+    """What a person types after `atoll list`."""
+    return [*listing.GROUPS, *listing.HERE]
 
 
 def choices() -> list[str]:
@@ -80,19 +90,22 @@ def settings() -> list[str]:
 def bash() -> str:
     words = shlex.quote(" ".join([*choices(), *settings()]))
     of_runs = " | ".join(f'*"atoll {name} "*' for name in OF_RUNS)
-    typed = shlex.quote(" ".join(commands()))
-    return _filled(BASH, WORDS=words, COMMANDS=typed, OF_RUNS=of_runs)
+    typed, listed = (shlex.quote(" ".join(words)) for words in (commands(), kinds()))
+    return _filled(BASH, WORDS=words, COMMANDS=typed, KINDS=listed, OF_RUNS=of_runs)
 
 
 def zsh() -> str:
-    typed, chosen, named = (shlex.join(words) for words in (commands(), choices(), settings()))
-    return _filled(ZSH, COMMANDS=typed, CHOICES=chosen, SETTINGS=named, OF_RUNS="|".join(OF_RUNS))
+    every = {"COMMANDS": commands(), "KINDS": kinds(), "CHOICES": choices(), "SETTINGS": settings()}
+    texts = {name: shlex.join(words) for name, words in every.items()}
+    return _filled(ZSH, **texts, OF_RUNS="|".join(OF_RUNS))
 
 
 def fish() -> str:
     words = shlex.quote(" ".join([*choices(), *settings()]))
-    typed = shlex.quote(" ".join(commands()))
-    return _filled(FISH, WORDS=words, COMMANDS=typed, OF_RUNS=" ".join(OF_RUNS))
+    typed, listed = (shlex.quote(" ".join(words)) for words in (commands(), kinds()))
+    others = " ".join(name for name in commands() if name not in (*OF_RUNS, "list", "completion"))
+    texts = {"WORDS": words, "COMMANDS": typed, "KINDS": listed, "OTHERS": others}
+    return _filled(FISH, **texts, OF_RUNS=" ".join(OF_RUNS))
 
 
 def _filled(script: str, **texts: str) -> str:

@@ -1,14 +1,12 @@
 """`atoll diff RUN RUN`: the settings in which two runs differ."""
 
 import json
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from atoll import run_dir
+from atoll.cluster.status import run_folder
 from atoll.commands import VerbParser
-from atoll.errors import UserError
+from atoll.settings import dumped, load_run
 
 ABOUT = "Print the settings in which two runs differ; nothing, and code 0, where none does."
 
@@ -26,20 +24,23 @@ def main(argv: list[str]) -> int:
         if before.get(name) != after.get(name)
     }
     if arguments.json:
-        print(json.dumps(changes, indent=1))
+        print(json.dumps(changes, indent=1, ensure_ascii=False))
         return 0
     for name, (old, new) in changes.items():
-        print(f"{name}: {json.dumps(old)} -> {json.dumps(new)}")
+        print(f"{name}: {_shown(old)} -> {_shown(new)}")
     return 0
 
 
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
 def settings_of(name: str) -> dict[str, Any]:
-    """A run's settings by their dotted names."""
-    for folder in (Path(name), Path("runs") / name):
-        file = run_dir.settings_file(folder)
-        if file.is_file():
-            return flat(yaml.safe_load(file.read_text()))
-    raise UserError(f"no run at {name}", "give the folder of a run, as runs/NAME")
+    """A run's settings by their dotted names.
+
+    Raises `UserError` where there is none, or none that can be read.
+    """
+    return flat(dumped(load_run(run_dir.settings_file(run_folder(name)))))
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""A facility's own weights, from one round to the next, where the model travels in fragments.
+
+They stay in the export of its last run. A round begins with them and with the fragments that were
+averaged since; with the global model whole where the facility has trained nothing yet. Which run
+it is, is written into the round's journal before its job, so a round done again begins the same.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from atoll import run_dir
+from atoll.campaign.inner_state import trained_rounds
+from atoll.campaign.journal import Journal, round_name, round_number
+from atoll.campaign.site_models import container_side
+from atoll.campaign.transfer import run_verb
+
+
+def begins_with(folder: Path, here: Path, request: dict[str, Any], base: Path) -> Path:
+    """The Hugging Face folder that a round's run begins with; made if it is not there yet."""
+    if request["fragments"] == 1 and not request["merge_alpha"]:
+        return base / "export"
+    record = _own(folder, here)
+    if record["own"] is None:
+        return base / "export"
+    out = folder / "starts" / here.name
+    if not (out / "manifest.json").is_file():
+        merge = merged_fragments(record["global_round"], request)
+        argv = [*container_side(folder, request["overrides"]), "merge-global"]
+        argv += [str(base), record["own"], str(out), "--merge", *map(str, merge)]
+        argv += ["--fragments", str(request["fragments"])]
+        argv += ["--fragment-pattern", request["fragment_pattern"]]
+        argv += ["--alpha", repr(request["merge_alpha"])]
+        run_verb(argv, "the weights that the round begins with")
+    for old in range(round_number(here) - 1):  # that of the round before may be at work
+        shutil.rmtree(folder / "starts" / round_name(old), ignore_errors=True)
+    return out / "export"
+
+
+def merged_fragments(taken_round: int, request: dict[str, Any]) -> list[int]:
+    """The fragments that were averaged after the round whose model was taken before."""
+    count = request["fragments"]
+    later = range(taken_round + 1, request["global_round"] + 1)
+    return sorted({(number - 1) % count for number in later})
+
+
+def _own(folder: Path, here: Path) -> dict[str, Any]:
+    """The export of the newest round before this one, and the global model it had taken."""
+    journal = Journal(here)
+    if record := journal.last("own weights"):
+        return record
+    number, run = next(trained_rounds(folder, round_number(here)), (0, None))
+    if run is None:
+        return journal.append("own weights", own=None, global_round=None)
+    asked = Journal(folder / "rounds" / round_name(number)).last("asked")["request"]
+    export = run_dir.export(run) / ("adapter" if asked["frozen"] else "")
+    return journal.append("own weights", own=str(export), global_round=asked["global_round"])

@@ -1,0 +1,70 @@
+"""`atoll merge-global`: what a facility's run begins with, where its own weights go on.
+
+Fragments that were averaged since it last took any are alpha times its own and (1 - alpha) times
+the global one (Streaming DiLoCo, Douillard et al. 2025, section 3.2); the others are its own.
+"""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from torch import Tensor
+
+from atoll.commands import VerbParser
+from atoll.federation import global_model
+from atoll.federation.fragments import PATTERNS, fragments_of
+from atoll.federation.make_delta import refuse_other_tensors
+from atoll.federation.tensors import Stretch, TensorReader
+
+
+def main(argv: list[str]) -> int:
+    """`atoll merge-global GLOBAL OWN OUT`: averaged fragments into a facility's own weights."""
+    parser = VerbParser("merge-global", main.__doc__)
+    parser.add_argument("model", type=Path, help="the global model")
+    parser.add_argument("own", type=Path, help="fp32 export of the facility's last run")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--fragments", type=int, required=True, help="parts of the model")
+    parser.add_argument("--fragment-pattern", choices=list(PATTERNS), required=True)
+    parser.add_argument("--merge", type=int, nargs="*", required=True, help="fragments to be taken")
+    parser.add_argument("--alpha", type=float, required=True, help="of the facility's own value")
+    arguments = parser.read(argv)
+    merge_global(
+        arguments.model,
+        arguments.own,
+        arguments.out,
+        (arguments.fragments, arguments.fragment_pattern),
+        arguments.merge,
+        arguments.alpha,
+    )
+    return 0
+
+
+def merge_global(
+    model: Path,
+    own: Path,
+    out: Path,
+    fragments: tuple[int, str],
+    merge: Collection[int],
+    alpha: float,
+) -> None:
+    """Write `out`, whole or not at all: its export is a Hugging Face folder in fp32.
+
+    merge: the fragments that are taken from the global model. Raises `UserError` where the two
+    have not the same tensors.
+    """
+    partial = global_model.begin(out)
+    with TensorReader(model / "master") as averaged, TensorReader(own) as trained:
+        refuse_other_tensors(trained, averaged)
+        parts = fragments_of(averaged.layout, *fragments)
+        taken = {name for n in merge for tensors in parts[n].values() for name in tensors}
+
+        def values_of(stretch: Stretch) -> Tensor:
+            if stretch.name not in taken:
+                return trained.values(stretch).float()
+            averaged_N = averaged.values(stretch)
+            if not alpha:
+                return averaged_N
+            return alpha * trained.values(stretch).float() + (1 - alpha) * averaged_N
+
+        global_model.write_master(partial, averaged, values_of)
+    global_model.link_export(model / "export", partial)
+    global_model.publish(partial, out, {})

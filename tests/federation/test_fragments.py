@@ -1,0 +1,306 @@
+"""Fragments of a model over several rounds, against plain arithmetic that knows no files."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import made_up
+import pytest
+import torch
+from torch import Tensor
+
+from atoll.errors import UserError
+from atoll.federation.aggregate import Outcome, aggregate, hold, verified
+from atoll.federation.apply_delta import apply_delta, take_whole
+from atoll.federation.error_feedback import encoded_layout
+from atoll.federation.fragments import fragments_of
+from atoll.federation.global_model import first_global, read_global
+from atoll.federation.make_delta import make_delta
+from atoll.federation.merge_global import merge_global
+from atoll.federation.tensors import Layout, TensorReader
+from atoll.settings.exchange import read_manifest
+from atoll.settings.federation import Rule, checked_settings
+
+Model = dict[str, Tensor]
+SHAPES = {
+    "embed.weight": (70, 8), "layers.0.a.weight": (33, 9), "layers.0.b.weight": (65,),
+    "layers.1.a.weight": (33, 9), "layers.2.a.weight": (33, 9), "layers.3.a.weight": (33, 10),
+    "norm.weight": (9,),
+}  # fmt: skip
+# of two fragments: layers in turn, then what is in none to the one with fewer values
+STRIDED = {
+    "layers.0.a.weight": 0, "layers.0.b.weight": 0, "layers.1.a.weight": 1, "layers.2.a.weight": 0,
+    "layers.3.a.weight": 1, "embed.weight": 1, "norm.weight": 0,
+}  # fmt: skip
+EQUAL: dict[str, Any] = {"weigh": "equal", "max_norm_ratio": 1e9, "min_cosine": -1.0}
+
+
+def drawn(seed: int, scale: float) -> Model:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: scale * torch.randn(shape, generator=generator) for n, shape in SHAPES.items()}
+
+
+def learned(facility: str, number: int) -> Model:
+    """What the training of a round adds to a facility's weights."""
+    return drawn(1000 * number + ord(facility), 1e-3)
+
+
+@dataclass
+class Campaign:
+    """The real files of rounds; facilities that train as `learned` says."""
+
+    folder: Path
+    rule: Rule
+    codec: str = "fp32"
+    taken: dict[str, int] = field(default_factory=dict)  # the global model they had last
+
+    def __post_init__(self) -> None:
+        first_global(made_up.write_model(self.folder / "start", drawn(0, 0.02)), self.model(0), {})
+
+    def model(self, number: int) -> Path:
+        return self.folder / f"global-{number}"
+
+    def train(self, facility: str, number: int) -> Path:
+        """A round's update."""
+        rule, newest = self.rule, max(0, number - 1 - self.rule.overlap_rounds)
+        fragments, own = (rule.fragments, rule.fragment_pattern), self.folder / f"own-{facility}"
+        begin = self.model(newest) / "master"
+        if facility in self.taken:
+            merge = {rule.fragment(n) for n in range(self.taken[facility] + 1, newest + 1)}
+            out = self.folder / f"start-{facility}-{number}"
+            merge_global(self.model(newest), own, out, fragments, merge, rule.merge_alpha)
+            begin, own = out / "export", self.folder / f"own-{facility}-{number}"
+        added, start = learned(facility, number), made_up.read(begin)
+        trained = made_up.write_model(own, {n: x + added[n] for n, x in start.items()}, files=1)
+        if trained.name != f"own-{facility}":
+            last = self.folder / f"own-{facility}"
+            last.rename(self.folder / f"old-{facility}-{number}")
+            trained = trained.rename(last)
+        self.taken[facility] = newest
+        update = self.folder / f"round-{number}-{facility}" / "update"
+        before = self.folder / f"residual-{facility}-{number - rule.fragments}"
+        make_delta(
+            self.model(newest),
+            trained,
+            before if before.is_dir() else None,
+            self.codec,
+            update,
+            self.folder / f"residual-{facility}-{number}",
+            made_up.about(facility, round=number),
+            (*fragments, rule.fragment(number)),
+        )
+        return update
+
+    def average(self, number: int, updates: list[Path]) -> Outcome:
+        bases = [read_global(self.model(n))["digest"] for n in range(number - 1, -1, -1)]
+        given = [verified(path, bases, self.rule.overlap_rounds) for path in updates]
+        base, out = self.model(number - 1), self.model(number)
+        return aggregate(base, given, self.rule, self.codec, out, {"round": number})
+
+    def master(self, number: int) -> Model:
+        return made_up.read(self.model(number) / "master")
+
+
+def nesterov(model: Model, memory: Model, delta: Model) -> None:
+    """torch's own SGD on the tensors of a delta."""
+    for name, change in delta.items():
+        parameter = torch.nn.Parameter(model[name].clone())
+        outer = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
+        outer.state[parameter]["momentum_buffer"] = memory[name]
+        parameter.grad = -change
+        outer.step()
+        model[name] = parameter.detach()
+
+
+def expected(rule: Rule, present: dict[int, str]) -> list[Model]:
+    """The model after each round, of whole tensors in fp64; no file, fragment by fragment."""
+    model = {name: values.double() for name, values in drawn(0, 0.02).items()}
+    memory = {name: torch.zeros_like(values) for name, values in model.items()}
+    models, averaged, own, took = [dict(model)], [dict.fromkeys(SHAPES, 0)], {}, {}
+    for number, facilities in present.items():
+        newest = max(0, number - 1 - rule.overlap_rounds)
+        sent = [name for name in SHAPES if STRIDED[name] == (number - 1) % 2]
+        changes: list[Model] = []
+        for facility in facilities:
+            known, versions = models[newest], averaged[newest]
+            mine = dict(own.get(facility, known))
+            for name in SHAPES:
+                if facility in took and versions[name] > took[facility][name]:
+                    mine[name] = torch.lerp(known[name], mine[name], rule.merge_alpha)
+            added = learned(facility, number)
+            own[facility] = {name: mine[name] + added[name].double() for name in SHAPES}
+            took[facility] = versions
+            changes.append({name: own[facility][name] - known[name] for name in sent})
+        delta = {name: sum(each[name] for each in changes) / len(changes) for name in sent}
+        nesterov(model, memory, delta)
+        models.append(dict(model))
+        averaged.append(averaged[-1] | dict.fromkeys(sent, number))
+    return models
+
+
+@pytest.mark.parametrize(("overlap", "alpha"), [(0, 0.0), (0, 0.5), (1, 0.0), (1, 0.5)])
+def test_rounds_of_fragments_are_those_of_plain_arithmetic(
+    tmp_path: Path, overlap: int, alpha: float
+) -> None:
+    """One facility joins in the third round, one is away for two."""
+    present = {1: "ab", 2: "ab", 3: "abc", 4: "ac", 5: "ac", 6: "abc"}
+    rule = Rule(
+        fragments=2, overlap_rounds=overlap, merge_alpha=alpha, update="nesterov",
+        learning_rate=0.7, **EQUAL,
+    )  # fmt: skip
+    campaign, models = Campaign(tmp_path, rule), expected(rule, present)
+    for number, facilities in present.items():
+        campaign.average(number, [campaign.train(each, number) for each in facilities])
+        after, before = campaign.master(number), campaign.master(number - 1)
+        for name, wanted in models[number].items():
+            torch.testing.assert_close(after[name].double(), wanted, rtol=0, atol=1e-7)
+            is_sent = STRIDED[name] == (number - 1) % 2
+            assert torch.equal(after[name], before[name]) is not is_sent
+    assert (models[6]["embed.weight"] - models[0]["embed.weight"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("taken", [3, 5])
+def test_late_work_is_added_to_its_own_fragment(tmp_path: Path, taken: int) -> None:
+    """By its share of the round's tokens and its lateness; the momentum is not spent twice."""
+    rule = Rule(fragments=2, max_staleness=3, update="nesterov", learning_rate=0.7, **EQUAL)
+    campaign = Campaign(tmp_path, rule)
+    campaign.average(1, [campaign.train(each, 1) for each in "ab"])
+    late = campaign.train("b", 2)
+    for number in range(2, taken):
+        campaign.average(number, [campaign.train("a", number)])
+    outcome = campaign.average(taken, [campaign.train("a", taken), late])
+    share = 0.5 * (1 + taken - 2) ** -0.5
+    assert outcome.weights == {"a": 1.0, "b": pytest.approx(share)}
+    late_delta = made_up.read(late)
+    before, after = campaign.master(taken - 1), campaign.master(taken)
+    memories = [made_up.read(campaign.model(n) / "memory" / "momentum") for n in (taken - 1, taken)]
+    for name in [name for name in SHAPES if STRIDED[name] == 1]:
+        change = share * late_delta[name].view(SHAPES[name])
+        torch.testing.assert_close(
+            after[name] - before[name], 0.7 * 1.9 * change, rtol=0, atol=1e-8
+        )
+        torch.testing.assert_close(memories[1][name] - memories[0][name], change, rtol=0, atol=1e-8)
+
+
+def test_late_work_alone_makes_a_round(tmp_path: Path) -> None:
+    campaign = Campaign(tmp_path, Rule(fragments=2, max_staleness=1, **EQUAL))
+    late = campaign.train("b", 1)
+    campaign.average(1, [campaign.train("a", 1)])
+    campaign.average(2, [late])
+    before, after = campaign.master(1), campaign.master(2)
+    assert {n for n in SHAPES if not torch.equal(before[n], after[n])} == {
+        n for n in SHAPES if STRIDED[n] == 0
+    }
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_facilitys_copy_is_the_coordinators_bit_for_bit(tmp_path: Path, codec: str) -> None:
+    campaign = Campaign(tmp_path, Rule(fragments=2, **EQUAL), codec)
+    take_whole(campaign.model(0), tmp_path / "copy-0")
+    for number in range(1, 5):
+        updates = [campaign.train(each, number) for each in "ab"]
+        campaign.average(number, updates)
+        copies = [tmp_path / f"copy-{n}" for n in (number - 1, number)]
+        digest = apply_delta(copies[0], campaign.model(number) / "delta", codec, copies[1])
+        assert digest == read_global(campaign.model(number))["digest"]
+        wanted = {n for n in SHAPES if STRIDED[n] == campaign.rule.fragment(number)}
+        for folder in (*updates, campaign.model(number) / "delta"):
+            with TensorReader(folder) as sent:
+                assert {name for name in sent.entries if ":" not in name} == wanted
+    residual = made_up.read(tmp_path / "residual-a-4")
+    assert set(residual) == {n for n in SHAPES if STRIDED[n] == 1}
+
+
+def test_an_update_of_another_fragment_is_left_out(tmp_path: Path) -> None:
+    campaign = Campaign(tmp_path, Rule(fragments=2, overlap_rounds=1, **EQUAL))
+    update, other = campaign.train("a", 1), campaign.train("b", 2)
+    manifest = json.loads((other / "manifest.json").read_text())
+    (other / "manifest.json").write_text(json.dumps(manifest | {"round": 1}))
+    assert read_manifest(other).round == 1
+    outcome = campaign.average(1, [update, other])
+    assert outcome.weights == {"a": 1.0}
+    assert "the global model asks for" in outcome.rejected["b"]
+
+
+def test_one_that_is_too_long_is_known_by_its_fragments_rounds_before(tmp_path: Path) -> None:
+    rule = Rule(fragments=2, weigh="equal", max_norm_ratio=10.0, min_cosine=-1.0)
+    campaign = Campaign(tmp_path, rule)
+    for number in (1, 2):
+        campaign.average(number, [campaign.train(each, number) for each in "ab"])
+    norms = read_global(campaign.model(2))["norms_before"]
+    assert sorted(norms) == ["0", "1"] and all(len(each) == 1 for each in norms.values())
+    path = campaign.model(2) / "manifest.json"
+    content = json.loads(path.read_text())
+    content["norms_before"]["0"] = [norms["0"][0] / 1000]
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="0 updates are left"):
+        campaign.average(3, [campaign.train(each, 3) for each in "ab"])
+
+
+def test_a_round_that_is_held_keeps_every_fragment(tmp_path: Path) -> None:
+    campaign = Campaign(tmp_path, Rule(fragments=2, **EQUAL))
+    hold(campaign.model(0), campaign.rule, "int8", campaign.model(1), {"round": 1})
+    for name, values in campaign.master(0).items():
+        assert torch.equal(values, campaign.master(1)[name])
+
+
+def test_tensors_are_in_one_fragment_each() -> None:
+    layout = {"x": {n: s for n, s in SHAPES.items() if "1" not in n}, "y": {"layers.1.a": (3,)}}
+    for pattern in ("strided", "sequential"):
+        for count in (1, 2, 3, 4):
+            parts = fragments_of(layout, count, pattern)
+            names = [n for part in parts for tensors in part.values() for n in tensors]
+            assert len(parts) == count and sorted(names) == sorted({*layout["x"], *layout["y"]})
+            assert all(part and all(part.values()) for part in parts)
+    ends = fragments_of({"x": SHAPES}, 2, "sequential")[0]["x"]
+    assert {"layers.0.a.weight", "layers.1.a.weight"} <= set(ends)
+    assert not {"layers.2.a.weight", "layers.3.a.weight"} & set(ends)
+    for name, fragment in STRIDED.items():
+        assert name in fragments_of({"x": SHAPES}, 2)[fragment]["x"]
+
+
+def test_the_largest_of_eight_fragments_of_7b_is_a_seventh() -> None:
+    """Embeddings, or the head, go with four layers."""
+    layer = {"q": (4096, 4096), "k": (4096, 4096), "v": (4096, 4096), "o": (4096, 4096)}
+    layer |= {"gate": (11008, 4096), "up": (11008, 4096), "down": (4096, 11008)}
+    layer |= {"norm1": (4096,), "norm2": (4096,)}
+    shapes = {
+        f"model.layers.{n}.{x}.weight": shape for n in range(32) for x, shape in layer.items()
+    }
+    shapes |= dict.fromkeys(("model.embed.weight", "lm_head.weight"), (32000, 4096))
+    shapes["model.norm.weight"] = (4096,)
+
+    def gigabytes(layout: Layout) -> float:
+        parts = [part for file in encoded_layout(layout, "int8").values() for part in file.values()]
+        return sum(length[0] * dtype.itemsize for dtype, length in parts) / 1e9
+
+    whole = {"x": shapes}
+    largest = max(gigabytes(part) for part in fragments_of(whole, 8))
+    assert (round(gigabytes(whole), 2), round(largest, 2)) == (6.95, 0.97)
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda: fragments_of({"x": SHAPES}, 5), "rule.fragments=5 of a model of 4 layers"),
+        (lambda: rule_of(overlap_rounds=1), "overlap_rounds=1 with fragments=1"),
+        (
+            lambda: rule_of(fragments=2, max_staleness=1, update="adam"),
+            "cannot add what comes late",
+        ),
+        (
+            lambda: rule_of(fragments=2, max_staleness=1, combine="krum"),
+            "cannot add what comes late",
+        ),
+        (lambda: rule_of(merge_alpha=1.0), "merge_alpha"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], object], found: str) -> None:
+    with pytest.raises(UserError, match=found):
+        make()
+
+
+def rule_of(**values: Any) -> Rule:
+    return checked_settings(Rule, values, "rule.", "see the settings")
