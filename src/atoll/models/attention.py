@@ -185,7 +185,8 @@ def _by_segment(
     cut = sorted({*range(batch)}.difference(whole))
     order = torch.tensor([*whole, *cut], device=q_BHTD.device)
     inputs = (q_BHTD, k_BHTD, v_BHTD)
-    outputs = [_whole(*(x.index_select(0, order[: len(whole)]) for x in inputs), kernel)]
+    q, k, v = (x.index_select(0, order[: len(whole)]) for x in inputs)
+    outputs = [_whole(q, k, v, kernel)]
     if cut:
         shorter = tuple(n for n, fill in zip(lengths, fills, strict=True) if not fill)
         q, k, v = (x.index_select(0, order[len(whole) :]) for x in inputs)
