@@ -105,7 +105,7 @@ def test_4_bit_weights_go_with_full_shard(home: Path, job: Job) -> None:
     atoll(home, "submit", *line, "sharding=full_shard", "name=qlora_sharded")
     sharded, copied = home / "runs" / "qlora_sharded", job("llama_qlora")
     losses = [[r["loss"] for r in records(of, "train")] for of in (sharded, copied)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)  # both in bf16 where there is any
     assert (run_dir.export(sharded) / "adapter" / "adapter_model.safetensors").is_file()
     assert run_dir.sample_file(sharded).read_text()
 
