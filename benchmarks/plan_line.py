@@ -4,8 +4,8 @@
 
 In an empty folder: `atoll plan --measure facility=laptop`, then small runs of three shapes in
 turns, each submitted as a user does. The line that submit says is held against the median step,
-the tokens a second, the memory and the time of all steps behind it. The first round's lines rest
-on measured rates alone; a later one's also on what the runs before it taught. Rows go to
+the tokens a second, the memory and the time of all steps behind it. The first line rests
+on measured rates alone, later ones also on what the runs before them taught. Rows go to
 results/plan_line.jsonl, and from there into docs/planner.md.
 """
 

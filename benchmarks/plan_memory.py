@@ -2,12 +2,12 @@
 
     python benchmarks/plan_memory.py [--only CASE] [--rounds 1] [--table] [--check]
 
-Each case is a whole run of three steps in processes of its own, in turns; `planned` is `atoll
-plan`'s closed form, `measured` the highest peak of its ranks behind the last step but one, before
-anything is saved: it has all moments. glibc's heap keeps freed blocks of some megabytes; it is told
-to return them, so that what is measured is what is needed. A run without that setting may hold a
-third more. The rows go to results/plan_memory.jsonl, and with --table from there into
-docs/planner.md.
+Each case is a run of three steps in processes of its own, in turns; `planned` is `atoll plan`'s
+closed form, `measured` the highest peak of its ranks behind the last step but one, before anything
+is saved: it has all moments. Whole runs go on to their end. glibc's heap keeps freed blocks of some
+megabytes; it is told to return them, so that what is measured is what is needed. A run without that
+setting may hold a third more. The rows go to results/plan_memory.jsonl, and with --table from there
+into docs/planner.md and its figure. memory_cases.py says what is run.
 """
 
 import argparse
@@ -20,99 +20,31 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+from memory_cases import CASES, COMMON, FITTED, FORECAST, WHOLE
 from results import FOLDER, machine, versions
 
 from atoll.config.compose import compose, known_shape
 from atoll.plan.memory import Memory, memory_of
+from atoll.report.drawing import Curves, Series
+from atoll.report.html import standalone
 
 LIMITS = {"median": 0.03, "worst": 0.10}
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE, FIGURE = DOCS / "planner.md", DOCS / "images" / "plan_memory.svg"
+KINDS = {"fitted": FITTED, "forecast": FORECAST, "whole runs": WHOLE}
 BEGIN, END = "<!-- plan_memory: made by make bench-plan_memory -->", "<!-- plan_memory: end -->"
-ONE = ["sharding=single", "ranks_per_node=1"]
-WIDE = ["model.config.hidden_size=512", "model.config.num_hidden_layers=4"]
-LLAMA = ["model=llama_tiny", *WIDE, "model.config.intermediate_size=1536"]
-# weights count for more than activations
-HEAVY = [
-    *["model=llama_tiny", "model.config.hidden_size=1024", "model.config.num_hidden_layers=4"],
-    *["model.config.intermediate_size=3072", "data.sequence_tokens=128"],
-    "training.microbatch_samples=2",
-]
-GPT2 = ["model=gpt2_tiny", "model.config.n_embd=512", "model.config.n_layer=4"]
-OPT = ["model=opt_tiny", *WIDE, "model.config.ffn_dim=2048", "model.config.word_embed_proj_dim=512"]
-LONG = ["data.sequence_tokens=512", "training.microbatch_samples=4"]
-FULL = "training.activation_checkpointing=full"
-LORA = "model.lora.rank=16"
-MIXTURE = [
-    *[*WIDE, "model=llama_tiny", "model.config.model_type=mixtral"],
-    *["model.config.intermediate_size=768", "+model.config.num_local_experts=8"],
-    *["+model.config.num_experts_per_tok=2", "data.sequence_tokens=256"],
-    "training.microbatch_samples=2",
-]
-PAIRS = [
-    *["task=preference", "data=preference_files", "tokenizer.chat_template=chatml"],
-    "tokenizer.add_tokens=['<|im_start|>','<|im_end|>']",
-]
-CASES: dict[str, list[str]] = {
-    "one rank": [*LLAMA, *LONG, *ONE],
-    "one rank, weights": [*HEAVY, *ONE],
-    "recompute": [*LLAMA, *LONG, *ONE, FULL],
-    "accumulation": [*HEAVY, *ONE, "training.microbatch_samples=1"],
-    "opt": [*OPT, *LONG, *ONE],
-    "gpt2": [*GPT2, *LONG, *ONE],
-    "head of its own": [*HEAVY, *ONE, "model.config.tie_word_embeddings=false"],
-    "vocabulary of 128k": [*LLAMA, *LONG, *ONE, FULL, "model.config.vocab_size=131072"],
-    "vocabulary of 256k": [
-        *[*LLAMA, *ONE, "model.config.hidden_size=256", "model.config.vocab_size=262144"],
-        *["data.sequence_tokens=256", "training.microbatch_samples=1"],
-        "training.loss_chunk_tokens=64",
-    ],
-    "head_dim of its own": [*LLAMA, *LONG, *ONE, "+model.config.head_dim=128"],
-    "8-bit AdamW": [*HEAVY, *ONE, "optimizer=adamw_8bit"],
-    "muon": [*HEAVY, *ONE, "optimizer=muon"],
-    "full_shard, muon": [*HEAVY, "sharding=full_shard", "optimizer=muon"],
-    "average of the weights": [*HEAVY, *ONE, "optimizer.ema_decay=0.99"],
-    "proximal": [*HEAVY, *ONE, "optimizer.proximal=0.01"],
-    "lora": [*LLAMA, *LONG, *ONE, LORA],
-    "lora, recompute": [*LLAMA, *LONG, *ONE, LORA, FULL],
-    "lora, two targets": [*LLAMA, *LONG, *ONE, LORA, "model.lora.targets=[q_proj,v_proj]"],
-    "lora, dropout": [*LLAMA, *LONG, *ONE, LORA, "model.lora.dropout=0.1"],
-    "lora, weights": [*HEAVY, *ONE, LORA],
-    "lora, gpt2": [*GPT2, *LONG, *ONE, LORA],
-    "nf4": [*HEAVY, *ONE, LORA, "model.quantisation=nf4"],
-    "nf4, tokens": [*LLAMA, *LONG, *ONE, LORA, "model.quantisation=nf4"],
-    "int8": [*HEAVY, *ONE, LORA, "model.quantisation=int8"],
-    "mixture": [*MIXTURE, *ONE],
-    "dpo": [*HEAVY, *ONE, *PAIRS, "data.sequence_tokens=512"],
-    "ddp": [*LLAMA, *LONG, "sharding=ddp"],
-    "full_shard": [*HEAVY, "sharding=full_shard"],
-    "shard_grad_op": [*HEAVY, "sharding=shard_grad_op"],
-    "full_shard, each microbatch": [
-        *[*HEAVY, "sharding=full_shard", "sharding.sync_every_microbatch=true"],
-        "training.microbatch_samples=1",
-    ],
-    "full_shard, accumulation": [*HEAVY, "sharding=full_shard", "training.microbatch_samples=1"],
-    "full_shard, lora": [*HEAVY, "sharding=full_shard", LORA],
-    "full_shard, nf4": [*HEAVY, "sharding=full_shard", LORA, "model.quantisation=nf4"],
-    "ddp, lora": [*HEAVY, "sharding=ddp", LORA],
-    "ddp, nf4": [*HEAVY, "sharding=ddp", LORA, "model.quantisation=nf4"],
-    "mixture, experts divided": [*MIXTURE, "sharding=full_shard", "sharding.expert=2"],
-    "tensor": [*LLAMA, *LONG, "sharding=full_shard", "sharding.tensor=2"],
-    "context": [*LLAMA, *LONG, "sharding=full_shard", "sharding.context=2"],
-    "pipeline": [*LLAMA, *LONG, "sharding=full_shard", "sharding.pipeline=2"],
-}
-COMMON = [
-    *["facility=laptop", "precision=fp32", "training.steps=3", "override=[fit]"],
-    *["training.log_every_steps=1"],
-    *["evaluation.max_samples=1", "tokenizer.vocabulary_tokens=2048", "data.workers=1"],
-]
 
 
-def measured_gib(overrides: list[str], folder: Path) -> float:
-    """The highest peak of the ranks behind the second step; the run is ended then."""
+def measured_gib(overrides: list[str], folder: Path, whole: bool) -> float:
+    """The highest peak of the ranks behind the second step, where the run is ended, or behind all.
+
+    whole: the run goes on to its end.
+    """
     command = [sys.executable, "-m", "atoll", "submit", *overrides]
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     log = folder / "log.txt"
@@ -126,11 +58,12 @@ def measured_gib(overrides: list[str], folder: Path) -> float:
             start_new_session=True,
         )
     try:
-        return _second_step(started, folder)
+        return (_to_its_end if whole else _second_step)(started, folder)
     except RuntimeError:
         raise SystemExit(f"{' '.join(overrides)}\n{log.read_text()[-3000:]}") from None
     finally:
-        os.killpg(started.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
         started.wait()
 
 
@@ -151,6 +84,27 @@ def _second_step(started: "subprocess.Popen[bytes]", folder: Path) -> float:
         time.sleep(0.1)
 
 
+def _to_its_end(started: "subprocess.Popen[bytes]", folder: Path) -> float:
+    """The most that any process of the run has had resident; each keeps its own highest."""
+    highest, submit = 0.0, psutil.Process(started.pid)
+    while started.poll() is None:
+        for process in submit.children(recursive=True):
+            highest = max(highest, _highest_gib(process.pid))
+        time.sleep(0.02)
+    if started.returncode or not list(folder.glob("runs/*/export")):
+        raise RuntimeError("the run failed")
+    return highest
+
+
+def _highest_gib(pid: int) -> float:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # it has ended
+        return 0.0
+    lines = [line for line in status.splitlines() if line.startswith("VmHWM")]
+    return int(lines[0].split()[1]) / 2**20 if lines else 0.0
+
+
 @contextmanager
 def text_to_learn() -> Iterator[Path]:
     """A folder with this package's sources as text, and its tokens, prepared once for all cases."""
@@ -164,7 +118,7 @@ def text_to_learn() -> Iterator[Path]:
 
 def pairs(text: str) -> Iterator[str]:
     """Two answers to one prompt, a line; as long as a sample of 512 tokens takes, or nearly."""
-    for begin in range(0, 400 * 1000, 1000):
+    for begin in range(0, 60 * 1000, 1000):
         chosen, rejected = text[begin : begin + 500], text[begin + 500 : begin + 1000]
         yield json.dumps({"prompt": "Go on.", "chosen": chosen, "rejected": rejected}) + "\n"
 
@@ -175,10 +129,11 @@ def words_of(name: str) -> list[str]:
     # two microbatches a step wherever one sample is a microbatch
     batch = next(w for w in reversed(words) if w.startswith("training.microbatch_samples="))
     samples, ranks = int(batch.partition("=")[2]), 1 if "ranks_per_node=1" in words else 2
-    axes = [w for w in words if w.startswith(("sharding.tensor", "sharding.context"))]
-    passes = 2 if samples == 1 or "sharding.pipeline=2" in words else 1
-    alone = bool(axes) or "sharding.pipeline=2" in words
-    size = samples * (1 if alone else ranks) * passes
+    ranks = 4 if "ranks_per_node=4" in words else ranks
+    pipeline = any("pipeline" in word for word in words)
+    divided = pipeline or any(w.startswith(("sharding.tensor", "sharding.context")) for w in words)
+    passes = 2 if samples == 1 or pipeline else 1
+    size = samples * (ranks // 2 if divided else ranks) * passes
     text = [] if "task=preference" in words else ["data=text_files", "data.document=paragraph"]
     return [*COMMON, *text, *words, f"training.global_batch_samples={size}"]
 
@@ -194,9 +149,19 @@ def row(name: str, folder: Path) -> dict[str, Any]:
     file = "pairs.jsonl" if "task=preference" in words else "text.txt"
     overrides = [*words, f"data.files=[{folder}/{file}]", f"folders.prepared={folder}/prepared"]
     with tempfile.TemporaryDirectory() as cwd:
-        used = measured_gib(overrides, Path(cwd))
+        used = measured_gib(overrides, Path(cwd), name in WHOLE)
     terms = {k: round(v / 2**30, 4) for k, v in vars(planned).items()}
-    return {"case": name, "planned_gib": planned.peak_gib, "measured_gib": used, "terms": terms}
+    return {
+        "case": name,
+        "planned_gib": planned_gib(name, planned),
+        "measured_gib": used,
+        "terms": terms,
+    }
+
+
+def planned_gib(name: str, planned: Memory) -> float:
+    """Of a step, or of all that a whole run does."""
+    return planned.whole_gib if name in WHOLE else planned.peak_gib
 
 
 def main() -> int:
@@ -248,28 +213,62 @@ def newest() -> dict[str, dict[str, Any]]:
             last = kept[name][-1]
             median = statistics.median(r["measured_gib"] for r in kept[name])
             # the formula as it is now: what a run took stays true
-            rows[name] = last | {"measured_gib": median, "planned_gib": planned_of(name).peak_gib}
+            planned = planned_gib(name, planned_of(name))
+            rows[name] = last | {"measured_gib": median, "planned_gib": planned}
     return rows
 
 
+def error_of(row: dict[str, Any]) -> float:
+    return float(row["planned_gib"] / row["measured_gib"] - 1)
+
+
 def write_table() -> list[float]:
-    """Put the newest rows into the page; their errors."""
-    rows = list(newest().values())
-    errors = [row["planned_gib"] / row["measured_gib"] - 1 for row in rows]
-    sizes = sorted(abs(error) for error in errors)
-    lines = ["| case | planned | measured | error |", "|---|---|---|---|"]
-    for each, error in zip(rows, errors, strict=True):
-        planned, used = each["planned_gib"], each["measured_gib"]
-        lines.append(f"| {each['case']} | {planned:.3f} | {used:.3f} | {error:+.1%} |")
+    """Put the newest rows into the page, and draw them; their errors, the largest last."""
+    rows = newest()
+    sizes = sorted(abs(error_of(row)) for row in rows.values())
+    last = max(rows.values(), key=lambda row: str(row["date"]))
     about = (
-        f"{len(rows)} cases, GiB of the fullest rank, {rows[-1]['date']}, "
-        f"torch {rows[-1]['versions']['torch']}: median error {statistics.median(sizes):.1%}, "
-        f"worst {sizes[-1]:.1%}."
+        f"{len(rows)} cases, GiB of the fullest rank, {last['date']}, torch "
+        f"{last['versions']['torch']}: median error {statistics.median(sizes):.1%}, worst "
+        f"{sizes[-1]:.1%}."
     )
+    lines = [about, ""]
+    for kind, cases in KINDS.items():
+        lines += _part(kind, [rows[name] for name in cases if name in rows])
     before, rest = PAGE.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text("\n".join([before + BEGIN, about, "", *lines, END + after]))
+    PAGE.write_text("\n".join([before + BEGIN, *lines, END + rest.split(END)[1]]))
+    FIGURE.write_text(standalone(_figure(rows)))
     return sizes
+
+
+def _part(kind: str, rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return [f"{kind}: not measured yet.", ""]
+    sizes = [abs(error_of(row)) for row in rows]
+    lines = [
+        f"{kind}: {len(rows)} cases, median {statistics.median(sizes):.1%}, "
+        f"worst {max(sizes):.1%}.",
+        "",
+    ]
+    lines += ["| case | planned | measured | error |", "|---|---|---|---|"]
+    lines += [
+        f"| {row['case']} | {row['planned_gib']:.3f} | {row['measured_gib']:.3f} "
+        f"| {error_of(row):+.1%} |"
+        for row in rows
+    ]
+    return [*lines, ""]
+
+
+def _figure(rows: dict[str, dict[str, Any]]) -> Curves:
+    """Measured over planned, a point for each case; the line is where both are the same."""
+    series = []
+    for place, (kind, cases) in enumerate(KINDS.items()):
+        points = [(rows[n]["planned_gib"], rows[n]["measured_gib"]) for n in cases if n in rows]
+        series.append(Series(kind, place, sorted(points), "points"))
+    ends = [size for each in series for point in each.points for size in point]
+    line = [(min(ends), min(ends)), (max(ends), max(ends))]
+    series.append(Series("as planned", len(series), line, "dashed"))
+    return Curves("Planned and measured memory of a rank", "planned GiB", "measured GiB", series)
 
 
 def within(errors: list[float]) -> bool:

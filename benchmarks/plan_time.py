@@ -4,10 +4,11 @@
                                    [--again]
 
 First `atoll plan --measure` calibrates this machine. Then the runs of FIT, of shapes that are not
-judged, give the four factors that remain: of computing, memory and sending, and the seconds that
-every step takes. Then each of CASES is a whole run in processes of its own, and its steps behind
-the first three are held against the plan. Rows go to results/plan_time.jsonl, and from there into
-docs/planner.md. --again: plan the newest measured steps anew, after a formula has changed.
+judged, give the factors that remain: of computing, memory and sending, and the seconds that every
+step, each sharded tensor in it, and each message within samples take. Then each of CASES is a
+whole run in processes of its own, and its steps behind the first three are held against the plan.
+Rows go to results/plan_time.jsonl, and from there into docs/planner.md. --again: plan the newest
+measured steps anew, after a formula has changed.
 --quick: four cases of four steps, nothing is kept.
 """
 
@@ -28,7 +29,8 @@ import results
 from plan_memory import text_to_learn
 
 from atoll.config.compose import compose, known_shape
-from atoll.plan.processors import NEUTRAL, Measured
+from atoll.plan.messages import messages_sent
+from atoll.plan.processors import NEUTRAL, WITHIN_SAMPLES, Measured, sharded_tensors
 from atoll.plan.seconds import StepSeconds, rates_of, step_seconds
 
 LIMITS = {"median error": 0.10, "worst error": 0.25}
@@ -98,6 +100,8 @@ FIT = [
     Case("fit", "ddp", 2, 4, ("sharding=ddp",)),
     Case("fit", "full_shard", 2, 4, (SHARDED,)),
     Case("fit narrow", "full_shard", 4, 2, (SHARDED,)),
+    Case("fit", "tensor", 2, 8, (SHARDED, "sharding.tensor=2")),
+    Case("fit", "context", 2, 8, (SHARDED, "sharding.context=2")),
 ]
 CASES = [
     Case("tiny", "single", 1, 8, SINGLE),
@@ -241,21 +245,35 @@ def factors_of(rates: Measured, fitted: Sequence[tuple[Case, float]]) -> dict[st
 
     Drawn to what was measured: few runs alone would not tell the parts of a step from each other.
     """
-    parts = []
-    for case, seconds in fitted:
-        step = planned(case, rates)
-        sent = sum(size or 0.0 for size in step.sent.values())
-        own = {"compute": step.compute or 0.0, "memory": step.memory or 0.0, "sent": sent}
-        parts.append({n: v / seconds for n, v in (own | {"step_seconds": 1.0}).items()})
+    parts = [
+        {name: size / seconds for name, size in weighed(case, rates).items()}
+        for case, seconds in fitted
+    ]
     factors = dict(NEUTRAL)
     for _ in range(2000):
         for name in factors:
             others = [sum(factors[n] * p[n] for n in factors if n != name) for p in parts]
             top = sum(p[name] * (1 - rest) for p, rest in zip(parts, others, strict=True))
-            drawn = 0.0 if name == "step_seconds" else TOWARDS_MEASURED
+            drawn = TOWARDS_MEASURED * NEUTRAL[name]  # those of seconds are zero
             bottom = sum(p[name] ** 2 for p in parts) + drawn
             factors[name] = max(0.0, (top + drawn) / (bottom or 1.0))
     return factors
+
+
+def weighed(case: Case, rates: Measured) -> dict[str, float]:
+    """What each factor weighs in a step: seconds of a part, or how many of a thing."""
+    run = compose([*case.overrides, "data.files=[text.txt]"]).run
+    shape = known_shape(run)
+    step = step_seconds(run, shape, rates_of(run, rates))
+    messages = messages_sent(run, shape)
+    return {
+        "compute": step.compute or 0.0,
+        "memory": step.memory or 0.0,
+        "sent": sum(size or 0.0 for size in step.sent.values()),
+        "step_seconds": 1.0,
+        "tensor_seconds": sharded_tensors(run, shape),
+        "message_seconds": sum(messages.get(kind, 0.0) for kind in WITHIN_SAMPLES),
+    }
 
 
 def error(row: Mapping[str, Any]) -> float:

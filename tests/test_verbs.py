@@ -147,12 +147,18 @@ def test_a_defect_of_our_own_keeps_its_traceback(monkeypatch):
         main(["plan"])
 
 
-@pytest.mark.parametrize(("verb", "printed"), [("plan", "atoll: stopped\n"), ("launch", "")])
+GOES_ON = ("federate", "atoll: stopped; the same command goes on\n")
+
+
+@pytest.mark.parametrize(
+    ("verb", "printed"), [("plan", "atoll: stopped\n"), ("launch", ""), GOES_ON]
+)
 def test_ctrl_c_is_no_traceback(verb, printed, monkeypatch, capsys):
     def interrupted(argv):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("atoll.cluster.plan.main", interrupted)
     monkeypatch.setattr("atoll.launch.main", interrupted)
+    monkeypatch.setattr("atoll.campaign.coordinator.main", interrupted)
     assert main([verb]) == 130
     assert capsys.readouterr().err == printed

@@ -54,7 +54,8 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(_of_packages(argv[0], str(error.name)).shown())
     except KeyboardInterrupt:
         if argv[0] not in GROUPS[JOBS_OWN]:  # their job says it
-            sys.stderr.write("atoll: stopped\n")
+            again = "; the same command goes on" if argv[0] == "federate" else ""
+            sys.stderr.write(f"atoll: stopped{again}\n")
         return INTERRUPTED
     return 2
 

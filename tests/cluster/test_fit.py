@@ -75,11 +75,14 @@ def test_nothing_near_it_fits(composed):
     assert "no smaller microbatch" in caught.value.hint
 
 
+NVME = "sharding.deepspeed.zero_optimization.offload_optimizer.nvme_path"
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         (["facility.node.device_memory_gib=null"], "facility.node.device_memory_gib is not set"),
-        (["sharding=deepspeed_zero3"], "DeepSpeed"),
+        (["sharding=deepspeed_zero3_nvme", f"{NVME}=/disk"], "DeepSpeed"),
         (["experiment=llama_qlora", "model.lora.targets=[whatever]"], "names whatever"),
         (["model=from_path", "model.source=a/b"], "does not know the shape of a/b"),
     ],

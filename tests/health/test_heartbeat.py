@@ -6,6 +6,8 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from atoll.health import heartbeat
 
 
@@ -32,16 +34,16 @@ def test_the_phase_before_goes_on_behind_a_with(tmp_path: Path) -> None:
     assert read(tmp_path, 0).phase == "compute"
 
 
-def test_the_seconds_of_phases_add_up(tmp_path: Path) -> None:
-    began = time.monotonic()
+def test_the_seconds_of_phases_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     own = heartbeat.begin(tmp_path, 0)
-    for phase in ("input", "compute", "input"):
+    for phase, seconds in (("input", 2.0), ("compute", 8.0), ("input", 1.0)):
         own.at(phase)
-        time.sleep(0.01)
-    seconds = own.seconds
-    assert seconds["input"] > seconds["compute"] >= 0.01
-    assert abs(sum(seconds.values()) - (time.monotonic() - began)) < 0.005
-    assert read(tmp_path, 0).seconds == {**seconds}
+        now += seconds
+    assert own.seconds["input"] == pytest.approx(3) and own.seconds["compute"] == pytest.approx(8)
+    assert sum(own.seconds.values()) == pytest.approx(11)
+    assert read(tmp_path, 0).seconds == {**own.seconds}
 
 
 def test_steps_are_counted_and_timed(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import small_run
 from transformers import AutoConfig
 
-from atoll.plan.memory import memory_of
+from atoll.plan.memory import memory_of, why_unknown
 from atoll.plan.shapes import shape_of
 from atoll.plan.traffic import bytes_sent
 
@@ -42,3 +42,67 @@ def test_muon_keeps_one_moment_of_experts_and_gathers_divided_ones() -> None:
         sent.append(more[1] - more[0])
     # of a rank's half, the other rank with the same experts has one half
     assert sent[1] - sent[0] == pytest.approx(2 * experts / 2 / 2)
+
+
+def test_selective_recompute_keeps_what_attention_gives() -> None:
+    shape, sharding = shape_of(LLAMA), small_run.sharding("full_shard")
+    peaks = {}
+    for kind in ("none", "selective", "full"):
+        run = small_run.settings(
+            Path("/x"),
+            4,
+            sharding=sharding,
+            training__activation_checkpointing=kind,
+            data__sequence_tokens=32768,
+        )
+        peaks[kind] = memory_of(run, shape).peak
+    tokens = run.training.microbatch_samples * run.data.sequence_tokens
+    kept = 32 * tokens * (4096 * 4 + 32 * 4)  # of each layer, in fp32, with the normalisers
+    assert peaks["selective"] - peaks["full"] == pytest.approx(kept)
+    assert peaks["full"] < peaks["selective"] < peaks["none"]
+
+
+def test_fsdp_gathers_the_weights_of_one_rank_too() -> None:
+    """A pipeline of two ranks has one rank a stage: it computes with a copy of its weights."""
+    shape, sharding = shape_of(LLAMA), small_run.sharding("full_shard") | {"pipeline": 2}
+    sharding |= {"reshard_after_forward": False}
+    run = small_run.settings(Path("/x"), 2, sharding=sharding)
+    memory = memory_of(run, shape)
+    assert memory.gathered == memory.parameters
+
+
+def test_a_checkpoint_is_copied_beside_the_next_step() -> None:
+    shape = shape_of(LLAMA)
+    ends, between = (
+        memory_of(
+            small_run.settings(Path("/x"), 1, checkpoint__every_steps=every, training__steps=4),
+            shape,
+        )
+        for every in (0, 2)
+    )
+    assert ends.checkpoint == 12 * shape.parameters
+    assert between.whole == between.peak + between.checkpoint
+    assert ends.peak < ends.whole < between.whole
+
+
+def test_deepspeed_divides_by_its_stage() -> None:
+    shape, ranks = shape_of(LLAMA), 4
+    n, sizes = shape.parameters, dict[int, tuple[int, int, int]]()
+    for stage in (1, 2, 3):
+        sharding = small_run.sharding(f"deepspeed_zero{stage}")
+        run = small_run.settings(Path("/x"), ranks, sharding=sharding)
+        assert why_unknown(run, shape) == ""
+        memory = memory_of(run, shape)
+        sizes[stage] = (memory.parameters, memory.gradients, memory.optimizer)
+    whole, part, states = 4 * n, n, 3 * n  # fp32; a master copy and two moments, divided
+    assert sizes == {
+        1: (whole, whole + part, states),
+        2: (whole, part, states),
+        3: (part, part, states),
+    }
+
+
+def test_what_lies_in_files_has_no_formula() -> None:
+    sharding = small_run.sharding("deepspeed_zero3_nvme")
+    run = small_run.settings(Path("/x"), 4, sharding=sharding)
+    assert "files" in why_unknown(run, shape_of(LLAMA))

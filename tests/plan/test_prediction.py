@@ -58,9 +58,10 @@ def test_a_checkpoint_holds_what_learns(composed):
 
 
 def test_what_has_no_formula_is_unknown(composed):
-    prediction, run = predicted(composed, "sharding=deepspeed_zero3")
+    disk = "sharding.deepspeed.zero_optimization.offload_optimizer.nvme_path=/disk"
+    prediction, run = predicted(composed, "sharding=deepspeed_zero3_nvme", disk)
     assert prediction.memory_gib is prediction.checkpoint_gib is prediction.step_seconds is None
-    assert in_a_line(prediction, run).startswith("time ? (DeepSpeed spreads")
+    assert in_a_line(prediction, run).startswith("time ? (what DeepSpeed holds")
     assert "; ? GiB a device; 2 checkpoints of ? GiB" in in_a_line(prediction, run)
 
 

@@ -56,7 +56,8 @@ def test_what_is_computed_again_is_counted(
     training = run.training.model_copy(update={"activation_checkpointing": again})
     step = step_seconds(run.model_copy(update={"training": training}), shape, IDEAL)
     attention = 4 * shape.layers * shape.query_width * 4096
-    passes = over_weights * 2 * shape.multiplied_parameters + over_attention * attention
+    blocks = shape.multiplied_parameters - shape.head_parameters
+    passes = over_weights * 2 * blocks + 3 * 2 * shape.head_parameters + over_attention * attention
     assert step.total == pytest.approx(64 * 4096 / 16 * passes / 312e12)
 
 

@@ -19,7 +19,7 @@ def check_fit(run: Run) -> None:
         return
     memory = memory_of(run, shape)
     if fits(run, memory) is False:
-        raise _too_large(run, shape, memory.peak_gib)
+        raise _too_large(run, shape, memory.whole_gib)
 
 
 def unknown_fit(run: Run) -> str:
@@ -65,7 +65,7 @@ def _too_large(run: Run, shape: Shape, needed_gib: float) -> UserError:
     near = nearest(run, shape, shardings(config_tree()))
     hint = f"no smaller microbatch, other sharding or more nodes would fit; {knows}"
     if near is not None:
-        hint = f"this fits, with {near.peak_gib:.1f} GiB: {' '.join(near.words)}; {knows}"
+        hint = f"this fits, with {near.needed_gib:.1f} GiB: {' '.join(near.words)}; {knows}"
     return UserError(
         f"{run.model.name} needs {needed_gib:.1f} of the {stated:g} GiB of a device, of which "
         f"{USABLE:.0%} can be filled",

@@ -23,8 +23,9 @@ from atoll.config.compose import (
     shardings,
 )
 from atoll.plan.checkpoint_interval import daly_seconds, seconds_between_failures
-from atoll.plan.choose import USABLE, Option, choose, options
+from atoll.plan.choose import USABLE, Option, options
 from atoll.plan.memory import gibibytes
+from atoll.plan.search import best_layout
 from atoll.plan.seconds import STATED, explained, rates_of
 from atoll.plan.shapes import Shape
 from atoll.plan.simulate import STATE_BYTES
@@ -48,10 +49,15 @@ COLUMNS = {
     "loading": "loading",
     "export": "export",
     "host": "host",
+    "ckpt": "checkpoint",
     "PEAK": "peak",
+    "whole": "whole",
 }
-# what the planner chooses, whatever was typed
-CHOSEN = ("sharding=", "training.activation_checkpointing=")
+CHOSEN = "sharding="  # by the planner, whatever was typed
+SCALED = (
+    CHOSEN,
+    "training.activation_checkpointing=",
+)  # words of a strategy that is scaled as it is
 
 
 def main(argv: list[str]) -> int:
@@ -84,17 +90,21 @@ def main(argv: list[str]) -> int:
         print(forget(run))
         return 0
     if arguments.simulate:
-        stated = any(word.startswith(CHOSEN) for word in overrides)
+        stated = any(word.startswith(SCALED) for word in overrides)
         return simulate(run, arguments.simulate, stated, arguments.json)
     shape = known_shape(run)
-    choices = list(options(run, shape, shardings(config_tree()), certificate.rates(run)))
+    tree, rates = shardings(config_tree()), certificate.rates(run)
+    choices = list(options(run, shape, tree, rates))
     kept = [word for word in overrides if not word.startswith(CHOSEN)]
+    if not arguments.json:
+        print(head(run, shape))
+        print(memory_table(choices))
+    best = best_layout(run, shape, tree, rates, overrides)
     if arguments.json:
-        print(json.dumps(as_json(run, choices, kept), indent=1))
+        print(json.dumps(as_json(run, choices, best, kept), indent=1))
         return 0
-    print(head(run, shape))
-    print(memory_table(choices))
-    best = choose(choices)
+    if best.overrides not in [option.overrides for option in choices]:
+        print(memory_table([best]))
     print(verdict(run, best))
     print(time_line(run, best))
     if arguments.explain:
@@ -104,9 +114,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def as_json(run: Run, choices: list[Option], kept: list[str]) -> dict[str, Any]:
+def as_json(run: Run, choices: list[Option], best: Option, kept: list[str]) -> dict[str, Any]:
     """Each strategy in bytes, whether it fits, and the line that submits the chosen one."""
-    best = choose(choices)
     return {
         "facility": run.facility.name,
         "model": run.model.name,

@@ -1,7 +1,7 @@
 """Which strategies fit, and the one that takes least time, or sends least: closed forms."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +75,7 @@ def options(
             memory = memory_of(candidate, shape)
             overrides = [f"sharding={name}"]
             overrides += [f"sharding.{key}={value}".lower() for key, value in sized.items()]
-            if checkpointing != "none":
-                overrides.append(f"training.activation_checkpointing={checkpointing}")
+            overrides += _changed_words(run, candidate)
             sent = bytes_sent(candidate, shape)
             enough = None if why_unknown(candidate, shape) else fits(candidate, memory)
             seconds = step_seconds(candidate, shape, rates_of(candidate, measured))
@@ -97,7 +96,7 @@ def fits(run: Run, memory: Memory) -> bool | None:
     in_host = memory.host * run.ranks_per_node / 2**30
     if memory.host and (host is None or in_host > USABLE * host):
         return None if host is None else False
-    return memory.peak_gib <= USABLE * device
+    return memory.whole_gib <= USABLE * device
 
 
 def choose(candidates: list[Option]) -> Option:
@@ -109,26 +108,36 @@ def choose(candidates: list[Option]) -> Option:
     Raises `UserError` if none does, with what is nearest to fitting.
     """
     if not candidates:
-        raise UserError(
-            "no strategy suits this model on these ranks",
-            "change nodes or ranks_per_node: see `atoll plan`",
-        )
+        raise nothing_suits()
     known = [option for option in candidates if option.fits is not None]
     if not known:
         full_shard = [o for o in candidates if o.overrides == ("sharding=full_shard",)]
         return (full_shard or candidates)[0]
     fitting = [option for option in known if option.fits]
     if not fitting:
-        least = min(candidates, key=lambda option: option.memory.peak)
-        raise UserError(
-            f"no strategy fits: the least is {least.memory.peak_gib:.1f} GiB a device "
-            f"({' '.join(least.overrides)})",
-            "more nodes, fewer training.microbatch_samples, or a shorter data.sequence_tokens",
-        )
+        least = min(candidates, key=lambda option: option.memory.whole)
+        raise nothing_fits(least.memory.whole, least.overrides)
     sized = [option for option in fitting if total(option.sent) is not None]
     if sized and all(option.seconds.total is not None for option in sized):
         return min(sized, key=_time)
     return min(fitting, key=_cost)
+
+
+def nothing_suits() -> UserError:
+    """For ranks that divide in no way that the model allows."""
+    return UserError(
+        "no strategy suits this model on these ranks",
+        "change nodes or ranks_per_node: see `atoll plan`",
+    )
+
+
+def nothing_fits(least_bytes: int, words: Sequence[str]) -> UserError:
+    """For devices that are too small; with what is nearest to fitting."""
+    return UserError(
+        f"no strategy fits: the least is {least_bytes / 2**30:.1f} GiB a device "
+        f"({' '.join(words)})",
+        "more nodes, fewer training.microbatch_samples, or a shorter data.sequence_tokens",
+    )
 
 
 def _time(option: Option) -> tuple[bool, float, float, float]:
@@ -152,6 +161,21 @@ def _with(run: Run, sharding: dict[str, Any], activation_checkpointing: str) -> 
     values = dumped(run)
     values["sharding"] = sharding
     values["training"]["activation_checkpointing"] = activation_checkpointing
-    if run.training.device_batch_samples is not None:
-        values["training"]["global_batch_samples"] = None  # follows the ranks with samples
-    return checked(values)
+    if run.training.device_batch_samples is None:
+        return checked(values)
+    # the same samples in a step, whatever ranks have samples of their own
+    values["training"]["device_batch_samples"] = None
+    candidate = checked(values)
+    share = run.training.global_batch_samples // candidate.axes.data
+    training = candidate.training.model_copy(update={"device_batch_samples": share})
+    return candidate.model_copy(update={"training": training})
+
+
+def _changed_words(run: Run, candidate: Run) -> list[str]:
+    names = ("device_batch_samples", "activation_checkpointing")
+    values = {name: getattr(candidate.training, name) for name in names}
+    return [
+        f"training.{name}={value}"
+        for name, value in values.items()
+        if value != getattr(run.training, name)
+    ]

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from atoll.plan.adapters import PACKED_BYTES, Staying, staying, unknown_targets
 from atoll.plan.shapes import Shape, family_of
+from atoll.plan.zero import RUNTIME_GIB as DEEPSPEED_RUNTIME_GIB
+from atoll.plan.zero import is_on_disk, zero_parts
 from atoll.settings import Run
 
 FP32, BF16 = 4, 2
@@ -38,16 +40,24 @@ class Memory:
     runtime: int
     loading: int  # the peak while weights are read
     export: int  # the peak while the model is written
+    checkpoint: int  # the copy of the state that is being saved, in the node's memory
     host: int  # what offload puts into the node's memory, for each device
-    peak: int
+    peak: int  # of a step
+    whole: int  # of the run, with its loading, saves and export
 
     @property
     def peak_gib(self) -> float:
         return self.peak / 2**30
 
+    @property
+    def whole_gib(self) -> float:
+        return self.whole / 2**30
+
 
 def memory_of(run: Run, shape: Shape) -> Memory:
     """The need of a run's fullest device."""
+    if run.sharding.engine == "deepspeed":
+        return _of_deepspeed(run, shape)
     stages = [_of_stage(run, shape, stage) for stage in {0, run.sharding.pipeline - 1}]
     return max(stages, key=lambda memory: memory.peak)
 
@@ -124,8 +134,8 @@ def weights_of(run: Run, shape: Shape, stage: int) -> Weights:
 
 def why_unknown(run: Run, shape: Shape) -> str:
     """Why no formula here holds for a run, or nothing; such a run is never chosen."""
-    if run.sharding.engine == "deepspeed":
-        return "DeepSpeed spreads what it holds its own way"
+    if is_on_disk(run.sharding.deepspeed):
+        return "what DeepSpeed holds of its files on disk has no formula"
     if run.optimizer.name not in MOMENT_BYTES:
         return f"what optimizer={run.optimizer.name} keeps has no formula"
     if names := unknown_targets(run, shape):
@@ -134,63 +144,143 @@ def why_unknown(run: Run, shape: Shape) -> str:
 
 
 def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
-    sharding, axes, c = run.sharding, run.axes, compute_bytes(run)
-    w, parts = weights_of(run, shape, stage), staying(run, shape)
-    zero3 = sharding.reshard_after_forward is not False
-    sharded = w.shards > 1 or axes.tensor > 1
-    kept_blocks = (2 if zero3 else w.layers) if sharded else 0
-    gathered = kept_blocks * w.block_bytes + w.rest * c if sharded else 0
-    if not sharded and c < FP32:
-        gathered = w.cast * c  # autocast keeps its copies for the whole pass
-    # a block's gradients and their copy to be scattered; the root's, whole until the pass ends
-    buffers = w.learning_block * (FP32 + c) + w.learning_rest * FP32 if sharded else 0
-    gradients = w.learning * FP32
-    # between microbatches, gradients that were not exchanged yet are whole on every rank
-    waits = sharded and run.microbatches > 1 and not sharding.sync_every_microbatch
-    waiting = (w.layers * w.learning_block + w.learning_rest) * FP32 if waits else 0
+    sharding, axes = run.sharding, run.axes
+    w, runtime = weights_of(run, shape, stage), _runtime(run)
     in_flight = microbatches_in_flight(
         axes.pipeline, sharding.stages_per_rank, run.microbatches, stage
     )
-    block_kept = block_activations(run, shape)
-    recomputed = _block_input(run, shape) * w.layers * in_flight + block_kept
-    full = block_kept * w.layers * in_flight
-    activations = recomputed if run.training.activation_checkpointing == "full" else full
-    has_head = stage == axes.pipeline - 1
-    logits = _logits(run, shape) if has_head else 0
-    moments = _moments(run, shape, w)
-    runtime = _runtime(run)
+    kept = _kept_activations(run, shape, w.layers * in_flight)
+    logits = _logits(run, shape) if stage == axes.pipeline - 1 else 0
+    moments, gradients = _moments(run, shape, w), w.learning * FP32
     # the weights' average, and those the run began with
     copies = bool(run.optimizer.ema_decay) + bool(run.optimizer.proximal)
     state = w.own_bytes + moments + copies * w.learning * FP32
-    offloaded = (state + gradients) if sharding.offload else 0
-    resident = 0 if sharding.offload else state
-    accumulated = gradients if run.microbatches > 1 and not waits else 0
-    forward_end = activations + logits + waiting + (0 if sharding.offload else accumulated)
-    backward_end = (0 if sharding.offload else gradients) + block_kept + waiting + buffers
-    unpacked = 0 if parts is None else parts.largest * c
-    step_end = (0 if sharding.offload else gradients) + _step_copies(run, shape, w)
-    if sharded and not zero3:  # a block's parameters go when its backward pass is done
-        backward_end -= (w.layers - 1) * w.block_bytes
-    backward_begin = activations + waiting + buffers
-    backward = max(backward_begin, backward_end) + unpacked
-    peak = runtime + resident + gathered + max(forward_end, backward, step_end)
+    waiting, buffers = _waiting(run, w)
+    gathered = _gathered(run, w)
+    activations = kept[run.training.activation_checkpointing]
+    at_most = _highest(run, shape, w, in_flight, activations, logits)
+    peak = runtime + (0 if _offloads(run) else state) + gathered + at_most
     if "ddp" in sharding.layouts:
         peak = max(peak, runtime + w.own_bytes + min(w.own_bytes, DDP_BROADCAST_BYTES))
+    on_processors = run.facility.node.device == "cpu"
+    saved = w.learning * FP32 + moments + bool(run.optimizer.ema_decay) * w.learning * FP32
+    export = state + shape.head_parameters * FP32 + on_processors * _file_bytes(run, shape)
+    loading = w.own_bytes + w.largest * FP32
+    whole = max(peak, runtime + max(loading, export, state + on_processors * saved))
+    if on_processors and _saves_between(run):  # the copy is made beside the next step
+        whole = max(whole, peak + saved)
     return Memory(
         parameters=round(w.own_bytes),
         gradients=round(gradients + waiting),
         optimizer=round(state - w.own_bytes),
         gathered=round(gathered),
         buffers=round(buffers),
-        activations=round(full),
-        recomputed_activations=round(recomputed),
+        activations=round(kept["none"]),
+        recomputed_activations=round(kept["full"]),
         logits=round(logits),
         runtime=round(runtime),
-        loading=round(w.own_bytes + w.largest * FP32),
-        export=round(state + shape.head_parameters * FP32 + _file_bytes(run, shape)),
-        host=round(offloaded),
+        loading=round(loading),
+        export=round(export),
+        checkpoint=round(saved),
+        host=round(state + gradients if _offloads(run) else 0),
         peak=round(peak),
+        whole=round(whole),
     )
+
+
+def _kept_activations(run: Run, shape: Shape, blocks: float) -> dict[str, float]:
+    """For the backward pass of so many blocks, by what is recomputed."""
+    block, entrance = block_activations(run, shape), _block_input(run, shape)
+    recomputed = entrance * blocks + block
+    selective = recomputed + attention_results(run, shape) * blocks
+    return {"none": block * blocks, "selective": selective, "full": recomputed}
+
+
+def _gathered(run: Run, w: Weights) -> float:
+    """Weights as they are computed with; FSDP has memory of its own for them, of one rank too."""
+    if "fsdp" not in run.sharding.layouts:  # autocast keeps its copies for the whole pass
+        return w.cast * compute_bytes(run) if compute_bytes(run) < FP32 else 0
+    blocks = w.layers if run.sharding.reshard_after_forward is False else 2
+    return blocks * w.block_bytes + w.rest * compute_bytes(run)
+
+
+def _waiting(run: Run, w: Weights) -> tuple[float, float]:
+    """Whole gradients of earlier microbatches, and what is beside them on its way.
+
+    A block's gradients and their copy to be scattered; the root's, whole until the pass ends.
+    """
+    if "fsdp" not in run.sharding.layouts:
+        return 0, 0
+    if run.microbatches > 1 and not run.sharding.sync_every_microbatch:
+        whole = (w.layers * w.learning_block + w.learning_rest) * FP32
+        return whole, w.learning_block * FP32
+    return 0, w.learning_block * (FP32 + compute_bytes(run)) + w.learning_rest * FP32
+
+
+def _highest(
+    run: Run, shape: Shape, w: Weights, in_flight: float, activations: float, logits: float
+) -> float:
+    """The most beside state and gathered weights, at any moment of a step."""
+    parts, sharding = staying(run, shape), run.sharding
+    waiting, buffers = _waiting(run, w)
+    reduced = 0 if _offloads(run) else w.learning * FP32
+    accumulated = reduced if run.microbatches > 1 and not waiting else 0
+    # where all microbatches are under way at once, none has gradients until one of them is done
+    at_once = bool(waiting) and in_flight >= run.microbatches
+    beside = activations * (1 - 1 / in_flight) if at_once else activations
+    forward_end = max(activations + accumulated, beside + waiting) + logits
+    # a block's whole gradients go as its own part of them comes
+    backward_end = max(reduced, waiting) + block_activations(run, shape) + buffers
+    if "fsdp" in sharding.layouts and sharding.reshard_after_forward is False:
+        backward_end -= (w.layers - 1) * w.block_bytes  # which go as their backward pass is done
+    unpacked = 0 if parts is None else parts.largest * compute_bytes(run)
+    backward = max(beside + waiting + buffers, backward_end) + unpacked
+    return max(forward_end, backward, reduced + _step_copies(run, shape, w))
+
+
+def _of_deepspeed(run: Run, shape: Shape) -> Memory:
+    """Under DeepSpeed's engine, which makes its buffers as the backward pass fills them."""
+    c, parameters = compute_bytes(run), float(shape.parameters)
+    words = run.sharding.deepspeed
+    zero = zero_parts(words, parameters, run.world_size, c, _offloads(run))
+    kept = _kept_activations(run, shape, shape.layers)
+    logits, runtime = _logits(run, shape), _runtime(run)
+    resident = zero.weights + zero.optimizer + zero.gradients - zero.host
+    forward = kept[run.training.activation_checkpointing] + logits
+    # behind the backward pass, its own part of the gradients once more, in one piece
+    step = zero.buffers + c * parameters / run.world_size + block_activations(run, shape)
+    peak = runtime + resident + zero.gathered + max(forward, step)
+    # parameters and moments are read whole, to be saved and exported
+    state = 3 * FP32 * parameters
+    whole = max(peak, runtime + resident + state) if run.facility.node.device == "cpu" else peak
+    return Memory(
+        parameters=round(zero.weights),
+        gradients=round(zero.gradients),
+        optimizer=round(zero.optimizer),
+        gathered=round(zero.gathered),
+        buffers=round(zero.buffers),
+        activations=round(kept["none"]),
+        recomputed_activations=round(kept["full"]),
+        logits=round(logits),
+        runtime=round(runtime),
+        loading=round(FP32 * parameters),
+        export=round(resident + FP32 * parameters),
+        checkpoint=round(state),
+        host=round(zero.host),
+        peak=round(peak),
+        whole=round(whole),
+    )
+
+
+def _offloads(run: Run) -> bool:
+    """Whether state leaves the device: ranks on processors have one memory for both."""
+    return run.sharding.offload and run.facility.node.device != "cpu"
+
+
+def _saves_between(run: Run) -> bool:
+    """Whether a checkpoint is followed by more steps."""
+    every, steps = run.checkpoint.every_steps, run.training.steps
+    return every == "auto" or (every > 0 and (steps is None or steps > every))
 
 
 def _runtime(run: Run) -> float:
@@ -199,6 +289,7 @@ def _runtime(run: Run) -> float:
         return 0
     eight_bit = run.optimizer.name == "adamw_8bit"
     more = ADAPTER_RUNTIME_GIB if run.model.lora else eight_bit * BITSANDBYTES_RUNTIME_GIB
+    more += (run.sharding.engine == "deepspeed") * DEEPSPEED_RUNTIME_GIB
     return (RUNTIME_GIB[run.facility.node.device] + more) * 2**30
 
 
@@ -249,6 +340,12 @@ def block_activations(run: Run, shape: Shape) -> float:
             products = 0
         mlp += (parts.kept - _unread(parts, {"product": products})) * c
     return norms * own_tokens + (attention + mlp) * all_tokens / tensor + gathered
+
+
+def attention_results(run: Run, shape: Shape) -> float:
+    """What attention gives in one block, and its normalisers: kept by selective recompute."""
+    tokens = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.tokens
+    return tokens * (shape.query_width * compute_bytes(run) + shape.heads * FP32)
 
 
 def _unread(parts: Staying, widths: dict[str, int]) -> int:

@@ -35,7 +35,7 @@ class Near:
     """A run that fits: what to type, and what it needs."""
 
     words: tuple[str, ...]
-    peak_gib: float
+    needed_gib: float
 
 
 def nearest(run: Run, shape: Shape, tree: Mapping[str, Mapping[str, Any]]) -> Near | None:
@@ -55,7 +55,7 @@ def nearest(run: Run, shape: Shape, tree: Mapping[str, Mapping[str, Any]]) -> Ne
             continue
         memory = memory_of(candidate, shape)
         if fits(candidate, memory):
-            return Near(change.words, memory.peak_gib)
+            return Near(change.words, memory.whole_gib)
     return None
 
 

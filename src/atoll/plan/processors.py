@@ -10,17 +10,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from atoll.plan.memory import BF16, FP32, block_activations, compute_bytes, weights_of
-from atoll.plan.shapes import Shape
+from atoll.plan.messages import TENSORS
+from atoll.plan.shapes import Shape, family_of
 from atoll.settings import Run
 
 Measured = Mapping[str, Any]  # `rates` of a certificate
-PASSES = {"none": (3, 3), "selective": (4, 3), "full": (4, 4)}  # over weights, over attention
+# Passes over the weights that training multiplies, and over attention: forward, two backward, and
+# forward again.
+PASSES = {"none": (3, 3), "selective": (4, 3), "full": (4, 4)}
 STEP_BYTES = 7 * FP32  # of a parameter: four numbers read, three written
 CLIP_BYTES = 6 * FP32  # of a gradient: read for its norm, scaled in place, cleared, added to
 ADD_BYTES = 3 * FP32  # of a gradient, added to those of the microbatches before
 # by what is sent; of what is not here, as an all-reduce
 COLLECTIVES = {"parameters": "all_gather", "gradients": "reduce_scatter"}
-NEUTRAL = {"compute": 1.0, "memory": 1.0, "sent": 1.0, "step_seconds": 0.0}
+WITHIN_SAMPLES = ("tensor", "context")  # sent by DTensors in each layer, which takes their own time
+# what is fitted on whole runs: of each part, and the seconds of any step, of a sharded tensor in
+# it, and of a message within samples
+NEUTRAL = {
+    "compute": 1.0,
+    "memory": 1.0,
+    "sent": 1.0,
+    "step_seconds": 0.0,
+    "tensor_seconds": 0.0,
+    "message_seconds": 0.0,
+}
 
 
 def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
@@ -58,7 +71,16 @@ def memory_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     logits = FP32 * tokens * shape.vocabulary * (not shape.labels)
     moved = (state + blocks * kept + logits / _rate(run, measured, "logits_gb_s")) / 1e9
     moved += blocks * 1e-6 / _rate(run, measured, "blocks_per_us")
-    return moved * _factor(measured, "memory") + _factor(measured, "step_seconds")
+    own = _factor(measured, "step_seconds")
+    own += sharded_tensors(run, shape) * _factor(measured, "tensor_seconds")
+    return moved * _factor(measured, "memory") + own
+
+
+def sharded_tensors(run: Run, shape: Shape) -> float:
+    """That the norm of the gradients and the optimizer go through one by one, as DTensors."""
+    if "fsdp" not in run.sharding.layouts:
+        return 0.0
+    return shape.layers / run.axes.pipeline * TENSORS[family_of(shape.family).gated] + 2
 
 
 def sending_seconds(
@@ -71,7 +93,8 @@ def sending_seconds(
     link = measured["collectives"][name]
     turns = max(1.0, run.ranks_per_node / measured["ranks"])
     seconds = messages * link["latency_us"] / 1e6 + size / (link["gb_s"] * 1e9)
-    return float(seconds * turns * _factor(measured, "sent"))
+    own = messages * _factor(measured, "message_seconds") if kind in WITHIN_SAMPLES else 0.0
+    return float(seconds * turns * _factor(measured, "sent") + own)
 
 
 def waiting_share(run: Run, measured: Measured) -> float:
@@ -103,4 +126,4 @@ def _at(rate: float | Mapping[str, float], size: float) -> float:
 
 
 def _factor(measured: Measured, name: str) -> float:
-    return float(measured.get("factors", NEUTRAL)[name])
+    return float(measured.get("factors", NEUTRAL).get(name, NEUTRAL[name]))

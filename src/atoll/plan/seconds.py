@@ -9,18 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from atoll.plan import processors
-from atoll.plan.memory import block_activations, compute_bytes, memory_of
+from atoll.plan.memory import Memory, block_activations, compute_bytes, memory_of
 from atoll.plan.messages import messages_sent
-from atoll.plan.processors import Measured
+from atoll.plan.processors import PASSES, Measured
 from atoll.plan.shapes import Shape
 from atoll.plan.traffic import bytes_sent, shards_averaged
 from atoll.settings import Run
 
-# Passes over the weights that training multiplies, and over attention: forward, two backward, and
-# forward again.
-PASSES = {"none": (3, 3), "selective": (4, 3), "full": (4, 4)}
-# What FSDP sends while a device computes; on processors both take the same cores.
-OVERLAPS = ("parameters", "gradients")
 STATED, MEASURED_HERE = "stated by the facility", "measured by atoll plan --measure"
 
 
@@ -110,11 +105,17 @@ def rates_of(run: Run, measured: Measured | None) -> Rates:
     return replace(found, link_gbps=link["gb_s"] * 8, link_latency_us=link["latency_us"])
 
 
-def step_seconds(run: Run, shape: Shape, rates: Rates) -> StepSeconds:
-    """What an average device spends on a step, by its parts."""
+def step_seconds(
+    run: Run, shape: Shape, rates: Rates, memory_needed: Memory | None = None
+) -> StepSeconds:
+    """What an average device spends on a step, by its parts.
+
+    memory_needed: `memory_of` the same run, where it is known already.
+    """
     if rates.on_processors is None:
         compute = _over(_flops(run, shape), rates.device_tflops, 1e12)
-        memory = _over(_moved_bytes(run, shape), rates.memory_gb_s, 1e9)
+        moved = _moved_bytes(run, shape, memory_needed or memory_of(run, shape))
+        memory = _over(moved, rates.memory_gb_s, 1e9)
     else:
         compute = processors.compute_seconds(run, shape, rates.on_processors)
         memory = processors.memory_seconds(run, shape, rates.on_processors)
@@ -129,15 +130,28 @@ def step_seconds(run: Run, shape: Shape, rates: Rates) -> StepSeconds:
     wait = (run.axes.pipeline - 1) / (run.microbatches * stages / run.axes.pipeline)
     if rates.on_processors is not None:
         wait *= processors.waiting_share(run, rates.on_processors)
-    hidden: float | None = 0.0
-    if "fsdp" in run.sharding.layouts and run.facility.node.device != "cpu":
-        meanwhile = sum(sent.get(kind) or 0.0 for kind in OVERLAPS)
-        hidden = None if busy is None else min(busy, meanwhile)
+    hidden = None if busy is None else _hidden(run, sent, busy)
     bubble = None if busy is None else busy * wait
     links = {
         kind: "inside nodes" if _inside(run, *groups[kind]) else "between nodes" for kind in sent
     }
     return StepSeconds(compute, memory, sent, hidden, bubble, links)
+
+
+def _hidden(run: Run, sent: Mapping[str, float | None], busy: float) -> float:
+    """What is sent while a device computes; on processors both take the same cores.
+
+    Parameters come all along; gradients and copies go once a step, with the last backward pass.
+    """
+    by_hand = run.sharding.exchange is not None or not run.sharding.spreads
+    if run.facility.node.device == "cpu" or by_hand:
+        return 0.0
+    along, at_end = ["parameters"], ["copies"]
+    (along if run.sharding.sync_every_microbatch else at_end).append("gradients")
+    passes, _ = PASSES[run.training.activation_checkpointing]
+    last_backward = busy * (passes - 1) / passes / run.microbatches
+    once = min(sum(sent.get(kind) or 0.0 for kind in at_end), last_backward)
+    return min(busy, sum(sent.get(kind) or 0.0 for kind in along) + once)
 
 
 def _sending(
@@ -195,17 +209,21 @@ def _over(size: float, rate: float | None, unit: float) -> float | None:
 
 
 def _flops(run: Run, shape: Shape) -> float:
-    """Two for each weight and token in a pass, and attention over the whole sequence."""
-    context = run.data.sequence_tokens
-    tokens = run.training.global_batch_samples * context / run.world_size
-    attention = 4 * shape.layers * shape.query_width * context
-    over_weights, over_attention = PASSES[run.training.activation_checkpointing]
-    return tokens * (over_weights * 2.0 * shape.multiplied_parameters + over_attention * attention)
+    """Of the busiest device: two for each weight and token in a pass, and attention.
+
+    The last stage of a pipeline has the head as well, which is never computed again.
+    """
+    context, stages = run.data.sequence_tokens, run.axes.pipeline
+    tokens = run.training.global_batch_samples * context * stages / run.world_size
+    products, attentions = PASSES[run.training.activation_checkpointing]
+    head = 0 if shape.labels else shape.head_parameters
+    block = (shape.multiplied_parameters - head) / shape.layers
+    layer = products * 2.0 * block + attentions * 4 * shape.query_width * context
+    return tokens * (-(-shape.layers // stages) * layer + 3 * 2.0 * head)
 
 
-def _moved_bytes(run: Run, shape: Shape) -> float:
+def _moved_bytes(run: Run, shape: Shape, memory: Memory) -> float:
     """Weights and moments read and written, gradients read, activations written and read."""
-    memory = memory_of(run, shape)
     state = 2 * (memory.parameters + memory.optimizer) + memory.parameters
     layers = shape.layers / run.axes.pipeline
     return state + 2 * run.microbatches * layers * block_activations(run, shape)

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,30 +75,30 @@ class Shape:
     def head_width(self) -> int:
         return self.head_dim or self.hidden // self.heads
 
-    @property
+    @cached_property
     def query_width(self) -> int:
         return self.heads * self.head_width
 
-    @property
+    @cached_property
     def kv_width(self) -> int:
         return self.kv_heads * self.head_width
 
-    @property
+    @cached_property
     def block_parameters(self) -> int:
         return sum(family_of(self.family).block(self))
 
-    @property
+    @cached_property
     def expert_parameters(self) -> int:
         """Of a block's experts together, which ranks of the expert axis divide."""
         matrices = 3 if family_of(self.family).gated else 2
         return self.experts * matrices * self.hidden * self.expert_width
 
-    @property
+    @cached_property
     def block_vectors(self) -> int:
         """Parameters of a block that no tensor rank splits: norms and biases of its outputs."""
         return family_of(self.family).block(self)[2]
 
-    @property
+    @cached_property
     def block_matrices(self) -> int:
         """Numbers in a block's matrices, without those of experts, which are one tensor."""
         return family_of(self.family).block(self)[0] - self.expert_parameters
@@ -106,13 +107,13 @@ class Shape:
     def head_parameters(self) -> int:
         return self.vocabulary * self.embedded
 
-    @property
+    @cached_property
     def rest_parameters(self) -> int:
         if self.labels:
             return family_of(self.family).rest(self) + self.labels * self.hidden
         return family_of(self.family).rest(self) + (0 if self.tied else self.head_parameters)
 
-    @property
+    @cached_property
     def multiplied_parameters(self) -> int:
         """Those that every token is multiplied with."""
         transform = self.hidden**2 if self.family == "bert" else 0
@@ -123,7 +124,7 @@ class Shape:
             return self.layers * block
         return self.layers * block + self.head_parameters + transform
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return self.layers * self.block_parameters + self.rest_parameters
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from atoll.plan.adapters import PACKED_BYTES, adapter_parameters, staying
 from atoll.plan.memory import BF16, FP32, compute_bytes
 from atoll.plan.shapes import Shape
+from atoll.plan.zero import stage_of
 from atoll.settings import Run, Sharding
 
 Sent = Mapping[str, float | None]  # bytes by what they are for; None: unknown
@@ -22,7 +23,9 @@ def bytes_sent(run: Run, shape: Shape) -> Sent:
     if run.world_size == 1:
         return {}
     sent: dict[str, float | None] = {}
-    for name in _spread_by(run.sharding) or ["ddp"]:  # DeepSpeed's engine sends about as much
+    if run.sharding.engine == "deepspeed":
+        return _zero(run, shape)
+    for name in _spread_by(run.sharding) or ["ddp"]:
         formula = FORMULAS.get(name)
         sent |= {"gradients": None} if formula is None else formula(run, shape)
     return sent | _within_samples(run, shape)
@@ -58,6 +61,15 @@ def _copies(run: Run, shape: Shape) -> dict[str, float]:
     exchanges = run.microbatches if often else 1
     learning = shape.parameters if run.model.lora is None else adapter_parameters(run, shape)
     return {"gradients": 2 * ring(run.world_size) * FP32 * learning * exchanges}
+
+
+def _zero(run: Run, shape: Shape) -> dict[str, float]:
+    """DeepSpeed's stages: all of it in the arithmetic's numbers, in every pass from stage 2 on."""
+    stage, passes = stage_of(run.sharding.deepspeed), run.microbatches
+    once = ring(run.world_size) * compute_bytes(run) * shape.parameters
+    gathers = 2 * passes if stage == 3 else 1
+    scatters = passes if stage >= 2 else 1
+    return {"parameters": gathers * once, "gradients": scatters * once}
 
 
 def _sharded(run: Run, shape: Shape) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """How many ranks each axis of the mesh has: what every strategy is made of."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,25 +65,38 @@ def axes_of(run: "Run") -> Axes:
 
     Raises `ValueError` with the numbers if they do not multiply to the world size.
     """
-    sharding, world = run.sharding, run.world_size
-    taken = sharding.pipeline * sharding.context * sharding.tensor
+    sharding = run.sharding
+    divided = (sharding.pipeline, sharding.context, sharding.tensor, sharding.expert)
+    return _axes(run.world_size, run.ranks_per_node, sharding.shard, *divided)
+
+
+@lru_cache(maxsize=4096)  # the planner asks for the same ones often
+def _axes(
+    world: int,
+    ranks_per_node: int,
+    shard_by: str | int,
+    pipeline: int,
+    context: int,
+    tensor: int,
+    expert: int,
+) -> Axes:
+    taken = pipeline * context * tensor
     if world % taken:
         raise ValueError(
             f"world size ({world}) must be divisible by sharding.pipeline x context x tensor "
-            f"({sharding.pipeline} x {sharding.context} x {sharding.tensor} = {taken})"
+            f"({pipeline} x {context} x {tensor} = {taken})"
         )
     data = world // taken
-    in_node = max(1, run.ranks_per_node // (sharding.context * sharding.tensor))
+    in_node = max(1, ranks_per_node // (context * tensor))
     named = {"none": 1, "node": min(in_node, data), "all": data}
-    shard = sharding.shard if isinstance(sharding.shard, int) else named[sharding.shard]
+    shard = shard_by if isinstance(shard_by, int) else named[shard_by]
     if data % shard:
         whole = f"the ranks with samples of their own ({data} of {world})"
         who = f"world size ({world})" if taken == 1 else whole
         raise ValueError(f"{who} must be divisible by sharding.shard ({shard})")
-    if (shard * sharding.context) % sharding.expert:
+    if (shard * context) % expert:
         raise ValueError(
-            f"the shard group ({shard * sharding.context} ranks) must be divisible by "
-            f"sharding.expert ({sharding.expert})"
+            f"the shard group ({shard * context} ranks) must be divisible by "
+            f"sharding.expert ({expert})"
         )
-    divided = (sharding.context, sharding.tensor, sharding.expert)
-    return Axes(sharding.pipeline, data // shard, shard, *divided)
+    return Axes(pipeline, data // shard, shard, context, tensor, expert)
