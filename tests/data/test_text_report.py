@@ -41,7 +41,7 @@ def test_the_page_counts_documents_repeats_and_lengths(
 ) -> None:
     texts = [" ".join(words(seed, 20 + seed)) for seed in range(60)]
     near = " ".join(changed(words(59, 79), 60))
-    others = [f"alone {n}" for n in range(7)]
+    others = [f"Este es el libro número {n} de la biblioteca de mi abuelo." for n in range(7)]
     files = {"a": [*texts, texts[3], near], "b": [texts[7], *others, "  "]}
     sources = []
     for name, lines in files.items():
@@ -64,5 +64,6 @@ def test_the_page_counts_documents_repeats_and_lengths(
     assert rows["also in another source"] == ["1 (1.6%)", "1 (12.5%)"]
     assert rows["looked at closely"] == ["61", "8"]
     assert rows["of them near repeats"] == ["1 (1.6%)", "0 (0.0%)"]
+    assert rows["languages"][1].startswith("es ")
     bars = [line.split()[3] for line in page.splitlines() if " to " in line]
     assert sum(map(int, bars)) == 70

@@ -26,7 +26,7 @@ from atoll.data.shards import Split, TokenManifest, TokenPlan, TokenShard
 from atoll.data.sources import blocks, corpus
 from atoll.data.sources.blocks import Block
 from atoll.data.vocabulary import Vocabulary
-from atoll.data.workers import cores, ordered_map
+from atoll.data.workers import cores, ordered_map, start_server
 from atoll.errors import UserError
 from atoll.settings import Run
 
@@ -55,6 +55,7 @@ def prepare_text(run: Run, folder: Path, log: Log) -> None:
         if plan is not None and _is_whole(folder):
             log(f"tokens are ready: {folder}")
             return
+        start_server()
         _say_layouts(sources, log)
         corpora = in_blocks(run, sources)
         refusals.refuse_empty_split(run, corpora)

@@ -7,13 +7,12 @@ exact duplicates are of all documents; near duplicates and languages of a keyed 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import py3langid
 from tokenizers import Tokenizer
 
 from atoll import run_dir
@@ -43,7 +42,7 @@ class TextFacts:
     digests: U64  # of each document
     drawn: int  # documents that were compared and looked at
     near: int  # of those, nearly the same as another
-    languages: Counter[str] | None  # None: nothing here tells them
+    languages: Counter[str]  # ISO 639-1
 
     @property
     def repeated(self) -> int:
@@ -100,12 +99,9 @@ def _texts(folder: Path, manifest: TokenManifest, tokenizer: Any, chosen: Ints) 
     return texts
 
 
-def _languages(texts: Sequence[str]) -> Counter[str] | None:
-    """Documents by language (ISO 639-1), where the library that tells them is installed."""
-    if find_spec("py3langid") is None:
-        return None
-    library = import_module("py3langid")
-    return Counter(str(library.classify(text[:LANGUAGE_CHARACTERS])[0]) for text in texts)
+def _languages(texts: Sequence[str]) -> Counter[str]:
+    """Documents by language (ISO 639-1)."""
+    return Counter(py3langid.classify(text[:LANGUAGE_CHARACTERS])[0] for text in texts)
 
 
 def _table(facts: Sequence[TextFacts]) -> Iterator[str]:
@@ -138,8 +134,6 @@ def _rows(each: TextFacts, facts: Sequence[TextFacts]) -> Iterator[tuple[str, st
 
 
 def _told(each: TextFacts) -> str:
-    if each.languages is None:
-        return "not looked at: needs py3langid"
     common = each.languages.most_common(MOST_LANGUAGES)
     rest = each.drawn - sum(count for _, count in common)
     shown = [f"{name} {count / each.drawn:.0%}" for name, count in common]
