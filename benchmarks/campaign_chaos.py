@@ -37,7 +37,7 @@ from atoll.campaign.asking import questions
 from atoll.campaign.journal import round_name
 from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.campaign.transfer import Unreachable
-from atoll.federation import aggregate
+from atoll.federation import aggregate_command
 from atoll.federation.global_model import first_global
 from atoll.federation.make_delta import make_delta
 from atoll.settings.federation import Campaign, Site
@@ -343,7 +343,7 @@ def patched(facilities: dict[str, Facility], clock: Clock, kills: random.Random)
 
     def run_verb(argv: Sequence[str], what: str) -> str:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            aggregate.main(list(argv[argv.index("aggregate") + 1 :]))
+            aggregate_command.main(list(argv[argv.index("aggregate") + 1 :]))
         return printed.getvalue()
 
     with contextlib.ExitStack() as stack:
