@@ -31,7 +31,7 @@ from atoll.campaign.journal import round_name
 from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.campaign.transfer import atoll_here, run_verb
 
-EVERY_SECONDS = (15.0, 45.0)  # between two faults
+EVERY_SECONDS = (45.0, 120.0)  # between two faults
 DEADLINE_MINUTES = 3.0
 NODE_SECONDS, LINE_SECONDS, STILL_SECONDS = 30.0, 40.0, 240.0
 LAST_ROUND_SECONDS = 420.0
