@@ -424,6 +424,7 @@ FORBIDDEN = [
     "facility.submit.wrap=id", "+facility.submit.export=ALL", "model.source=/etc",
     "++model.lora.start=x",
     "tokenizer.path=/etc", "tokenizer.chat_template=own.jinja",
+    "data.sources=[{name:a,files:[/etc/passwd]}]",
     "data.files=[/etc/passwd]", "data.files=[../../x]", "data.files=['~/x']",
     "data.text_field='${oc.env:HOME}'", "data.validation={files:[/etc/passwd]}", "loggers=[wandb]",
     "facility.ssh_options=['-oProxyCommand=id']", "override=[fit]", "~facility.binds",

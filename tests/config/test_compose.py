@@ -31,6 +31,7 @@ ASKED_FOR = {
         "data.files=a.jsonl",
         "tokenizer.chat_template=chatml",
     ],
+    "data=mixture": ["data.sources=[{name:a,files:a.txt},{name:b,hub:c/d,weight:{0:1,10:2}}]"],
     "data=chat_hub": ["data.hub=a/b", "tokenizer.chat_template=chatml"],
     "experiment=chat_sft": ["model.source=a/b", "data.files=a.jsonl"],
     "experiment=chat_sft_smoke": ["data.files=a.jsonl"],
