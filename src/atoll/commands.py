@@ -55,7 +55,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "fetch": ("atoll.models.fetch", "the half of prepare that runs in the image"),
         "round": ("atoll.campaign.round", "one step of a campaign's round, for its engine"),
         "site": ("atoll.campaign.site", "one round at one facility, a step further"),
-        "aggregate": ("atoll.federation.aggregate", "the next global model from updates"),
+        "aggregate": ("atoll.federation.aggregate_command", "the next global model from updates"),
         "make-delta": ("atoll.federation.make_delta", "a run's update to its global model"),
         "apply-delta": ("atoll.federation.apply_delta", "a facility's copy of the global model"),
         "merge-global": ("atoll.federation.merge_global", "averaged fragments into own weights"),

@@ -377,9 +377,9 @@ def sync_file(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """The sha256 of a file's content, read in 4 MiB pieces."""
-    hasher = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(4 << 20):
-            hasher.update(piece)
+    """The sha256 of a file's content, read in 4 MiB pieces into the same memory."""
+    hasher, piece = hashlib.sha256(), bytearray(4 << 20)
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(piece):
+            hasher.update(memoryview(piece)[:size])
     return hasher.hexdigest()

@@ -16,7 +16,8 @@ from atoll.federation.error_feedback import encoded_layout, write_encoded
 from atoll.federation.fragments import PATTERNS, fragments_of
 from atoll.federation.global_model import begin, read_global, replace_folder
 from atoll.federation.tensors import TensorReader, TensorWriter, files_of, stretches, typed
-from atoll.federation.update import FORMAT_VERSION, UpdateManifest, facts_of, manifest_file
+from atoll.federation.update import FORMAT_VERSION, UpdateManifest, manifest_file
+from atoll.federation.update_files import facts_of
 
 
 def main(argv: list[str]) -> int:
