@@ -344,7 +344,7 @@ def patched(facilities: dict[str, Facility], clock: Clock, kills: random.Random)
     ) -> None:
         facilities[site.name].give(source, target, names)
 
-    def run_verb(argv: Sequence[str], what: str) -> str:
+    def run_atoll(argv: Sequence[str], what: str) -> str:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             aggregate_command.main(list(argv[argv.index("aggregate") + 1 :]))
         return printed.getvalue()
@@ -354,7 +354,7 @@ def patched(facilities: dict[str, Facility], clock: Clock, kills: random.Random)
             (campaign_round, "ask", ask),
             (campaign_round, "send", send),
             (campaign_round, "fetch", fetch),
-            (average, "run_verb", run_verb),
+            (average, "run_atoll", run_atoll),
             (coordinator, "prove_campaign", lambda *_: None),
             (time, "time", clock.time),
             (time, "sleep", clock.sleep),

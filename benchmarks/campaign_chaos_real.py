@@ -29,7 +29,7 @@ from testbed_site import HOW, is_ready, staged_site
 from atoll.campaign.average import aggregate_words
 from atoll.campaign.journal import round_name
 from atoll.campaign.store import CampaignStore, checked_campaign
-from atoll.campaign.transfer import atoll_here, run_verb
+from atoll.campaign.transfer import atoll_here, run_atoll
 
 EVERY_SECONDS = (45.0, 120.0)  # between two faults
 DEADLINE_MINUTES = 3.0
@@ -297,6 +297,6 @@ def replayed(store: CampaignStore, number: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "global"
         words = aggregate_words(store, number, chosen, out)
-        run_verb([*atoll_here(), *words], f"round {number}, again")
+        run_atoll([*atoll_here(), *words], f"round {number}, again")
         digest: str = json.loads((out / "manifest.json").read_text())["digest"]
         return digest

@@ -34,8 +34,8 @@ import yaml
 
 SKIPPED_STEPS = 3
 TRAINER, LITGPT = "Hugging Face Trainer", "litgpt"
-# side -> the verb of its turns
-VERBS = {
+# side -> the command of its turns
+COMMANDS = {
     "ours": "trainer_against_hf:ours",
     TRAINER: "trainer_against_hf:hf_trainer",
     LITGPT: "litgpt_side:litgpt",
@@ -140,7 +140,7 @@ def prepared_run(
             "launcher=static",
             "sharding=ddp",
             f"precision={arguments.precision}",
-            f"name={case}-{VERBS[side].split(':')[1]}",
+            f"name={case}-{COMMANDS[side].split(':')[1]}",
             f"folders.runs={folder}/runs",
             f"folders.prepared={folder}/prepared",
             f"training.steps={arguments.steps + SKIPPED_STEPS}",
@@ -180,7 +180,7 @@ def turn(run_folder: Path, side: str) -> dict[str, float]:
     here = Path(__file__).resolve()
     path = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "atoll", "launch", "--local-ranks", "2"]
-    command += [str(run_folder), VERBS[side]]
+    command += [str(run_folder), COMMANDS[side]]
     finished = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )
@@ -191,7 +191,7 @@ def turn(run_folder: Path, side: str) -> dict[str, float]:
 
 
 def ours(run_folder: Path, placement: Any) -> int:
-    """A verb: our trainer as it is; the rate comes from its metrics."""
+    """A command: our trainer as it is; the rate comes from its metrics."""
     from atoll import run_dir
     from atoll.train.train import main as train
 
@@ -208,7 +208,7 @@ def ours(run_folder: Path, placement: Any) -> int:
 
 
 def hf_trainer(run_folder: Path, placement: Any) -> int:
-    """A verb: the Hugging Face Trainer on the same samples."""
+    """A command: the Hugging Face Trainer on the same samples."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 

@@ -197,7 +197,7 @@ def test_an_unknown_host_key_is_refused(
         ask(campaign, campaign.sites[0], ["status", "x"])
 
 
-def test_what_a_verb_there_refuses_is_told_here(federation: dict[str, Any]) -> None:
+def test_what_a_command_there_refuses_is_told_here(federation: dict[str, Any]) -> None:
     campaign = checked_campaign(federation)
     with pytest.raises(UserError, match="testbed: no run at nothing"):
         ask(campaign, campaign.sites[0], ["status", "nothing"])

@@ -19,7 +19,7 @@ from atoll.cluster.learning import learn
 from atoll.cluster.lease import lease_of
 from atoll.cluster.scheduler import queued, without_outer_job
 from atoll.cluster.summary import is_finished, summary
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.config.compose import Composition, compose_all, config_tree, counted, overrides_parser
 from atoll.config.identity import check_same_run
 from atoll.errors import UserError, printable
@@ -60,9 +60,9 @@ def evaluate(argv: list[str]) -> int:
     return _submit(arguments, [*arguments.overrides, *NO_STEPS])
 
 
-def _parser(verb: str, about: str) -> VerbParser:
-    parser = overrides_parser(verb, about, multirun=True)
-    if verb == "submit":
+def _parser(command: str, about: str) -> CommandParser:
+    parser = overrides_parser(command, about, multirun=True)
+    if command == "submit":
         parser.usage = "sbatch/train.sbatch [OPTION …] KEY=VALUE …"
         steps = "what follows the run, in a job that waits for its end: evaluate, report"
         parser.add_argument("--then", metavar="STEPS", help=steps)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from atoll import run_dir
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.data import encode, vocabulary
 from atoll.data.mixture_folder import open_mixture, prepare_mixture
 from atoll.data.shards import TokenManifest
@@ -14,7 +14,7 @@ from atoll.settings import Run, load_run
 
 def main(argv: list[str]) -> int:
     """Prepare the data of a run."""
-    parser = VerbParser("tokenize", __doc__)
+    parser = CommandParser("tokenize", __doc__)
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--verify", action="store_true", help="compare every shard's sha256")
     told = "write text-report.md: lengths, duplicates and languages of each source"

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.federation.update_files import read_verified, reason_of
 from atoll.settings.exchange import Codec, UpdateManifest
 from atoll.settings.federation import Rule, checked_settings
@@ -60,7 +60,7 @@ def _aggregate(
 
 
 def _read(argv: list[str]) -> argparse.Namespace:
-    parser = VerbParser("aggregate", main.__doc__)
+    parser = CommandParser("aggregate", main.__doc__)
     parser.add_argument("updates", nargs="*", type=Path)
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--older", action="append", default=[], help="digest of the model before")
