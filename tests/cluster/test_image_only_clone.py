@@ -89,7 +89,7 @@ def test_what_is_only_to_be_printed_runs_nothing(option, clone):
         done = clone.type(*words)
         assert done.returncode == 0, done.stderr
         is_queued = option == "--dry-run" and words[-1] == option  # then what it takes is said
-        assert ("a checkpoint" in done.stderr) if is_queued else (done.stderr == "")
+        assert ("GiB a device" in done.stderr) if is_queued else (done.stderr == "")
         assert done.stdout and "@atoll" not in done.stdout
     assert clone.called() == []
     assert not (clone.root / "runs").exists()
