@@ -20,6 +20,11 @@ from atoll.campaign.store import CampaignStore, checked_campaign, load_store
 from atoll.config.compose import campaign_values, compose
 from atoll.settings.federation import Campaign, Site
 
+# Of each process: three or more share this machine's cores, and threads that wait for each other
+# spin on the cores that the others need. A model of this size is no faster on two.
+ONE_CORE = {"OMP_NUM_THREADS": "1"}
+INTERRUPTED = 130  # as a shell says of Ctrl-C
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -33,7 +38,9 @@ def main() -> int:
     lines = ["federation=demo", f"rounds={arguments.rounds}", *arguments.settings]
     campaign = checked_campaign(campaign_values(lines))
     print(f"1/3 federated: {campaign.rounds} rounds", flush=True)
-    subprocess.run([sys.executable, "-m", "atoll", "federate", *lines], check=True)
+    argv = [sys.executable, "-m", "atoll", "federate", *lines]
+    if code := subprocess.run(argv, env=os.environ | ONE_CORE).returncode:
+        return code  # it has said why
     home = Path(campaign.folder).absolute() / campaign.name
     first, last = (home / f"round-{n:03d}" / "global" / "export" for n in (0, campaign.rounds))
     print("2/3 each facility alone, side by side", flush=True)
@@ -49,17 +56,13 @@ def main() -> int:
     return 0
 
 
-def side_by_side(runs: Mapping[str, Sequence[str]], verb: str, at_once: int) -> None:
-    """Run a verb for each on one core, so many at once; a line when one ends, output if it fails.
-
-    A model of this size is no faster on two cores, and half of a run is the start of its process.
-    """
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def side_by_side(runs: Mapping[str, Sequence[str]], command: str, at_once: int) -> None:
+    """Run a command for each, so many at once; a line when one ends, output if it fails."""
 
     def run(name: str) -> None:
         began = time.monotonic()
-        command = [sys.executable, "-m", "atoll", verb, *runs[name]]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        argv = [sys.executable, "-m", "atoll", command, *runs[name]]
+        done = subprocess.run(argv, env=os.environ | ONE_CORE, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{name} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         print(f"{name}: done in {time.monotonic() - began:.0f} s", flush=True)
@@ -132,4 +135,8 @@ def show_rounds(store: CampaignStore) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        sys.exit(INTERRUPTED)

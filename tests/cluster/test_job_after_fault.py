@@ -280,6 +280,10 @@ def test_a_launcher_that_waits_for_a_lost_node_is_killed(job):
     assert "--nodelist=n1,n3 " in it.logged("srun")[1]
 
 
+# squeue shows a job that ends with those of its nodes that still do
+NODES_OF_JOB = """#!/bin/bash
+case "$3" in all | RUNNING) printf '%s\\n' {host} n2 n3 ;; *) echo n3 ;; esac
+"""
 ENDED = [
     ("down", "FAILED NonZeroExitCode", 1),
     ("idle", "COMPLETING JobLaunchFailure", 1),
@@ -326,6 +330,8 @@ def test_a_job_whose_first_node_is_gone_goes_on_in_another_one(
 def test_a_job_that_ends_as_its_first_node_is_called_down(sinfo, squeue, queued, job):
     """Slurm then ends all of it, at once; not where its user cancelled it, or it just ended."""
     it = job("spare_nodes=1")
+    it.environment["SLURM_JOB_NODELIST"] = "all"
+    it.program("scontrol", NODES_OF_JOB.format(host=os.uname().nodename))
     it.script = it.script.replace("run_ranks ", "renew_seconds=2\nrun_ranks ")
     it.start(1, text="exec sleep 99")
     process = it.begin(start_new_session=True)

@@ -295,8 +295,8 @@ outlive() { # FILE of the lease, NODE of the shell
         sleep "$((renew_seconds / 2))"
         now=
         { IFS= read -r -d '' now < "$1"; } 2> /dev/null || [[ -n $now ]] || continue
+        [[ ${now%%$'\n'*} != *\ ended ]] || return 0
         if [[ -z $told_to_end ]]; then
-            [[ ${now%%$'\n'*} != *\ ended ]] || return 0
             if [[ $now != "$before" ]]; then before=$now since=$SECONDS && continue; fi
             ((2 * (SECONDS - since) >= 3 * renew_seconds)) || continue # one is missing: ask Slurm
         fi
@@ -314,7 +314,8 @@ leave() { # NODE of the shell, SECONDS of silence, TOLD_TO_END: fails where the 
     [[ -z $3 || $of_job != CANCELLED* ]] || return 0 # by its user
     # the node may be up again: this is what Slurm calls a job whose shell ended with its node
     [[ -z $3 || $of_job != *\ JobLaunchFailure ]] || state=failed
-    ! is_taken_away "$1" || state=down
+    # a job that ends is shown with the nodes that still do
+    [[ $of_job != RUNNING* ]] || ! is_taken_away "$1" || state=down
     : "${state:=$(sinfo --noheader --Node "--nodes=$1" --format=%T 2> /dev/null | head -n 1)}"
     # a node that does not answer (*) may be out of reach only
     [[ $state =~ ^(down|fail) || ($state == *\* && $2 -ge $watch_seconds) ]] || return 1

@@ -36,7 +36,7 @@ NEUTRAL = {
 
 def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     """Matrix products of blocks and of the head, and attention, each at the rate of its size."""
-    passes, attentions = PASSES[run.training.activation_checkpointing]
+    over_weights, over_attention = PASSES[run.training.activation_checkpointing]
     tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
     at_once = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.context
     head = 0 if shape.labels else shape.head_parameters
@@ -46,9 +46,9 @@ def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     chunk = min(shape.hidden, at_once, run.training.loss_chunk_tokens)
     attention = 4 * shape.layers * shape.query_width * run.data.sequence_tokens
     times = (
-        passes * tokens * 2 * blocks / _rate(run, measured, products, width),
+        over_weights * tokens * 2 * blocks / _rate(run, measured, products, width),
         3 * tokens * 2 * head / _rate(run, measured, products, chunk),
-        attentions
+        over_attention
         * tokens
         * attention
         / _rate(run, measured, "attention_tflops", run.data.sequence_tokens),

@@ -9,6 +9,7 @@ from atoll.report.campaign import Part, Round, spent
 from atoll.report.drawing import Bars, Curves, Figure, Point, Series, Span
 from atoll.report.results import is_scaling_series, labels
 from atoll.report.run import Record, RunMetrics
+from atoll.report.sources import source_losses
 
 # What a facility does in a round, in this order, and the average; each with its colour.
 SPANS = {"send": 5, "queue": 6, "train": 0, "fetch": 4, "average": 3}
@@ -27,6 +28,8 @@ def of_runs(runs: Sequence[RunMetrics]) -> Iterator[Figure]:
         (f"Held-out {quality} over time", "minutes"),
     ):
         yield _curves(runs, title, x, quality, quality, _evaluations, log=True)
+    if len(runs) == 1 and runs[0].settings.data.sources:
+        yield source_losses(runs[0])
     yield _curves(runs, "Throughput", "step", "tokens/s", "tokens_per_second")
     yield _curves(runs, "Model FLOP utilisation", "step", "share of peak", "mfu")
     yield _curves(runs, "Memory of a rank", "step", "GiB", "memory_gib")
@@ -101,9 +104,10 @@ def _checkpoints(runs: Sequence[RunMetrics]) -> Curves:
 def _predicted(runs: Sequence[RunMetrics]) -> Curves:
     """What was measured against what was predicted, a point for each run and figure."""
     points: dict[str, list[Point]] = {}
-    for one in (one for run in runs for one in run.outcomes):
-        if one.predicted and one.measured:
-            points.setdefault(one.name, []).append((one.predicted, one.measured))
+    for outcome in (outcome for run in runs for outcome in run.outcomes):
+        if outcome.predicted and outcome.measured:
+            pair = (outcome.predicted, outcome.measured)
+            points.setdefault(outcome.name, []).append(pair)
     places = {name: place for place, name in enumerate(MEASURED)}
     series = [
         Series(
