@@ -3,6 +3,7 @@
 import pytest
 
 from atoll.config.compose import known_shape
+from atoll.plan.memory import memory_of
 from atoll.plan.prediction import QUANTITIES, in_a_line, predict
 
 LUMI = ("facility=lumi", "facility.account=x", "model=llama2_7b", "nodes=8", "precision=bf16")
@@ -72,3 +73,10 @@ def test_a_record_names_units_rates_and_version(composed):
     assert record["predicted"].keys() == QUANTITIES.keys()
     step = record["predicted"]["step_seconds"]
     assert step == {"value": prediction.step_seconds, "unit": "s", "bound": "at least"}
+
+
+def test_on_processors_memory_is_that_of_the_whole_run(composed):
+    words = ("model=llama_tiny", "precision=fp32", "training.steps=4", "checkpoint.every_steps=2")
+    run = composed("facility=laptop", "data=python_stdlib", *words).run
+    memory = memory_of(run, known_shape(run))
+    assert predict(run, known_shape(run)).memory_gib == memory.whole_gib > memory.peak_gib
