@@ -127,11 +127,13 @@ def write_union(campaign: Campaign, start: Path, folder: Path) -> None:
 
 
 def one_machine(campaign: Campaign, union: Path, start: Path) -> list[str]:
-    """The training text of all, as many steps, and in each the samples of all."""
+    """The training text of all, as many steps, and in each the samples of all, a rank for each."""
     words = alone(campaign, campaign.sites[0], start)
     own = ["name=one-machine", "data=text_files", f"data.files=[{union / 'train'}]"]
     own += ["data.validation.fraction=null", f"data.validation.files=[{union / 'validation'}]"]
-    own += [f"training.global_batch_samples={campaign.batch_samples * len(campaign.sites)}"]
+    count = len(campaign.sites)
+    own += [f"training.global_batch_samples={campaign.batch_samples * count}"]
+    own += [f"ranks_per_node={count}", "sharding=ddp"]
     return [*words, *own, f"folders.prepared={union / 'prepared'}"]
 
 
