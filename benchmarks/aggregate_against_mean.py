@@ -32,7 +32,8 @@ from atoll.federation.make_delta import make_delta
 
 UPDATES = 4
 PEER_NAME = "from_pretrained + mean"
-FASTER, DISK_TIMES, PEAK_MIB = 5.0, 2.0, 500e6 / 2**20
+FASTER, PEAK_MIB = 5.0, 400.0
+DISK_TIMES = {"cold": 2.0, "just received": 1.3}
 CACHES = Path("/proc/sys/vm/drop_caches")
 BLOCK_BYTES = 16 << 20
 Before = Callable[[], None]  # what becomes of the page cache ahead of a turn
@@ -186,8 +187,7 @@ def rows(
 ) -> list[dict[str, Any]]:
     size = sum(path.stat().st_size for path in files(updates[0])) / 1e9
     case = f"{UPDATES} updates of {size:.2f} GB"
-    # what was just received is read from memory: no disk to be held against
-    aims = {("cold", "disk"): DISK_TIMES}
+    aims = {(how, "disk"): times for how, times in DISK_TIMES.items()}
     aims |= {(how, PEER_NAME): 1 / FASTER for how in seconds}
     made = [
         results.row(f"{case}, {how}", "s", times["aggregate"], peer, times[peer], "lower", target)

@@ -1,12 +1,14 @@
 """A campaign under chaos, in virtual time: the real coordinator, and facilities that are simulated.
 
     python benchmarks/campaign_chaos.py [--rounds 1250] [--seed 1] [--quick] [--check]
+    python benchmarks/campaign_chaos.py --real [--minutes 30]      (as root: make testbed image-cpu)
 
 Eight facilities take a round's work from queues of random length. They go down, are slow, lose
 jobs and transfers, and send what is damaged, too large or more than was asked for; the coordinator
 itself is killed and started again. Its own code asks, takes, checks, averages and keeps its
 journals (a tiny model, real files); only clock, scheduler and network are simulated. The whole is
-done twice: the digests of all models have to be the same.
+done twice: the digests of all models have to be the same. `--real`: in real time, between the two
+Slurms of the testbed (campaign_chaos_real.py).
 """
 
 import argparse
@@ -37,12 +39,13 @@ from atoll.campaign.asking import questions
 from atoll.campaign.journal import round_name
 from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.campaign.transfer import Unreachable
-from atoll.federation import aggregate
+from atoll.federation import aggregate_command
 from atoll.federation.global_model import first_global
 from atoll.federation.make_delta import make_delta
 from atoll.settings.federation import Campaign, Site
 
 TARGET = 0.85
+TESTBED = Path(__file__).resolve().parents[1] / "tests" / "testbed"
 BEGIN = 1_767_225_600.0  # of the virtual clock
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 STEPS, BATCH, SEQUENCE_TOKENS = 500, 64, 4096
@@ -341,9 +344,9 @@ def patched(facilities: dict[str, Facility], clock: Clock, kills: random.Random)
     ) -> None:
         facilities[site.name].give(source, target, names)
 
-    def run_verb(argv: Sequence[str], what: str) -> str:
+    def run_atoll(argv: Sequence[str], what: str) -> str:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            aggregate.main(list(argv[argv.index("aggregate") + 1 :]))
+            aggregate_command.main(list(argv[argv.index("aggregate") + 1 :]))
         return printed.getvalue()
 
     with contextlib.ExitStack() as stack:
@@ -351,7 +354,7 @@ def patched(facilities: dict[str, Facility], clock: Clock, kills: random.Random)
             (campaign_round, "ask", ask),
             (campaign_round, "send", send),
             (campaign_round, "fetch", fetch),
-            (average, "run_verb", run_verb),
+            (average, "run_atoll", run_atoll),
             (coordinator, "prove_campaign", lambda *_: None),
             (time, "time", clock.time),
             (time, "sleep", clock.sleep),
@@ -420,8 +423,12 @@ def main() -> int:
     parser.add_argument("--facilities", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="40 rounds")
+    parser.add_argument("--real", action="store_true", help="between the testbed's two Slurms")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of --real")
     parser.add_argument("--check", action="store_true", help="fail where the target is missed")
     arguments = parser.parse_args()
+    if arguments.real:
+        return real(arguments.minutes, arguments.seed, arguments.check)
     rounds = 40 if arguments.quick else arguments.rounds
     began = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(2) as pool:
@@ -442,6 +449,30 @@ def main() -> int:
     ]  # fmt: skip
     enough = results.record("campaign_chaos", rows) and right
     return int(arguments.check and not enough)
+
+
+def real(minutes: float, seed: int, check: bool) -> int:
+    sys.path[:0] = [str(TESTBED)]  # its Slurms, and how a campaign gets to them
+    from campaign_chaos_real import run_real
+
+    if (outcome := run_real(minutes, seed)) is None:
+        return 2
+    same = outcome.pop("digests") == outcome.pop("replayed")
+    for name, value in outcome.items():
+        print(f"{name:22} {value:.4g}" if isinstance(value, float) else f"{name:22} {value}")
+    print(
+        f"digests of all {outcome['rounds']} models, made again: {'the same' if same else 'others'}"
+    )
+    rows = [
+        results.row(
+            f"seconds of jobs that are in a model, {minutes:g} minutes between two Slurms",
+            "share", [outcome["kept"]], "all jobs", [1.0], "higher", None,
+            seed=seed, about=outcome, replay_is_equal=same,
+        )
+    ]  # fmt: skip
+    results.record("campaign_chaos", rows)
+    right = same and not outcome["damaged in a model"] and not outcome["ended by itself"]
+    return int(check and not right)
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ def main() -> int:
     lines = ["federation=demo", f"rounds={arguments.rounds}", *arguments.settings]
     campaign = checked_campaign(campaign_values(lines))
     print(f"1/3 federated: {campaign.rounds} rounds", flush=True)
-    command = [sys.executable, "-m", "atoll", "federate", *lines]
-    if code := subprocess.run(command, env=os.environ).returncode:
+    argv = [sys.executable, "-m", "atoll", "federate", *lines]
+    if code := subprocess.run(argv).returncode:
         return code  # it has said why
     home = Path(campaign.folder).absolute() / campaign.name
     first, last = (home / f"round-{n:03d}" / "global" / "export" for n in (0, campaign.rounds))
@@ -76,13 +76,13 @@ def missed(union: Mapping[str, float]) -> bool:
     return union["federated"] >= best_alone or lost > MOST_LOST
 
 
-def side_by_side(runs: Mapping[str, Sequence[str]], verb: str, at_once: int) -> None:
-    """Run a verb for each, so many at once; a line when one ends, output if it fails."""
+def side_by_side(runs: Mapping[str, Sequence[str]], command: str, at_once: int) -> None:
+    """Run a command for each, so many at once; a line when one ends, output if it fails."""
 
     def run(name: str) -> None:
         began = time.monotonic()
-        command = [sys.executable, "-m", "atoll", verb, *runs[name]]
-        done = subprocess.run(command, env=os.environ | ONE_CORE, capture_output=True, text=True)
+        argv = [sys.executable, "-m", "atoll", command, *runs[name]]
+        done = subprocess.run(argv, env=os.environ | ONE_CORE, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{name} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         print(f"{name}: done in {time.monotonic() - began:.0f} s", flush=True)

@@ -15,7 +15,7 @@ PEERS = Path(__file__).resolve().parents[1] / ".build" / "peers"
 
 
 def litgpt(run_folder: Path, placement: Any) -> int:
-    """A verb: litgpt's `fit` without its logs, validation and checkpoints, with Fabric's DDP."""
+    """A command: litgpt's `fit` without its logs, validation and checkpoints, with Fabric's DDP."""
     sys.path.append(str(PEERS))
     import torch
     from lightning.fabric import Fabric

@@ -39,9 +39,8 @@ def main() -> int:
     ranks = RankPool()
     try:
         for strategy in test_parity.STRATEGIES:
-            words = [strategy.name, *(f"sharding.{k}={v}" for k, v in strategy.changes.items())]
             cells = [cell(ranks, strategy, family) for family in families]
-            rows.append(f"| `{' '.join(words)}` | {' | '.join(cells)} |")
+            rows.append(f"| `{strategy.words}` | {' | '.join(cells)} |")
             print(rows[-1], flush=True)
     finally:
         ranks.close()

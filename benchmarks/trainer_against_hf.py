@@ -9,6 +9,8 @@ processes. The first three steps of a turn are not counted.
 `full`: the standard library's sources, chopped into full samples for all. The Trainer has its best
 settings: SDPA, packed samples, no attention mask, no logging, no saving; litgpt (litgpt_side.py)
 has its pretraining's loop.
+`qwen3`, `gemma3`: the same on models of those shapes: norms of queries, and heads wider than
+their part of the model; sliding windows of half a sample in five layers of six.
 `documents`: the standard library's docstrings, one a document. The Trainer pads each batch to its
 longest sample, as it does by default; we pack. Only tokens that are not padding count.
 """
@@ -32,17 +34,34 @@ import yaml
 
 SKIPPED_STEPS = 3
 TRAINER, LITGPT = "Hugging Face Trainer", "litgpt"
-# side -> the verb of its turns
-VERBS = {
+# side -> the command of its turns
+COMMANDS = {
     "ours": "trainer_against_hf:ours",
     TRAINER: "trainer_against_hf:hf_trainer",
     LITGPT: "litgpt_side:litgpt",
 }
-TARGETS = {("full", TRAINER): 1.0, ("documents", TRAINER): 1.5}
 CASES = {
     ("full", TRAINER): "full samples, its best settings",
     ("full", LITGPT): "full samples, its pretraining",
+    ("qwen3", TRAINER): "full samples, shaped as Qwen3",
+    ("gemma3", TRAINER): "full samples, shaped as Gemma 3",
     ("documents", TRAINER): "documents, its padding",
+}
+# case -> who takes turns
+SIDES = {case: ["ours", *(peer for of, peer in CASES if of == case)] for case, _ in CASES}
+TARGETS = {(case, TRAINER): 1.0 for case in ("full", "qwen3", "gemma3")}
+TARGETS |= {("documents", TRAINER): 1.5}
+# case -> what its model has in place of the small Llama's
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", "head_dim": 64},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 256,
+    },
 }
 
 
@@ -50,13 +69,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--cases", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
     parser.add_argument("--check", action="store_true", help="fail where a target is missed")
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for case in ("full", "documents"):
-            sides = ["ours", *(peer for of, peer in CASES if of == case)]
+        for case in arguments.cases:
+            sides = SIDES[case]
             runs = {side: ready(Path(folder), case, side, arguments) for side in sides}
             ways = {side: partial(turn, runs[side], side) for side in sides}
             rows += compared(case, results.in_turns(ways, arguments.rounds))
@@ -90,6 +110,7 @@ def rows_of(
 def ready(folder: Path, case: str, side: str, arguments: argparse.Namespace) -> Path:
     """A run folder with its tokens prepared."""
     data = ["data=python_stdlib", "data.packing=concat"]
+    data += [f"model.config.{name}={value}" for name, value in SHAPES.get(case, {}).items()]
     if case == "documents":
         data = [
             "data=text_files",
@@ -103,7 +124,7 @@ def ready(folder: Path, case: str, side: str, arguments: argparse.Namespace) -> 
 def prepared_run(
     folder: Path, case: str, side: str, arguments: argparse.Namespace, data: list[str]
 ) -> Path:
-    """The run folder of one side of a case, on the data that these words choose."""
+    """The run folder of one side of a case, on the data and the model that these words choose."""
     import torch
 
     from atoll import run_dir
@@ -119,7 +140,7 @@ def prepared_run(
             "launcher=static",
             "sharding=ddp",
             f"precision={arguments.precision}",
-            f"name={case}-{VERBS[side].split(':')[1]}",
+            f"name={case}-{COMMANDS[side].split(':')[1]}",
             f"folders.runs={folder}/runs",
             f"folders.prepared={folder}/prepared",
             f"training.steps={arguments.steps + SKIPPED_STEPS}",
@@ -159,7 +180,7 @@ def turn(run_folder: Path, side: str) -> dict[str, float]:
     here = Path(__file__).resolve()
     path = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "atoll", "launch", "--local-ranks", "2"]
-    command += [str(run_folder), VERBS[side]]
+    command += [str(run_folder), COMMANDS[side]]
     finished = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )
@@ -170,7 +191,7 @@ def turn(run_folder: Path, side: str) -> dict[str, float]:
 
 
 def ours(run_folder: Path, placement: Any) -> int:
-    """A verb: our trainer as it is; the rate comes from its metrics."""
+    """A command: our trainer as it is; the rate comes from its metrics."""
     from atoll import run_dir
     from atoll.train.train import main as train
 
@@ -187,7 +208,7 @@ def ours(run_folder: Path, placement: Any) -> int:
 
 
 def hf_trainer(run_folder: Path, placement: Any) -> int:
-    """A verb: the Hugging Face Trainer on the same samples."""
+    """A command: the Hugging Face Trainer on the same samples."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 

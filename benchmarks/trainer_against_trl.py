@@ -21,7 +21,7 @@ from typing import Any
 
 import results
 import trainer_against_hf
-from trainer_against_hf import SKIPPED_STEPS, VERBS, clock, turn
+from trainer_against_hf import COMMANDS, SKIPPED_STEPS, clock, turn
 
 PEERS = Path(__file__).resolve().parents[1] / ".build" / "peers"
 TRL = "TRL's SFTTrainer"
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
     parser.add_argument("--check", action="store_true", help="fail where a target is missed")
     arguments = parser.parse_args()
-    VERBS[TRL] = "trainer_against_trl:sft_trainer"
+    COMMANDS[TRL] = "trainer_against_trl:sft_trainer"
     with tempfile.TemporaryDirectory() as folder:
         runs = {side: ready(Path(folder), side, arguments) for side in ("ours", TRL)}
         ways = {side: partial(turn, run, side) for side, run in runs.items()}
@@ -78,7 +78,7 @@ def conversations(folder: Path) -> Path:
 
 
 def sft_trainer(run_folder: Path, placement: Any) -> int:
-    """A verb: TRL's SFT trainer on the same file, with the same tokenizer and template."""
+    """A command: TRL's SFT trainer on the same file, with the same tokenizer and template."""
     sys.path.insert(0, str(PEERS))
     import torch
     from datasets import Dataset

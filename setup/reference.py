@@ -77,6 +77,8 @@ def groups_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, t
     for name, field in model.model_fields.items():
         for inner in models_in(field.annotation):
             yield from groups_of(inner, f"{prefix}.{name}" if prefix else name)
+        for inner in listed(field.annotation):
+            yield f"{prefix}.{name}[]", inner
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -86,6 +88,12 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from models_in(part)
     elif inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         yield annotation
+
+
+def listed(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The group that each entry of a list is."""
+    if get_origin(annotation) is list:
+        yield from models_in(get_args(annotation)[0])
 
 
 def comments(model: type[BaseModel]) -> dict[str, str]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from atoll.federation.global_model import first_global
 from atoll.federation.make_delta import make_delta
-from atoll.federation.update import Update, read_manifest, refuse_wrong_files
+from atoll.federation.update import Update, read_manifest
+from atoll.federation.update_files import refuse_wrong_files
 
 SHAPES = {"embed.weight": (300, 7), "layer.0.weight": (65, 64), "layer.0.bias": (65,), "one": (1,)}
 

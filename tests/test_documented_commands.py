@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from atoll.__main__ import LOADS, main
-from atoll.commands import GROUPS, JOBS_OWN, VERBS
+from atoll.commands import COMMANDS, GROUPS, JOBS_OWN
 from atoll.config.compose import compose_all, groups
 from atoll.examples import FIRST, LINES
 from atoll.settings import is_setting
@@ -101,23 +101,23 @@ def overrides(words: list[str]) -> list[str]:
 
 
 def try_ours(words: list[str], clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    verb, *rest = words
-    if verb.startswith("-") or verb in ("COMMAND", "VERB"):
+    command, *rest = words
+    if command.startswith("-") or command == "COMMAND":
         return
-    assert verb in VERBS
+    assert command in COMMANDS
     part = "…" in rest  # of a longer line: its names are tried below
     settings = [word for word in rest if "=" in word and not word.startswith("-") and not part]
     options = [word.partition("=")[0] for word in rest if word.startswith("-")]
-    if verb in DRY and settings:
+    if command in DRY and settings:
         taken = [word for word in rest if word in ("-m", "--multirun", "--here")]
-        argv = [verb, "--dry-run", f"--clone={clone}", *taken, *overrides(settings)]
+        argv = [command, "--dry-run", f"--clone={clone}", *taken, *overrides(settings)]
         assert main(argv) == 0, capsys.readouterr().err
-    elif verb in COMPOSED and settings:
+    elif command in COMPOSED and settings:
         for facility in facilities(rest):
             compose_all(overrides([*settings, *facility]), False, clone=clone)
     if options:
-        shown = options_of(verb, capsys)
-        assert all(option in shown for option in options), f"{verb} has no {options}"
+        shown = options_of(command, capsys)
+        assert all(option in shown for option in options), f"{command} has no {options}"
 
 
 def facilities(words: list[str]) -> list[list[str]]:
@@ -128,14 +128,14 @@ def facilities(words: list[str]) -> list[list[str]]:
     return [[f"facility={name}"] for name in names]
 
 
-def options_of(verb: str, capsys: pytest.CaptureFixture[str]) -> str:
+def options_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     """Its help, or where that would import torch the source that says it."""
-    if verb in LOADS:
-        spec = importlib.util.find_spec(VERBS[verb][0])
+    if command in LOADS:
+        spec = importlib.util.find_spec(COMMANDS[command][0])
         assert spec is not None and spec.origin is not None
         return Path(spec.origin).read_text()
     with pytest.raises(SystemExit):
-        main([verb, "--help"])
+        main([command, "--help"])
     return capsys.readouterr().out
 
 

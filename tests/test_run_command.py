@@ -1,10 +1,10 @@
-"""One way to run a program, and one to read a verb's words."""
+"""One way to run a program, and one to read a command's words."""
 
 import sys
 
 import pytest
 
-from atoll.commands import MISSING, TIMED_OUT, VerbParser, run_command
+from atoll.commands import MISSING, TIMED_OUT, CommandParser, run_command
 from atoll.errors import UserError
 
 
@@ -35,11 +35,11 @@ def test_a_program_that_is_missing_or_too_slow_is_no_exception():
     assert slow.returncode == TIMED_OUT and "0.2 s" in slow.last_line
 
 
-def parser() -> VerbParser:
-    verb = VerbParser("demo", "What it does.")
-    verb.add_argument("words", nargs="*")
-    verb.add_argument("--dry-run", action="store_true")
-    return verb
+def parser() -> CommandParser:
+    command = CommandParser("demo", "What it does.")
+    command.add_argument("words", nargs="*")
+    command.add_argument("--dry-run", action="store_true")
+    return command
 
 
 def test_options_and_words_come_in_any_order():
@@ -57,7 +57,7 @@ def test_an_unknown_option_is_two_lines(argv, hint):
 
 
 def test_a_missing_word_is_two_lines():
-    verb = VerbParser("demo", None)
-    verb.add_argument("run")
+    command = CommandParser("demo", None)
+    command.add_argument("run")
     with pytest.raises(UserError, match="run"):
-        verb.read([])
+        command.read([])

@@ -100,6 +100,17 @@ def test_smoke_size(job: Job, name: str) -> None:
 
 
 @pytest.mark.full
+def test_4_bit_weights_go_with_full_shard(home: Path, job: Job) -> None:
+    line = ["facility=laptop", "ranks_per_node=2", "experiment=llama_qlora_smoke"]
+    atoll(home, "submit", *line, "sharding=full_shard", "name=qlora_sharded")
+    sharded, copied = home / "runs" / "qlora_sharded", job("llama_qlora")
+    losses = [[r["loss"] for r in records(of, "train")] for of in (sharded, copied)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)  # both in bf16 where there is any
+    assert (run_dir.export(sharded) / "adapter" / "adapter_model.safetensors").is_file()
+    assert run_dir.sample_file(sharded).read_text()
+
+
+@pytest.mark.full
 def test_one_device_has_the_losses_of_two(home: Path, job: Job) -> None:
     line = ["facility=laptop", "ranks_per_node=1", "experiment=opt_125m_yelp_smoke", "name=one"]
     atoll(home, "submit", *line)

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from atoll.commands import GROUPS, JOBS_OWN, VERBS, close_stdin
+from atoll.commands import COMMANDS, GROUPS, JOBS_OWN, close_stdin
 from atoll.errors import UserError, keep_failure
 from atoll.examples import FIRST
 
@@ -69,9 +69,9 @@ def _call(argv: list[str]) -> int:
         return 0
     if argv[0] in RENAMED:
         raise UserError(f"unknown command: {argv[0]}", f"it is called {RENAMED[argv[0]]} now")
-    if argv[0] not in VERBS:
+    if argv[0] not in COMMANDS:
         raise _unknown(argv[0])
-    module, _, function = VERBS[argv[0]][0].partition(":")
+    module, _, function = COMMANDS[argv[0]][0].partition(":")
     return int(getattr(importlib.import_module(module), function or "main")(argv[1:]) or 0)
 
 
@@ -90,7 +90,7 @@ def _unknown(name: str) -> UserError:
             f"{name} is no command, and a command comes first",
             f"atoll {command} {name} …; atoll --help lists the commands",
         )
-    near = importlib.import_module("difflib").get_close_matches(name, VERBS, n=1)
+    near = importlib.import_module("difflib").get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     typed = [word for heading, group in GROUPS.items() if heading != JOBS_OWN for word in group]
     return UserError(f"unknown command: {name}", f"{hint}choose from: {', '.join(typed)}")
@@ -101,9 +101,9 @@ def _of_files(error: OSError, hint: str) -> UserError:
     return UserError(f"cannot use {what}: {error.strerror}", hint)
 
 
-def _of_packages(verb: str, name: str) -> UserError:
+def _of_packages(command: str, name: str) -> UserError:
     return UserError(
-        f"{sys.executable} has no {name}, which atoll {verb} needs: a login node's side alone",
+        f"{sys.executable} has no {name}, which atoll {command} needs: a login node's side alone",
         "make setup installs it; or run in an image: image=cpu, after make image-cpu",
     )
 

@@ -55,7 +55,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "fetch": ("atoll.models.fetch", "the half of prepare that runs in the image"),
         "round": ("atoll.campaign.round", "one step of a campaign's round, for its engine"),
         "site": ("atoll.campaign.site", "one round at one facility, a step further"),
-        "aggregate": ("atoll.federation.aggregate", "the next global model from updates"),
+        "aggregate": ("atoll.federation.aggregate_command", "the next global model from updates"),
         "make-delta": ("atoll.federation.make_delta", "a run's update to its global model"),
         "apply-delta": ("atoll.federation.apply_delta", "a facility's copy of the global model"),
         "merge-global": ("atoll.federation.merge_global", "averaged fragments into own weights"),
@@ -63,7 +63,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "adapter": ("atoll.train.first_adapter", "a run's first adapter, or its base's digest"),
     },
 }
-VERBS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
+COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 
 class Finished(NamedTuple):
@@ -113,17 +113,17 @@ def close_stdin() -> None:
     os.close(nothing)
 
 
-class VerbParser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """argparse whose complaints are two lines: what was found, and a "did you mean"."""
 
     def __init__(
-        self, verb: str, about: str | None, replaced: Mapping[str, str] | None = None
+        self, command: str, about: str | None, replaced: Mapping[str, str] | None = None
     ) -> None:
         """replaced: flags of another program that people type -> what does it here."""
         super().__init__(
-            prog=f"atoll {verb}",
+            prog=f"atoll {command}",
             description=about,
-            epilog=examples_of(verb),
+            epilog=examples_of(command),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -133,9 +133,9 @@ class VerbParser(argparse.ArgumentParser):
         raise UserError(f"{self.prog}: {message}", f"`{self.prog} --help` lists what it takes")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The words of a verb, options and the others in any order.
+        """The words of a command, options and the others in any order.
 
-        Raises `UserError` for an option the verb does not have.
+        Raises `UserError` for an option the command does not have.
         """
         options = [name for action in self._actions for name in action.option_strings]
         for word in argv:

@@ -28,6 +28,11 @@ def settings_file(run_folder: Path) -> Path:
     return run_folder / "run.yaml"
 
 
+def text_report_file(run_folder: Path) -> Path:
+    """What is in the text that a run learns from: `atoll tokenize --report`."""
+    return run_folder / "text-report.md"
+
+
 def launch_script(run_folder: Path) -> Path:
     return run_folder / "launch.sh"
 
@@ -241,6 +246,29 @@ def prepared(run: Run) -> Path:
     return run.folders.prepared / f"{run.data.name}-{prepared_digest(run)}"
 
 
+def source_runs(run: Run) -> list[Run]:
+    """A run on each source alone, with the tokenizer of all; the run itself where it has one."""
+    if not run.data.sources:
+        return [run]
+    tokenizer = run.tokenizer
+    if tokenizer.path is None and run.model.source is None:  # made of all sources together
+        made: dict[str, Any] = {
+            "path": str(prepared(run) / "tokenizer"),
+            "add_tokens": [],
+            "chat_template": None,
+        }
+        tokenizer = tokenizer.model_copy(update=made)
+    update = {"tokenizer": tokenizer}
+    return [run.model_copy(update=update | {"data": data}) for data in run.data.each]
+
+
+def prepared_sources(run: Run) -> list[Path]:
+    """The folder of the tokens of each source, or of the only one."""
+    if run.data.sources and run.folders.bundle is not None:
+        return [prepared(run) / "sources" / source.name for source in run.data.sources]
+    return [prepared(source) for source in source_runs(run)]
+
+
 def bundled_tasks(run: Run) -> Path | None:
     """The data of the tasks that a run is scored with, where a bundle has them."""
     return None if run.folders.bundle is None else tasks_folder(run.folders.bundle)
@@ -264,7 +292,7 @@ def bundle_request(bundle: Path) -> Path:
 
 
 def prepared_digest(run: Run) -> str:
-    """What the tokens depend on: not on packing, batching or workers.
+    """What the tokens depend on: not on packing, batching or workers, nor on sources' weights.
 
     Nor on the sequence length, but for rows that are cut to it: with labels, and conversations.
     """
@@ -272,8 +300,14 @@ def prepared_digest(run: Run) -> str:
     is_cut = run.data.classes is not None or run.data.holds_conversations
     free |= set() if is_cut else {"sequence_tokens"}
     data = run.data.model_dump(mode="json", exclude=free, exclude_defaults=True)
+    for source in data.get("sources", []):
+        for name in ("weight", "max_epochs"):
+            source.pop(name, None)
     tokenizer = run.tokenizer.model_dump(mode="json", exclude_defaults=True)
-    if run.tokenizer.path is None:
+    path = None if run.tokenizer.path is None else Path(run.tokenizer.path)
+    if path is not None and path.is_relative_to(run.folders.prepared):
+        tokenizer["path"] = path.relative_to(run.folders.prepared).as_posix()
+    if path is None:
         tokenizer |= {"model": run.model.source, "revision": run.model.revision}
     return digest({"data": data, "tokenizer": tokenizer, "seed": run.seed})
 
@@ -343,9 +377,9 @@ def sync_file(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """The sha256 of a file's content, read in 4 MiB pieces."""
-    hasher = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(4 << 20):
-            hasher.update(piece)
+    """The sha256 of a file's content, read in 4 MiB pieces into the same memory."""
+    hasher, piece = hashlib.sha256(), bytearray(4 << 20)
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(piece):
+            hasher.update(memoryview(piece)[:size])
     return hasher.hexdigest()

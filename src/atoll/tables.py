@@ -4,10 +4,6 @@ import io
 import re
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 WIDEST = 1 << 16  # columns: rich would cut cells to the terminal's width
 NUMBER = re.compile(r"[-+]?[\d.][\d,.]*(e[-+]?\d+)?\s?%?")
 NO_NUMBER = {"", "-", "?", "inf", "nan"}  # stand in a column of numbers without making it text
@@ -18,6 +14,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
     No name at all: no head. None is an empty cell. Nothing is cut, wrapped or coloured.
     """
+    from rich.console import Console  # only where a table is drawn: submit starts without it
+    from rich.table import Table
+    from rich.text import Text
+
     texts = [["" if cell is None else str(cell) for cell in row] for row in rows]
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(columns))
     for position, name in enumerate(columns):

@@ -146,7 +146,7 @@ def test_a_facility_with_another_base_is_refused(
     (base / "config.json").write_text(json.dumps(LLAMA_7B))
     digests = ["0" * 64, "f" * 64]
     monkeypatch.setattr(
-        site_models, "run_verb", lambda *_: f"a greeting\n{json.dumps({'digest': digests.pop(0)})}"
+        site_models, "run_atoll", lambda *_: f"a greeting\n{json.dumps({'digest': digests.pop(0)})}"
     )
     lines = [
         *asked["overrides"],

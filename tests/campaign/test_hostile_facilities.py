@@ -424,6 +424,7 @@ FORBIDDEN = [
     "facility.submit.wrap=id", "+facility.submit.export=ALL", "model.source=/etc",
     "++model.lora.start=x",
     "tokenizer.path=/etc", "tokenizer.chat_template=own.jinja",
+    "data.sources=[{name:a,files:[/etc/passwd]}]",
     "data.files=[/etc/passwd]", "data.files=[../../x]", "data.files=['~/x']",
     "data.text_field='${oc.env:HOME}'", "data.validation={files:[/etc/passwd]}", "loggers=[wandb]",
     "facility.ssh_options=['-oProxyCommand=id']", "override=[fit]", "~facility.binds",
@@ -457,7 +458,7 @@ def test_round_1000_follows_round_999(tmp_path: Path, monkeypatch: pytest.Monkey
     for number in (100, 998, 999):
         (tmp_path / "rounds" / round_name(number) / "residual").mkdir(parents=True)
     words: list[str] = []
-    monkeypatch.setattr(site, "run_verb", lambda argv, _: words.extend(argv))
+    monkeypatch.setattr(site, "run_atoll", lambda argv, _: words.extend(argv))
     monkeypatch.setattr(site, "container_side", lambda *_: [])
     monkeypatch.setattr(site.run_dir, "digest", lambda _: "x")
     monkeypatch.setattr(site.run_dir, "prepared_digest", lambda _: "x")

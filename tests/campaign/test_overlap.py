@@ -63,7 +63,7 @@ def test_own_weights_go_on_and_a_round_done_again_begins_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words: list[list[str]] = []
-    monkeypatch.setattr(own_weights, "run_verb", lambda argv, _: words.append(argv))
+    monkeypatch.setattr(own_weights, "run_atoll", lambda argv, _: words.append(argv))
     monkeypatch.setattr(own_weights, "container_side", lambda *_: [])
     asked = {"fragments": 4, "fragment_pattern": "strided", "merge_alpha": 0.5, "frozen": None}
     asked |= {"overrides": []}

@@ -91,8 +91,8 @@ class Facilities:
         self.count()
         shutil.copytree(source, target, dirs_exist_ok=True)
 
-    def verb(self, argv: list[str], what: str) -> str:
-        """A verb without a process of its own, which would load torch anew."""
+    def command(self, argv: list[str], what: str) -> str:
+        """A command without a process of its own, which would load torch anew."""
         if argv[0] in ("apply-delta", "merge-global"):  # in threads, and they say nothing
             assert main(argv) == 0
             return ""
@@ -116,7 +116,7 @@ def digests(folder: Path, patch: pytest.MonkeyPatch, kill_at: int = 0) -> tuple[
     for name in ("ask", "fetch", "send"):
         patch.setattr(round_, name, getattr(facilities, name))
     for module in (average, own_weights, site_models):
-        patch.setattr(module, "run_verb", facilities.verb)
+        patch.setattr(module, "run_atoll", facilities.command)
     for module in (own_weights, site_models):
         patch.setattr(module, "container_side", lambda *_: [])
     patch.setattr("atoll.campaign.asked.sequence_tokens", lambda *_: 16)
@@ -137,7 +137,7 @@ def test_killed_anywhere_it_goes_on_to_the_same_models(
         killed, _ = digests(tmp_path / str(kill_at), monkeypatch, kill_at)
         assert killed == whole, f"killed at {kill_at} of {things}"
     capsys.readouterr()
-    monkeypatch.setattr(of_campaign, "run_verb", Facilities().verb)
+    monkeypatch.setattr(of_campaign, "run_atoll", Facilities().command)
     model = tmp_path / "whole" / "c" / round_name(4) / "global"
     assert main(["verify", str(model / "export")]) == 0
     output = capsys.readouterr().out

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atoll.commands import VERBS
+from atoll.commands import COMMANDS
 from atoll.health.exclusions import Exclusion, exclude
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def record(argv):
     with open({calls!r}, "a") as file:
         print(json.dumps(call), file=file)
 """
-VERB = """
+COMMAND = """
 def main(argv):
     record([{name!r}, *argv])
     return int(os.environ.get({name!r}.upper() + "_CODE", 0))
@@ -49,8 +49,8 @@ class Clone:
         for part in ("hydra_conf", "sbatch", "src"):
             shutil.copytree(ROOT / part, self.root / part, ignore=skip)
         self.batch_file = self.root / "sbatch" / "train.sbatch"
-        for verb in ("tokenize", "launch", "generate"):
-            self._replace_verb(verb)
+        for command in ("tokenize", "launch", "generate"):
+            self._replace_command(command)
         self._make_environment()
         self.programs.mkdir()
         self.spool.mkdir(parents=True)
@@ -62,12 +62,12 @@ class Clone:
         path.write_text(f"#!{sys.executable}\n{stand_in}{PROGRAM.format(name=name, answer=answer)}")
         path.chmod(0o755)
 
-    def _replace_verb(self, verb: str) -> None:
-        path = self.root.joinpath("src", *VERBS[verb][0].split("."))
+    def _replace_command(self, command: str) -> None:
+        path = self.root.joinpath("src", *COMMANDS[command][0].split("."))
         if path.is_dir():
             shutil.rmtree(path)
         stand_in = STAND_IN.format(calls=str(self.calls_file))
-        path.with_suffix(".py").write_text(stand_in + VERB.format(name=verb))
+        path.with_suffix(".py").write_text(stand_in + COMMAND.format(name=command))
 
     def _make_environment(self) -> None:
         """An environment that holds the clone's code, and what this one has installed."""

@@ -8,7 +8,7 @@ import pytest
 
 from atoll.cluster import doctor
 from atoll.cluster.facility_checks import OK, UNKNOWN, WRONG, Finding, all_findings
-from atoll.commands import VERBS
+from atoll.commands import COMMANDS
 
 SLURM = ("facility=generic_slurm", "facility.account=mine", "folders.runs=/tmp")
 
@@ -205,4 +205,4 @@ def test_a_wrong_facility_queues_no_job(here, capsys):
 def test_the_probe_has_a_name_of_its_own(tree, composed):
     probe = doctor.as_probe(composed("facility=laptop", "name=precious"))
     assert probe.run.name == "doctor-laptop-1x2"
-    assert "doctor" in VERBS
+    assert "doctor" in COMMANDS

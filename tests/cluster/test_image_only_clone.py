@@ -89,7 +89,7 @@ def test_what_is_only_to_be_printed_runs_nothing(option, clone):
         done = clone.type(*words)
         assert done.returncode == 0, done.stderr
         is_queued = option == "--dry-run" and words[-1] == option  # then what it takes is said
-        assert ("a checkpoint" in done.stderr) if is_queued else (done.stderr == "")
+        assert ("GiB a device" in done.stderr) if is_queued else (done.stderr == "")
         assert done.stdout and "@atoll" not in done.stdout
     assert clone.called() == []
     assert not (clone.root / "runs").exists()
@@ -143,7 +143,7 @@ def test_a_refusal_deletes_nothing_that_was_there_before(clone):
     assert run_dir.settings_file(folder).is_file() and run_dir.launch_script(folder).is_file()
 
 
-def verb(clone: Clone, *words: str, **variables: str):
+def command(clone: Clone, *words: str, **variables: str):
     return clone.type(*words, script=clone.root / "sbatch" / "atoll", **variables)
 
 
@@ -159,8 +159,8 @@ def verb(clone: Clone, *words: str, **variables: str):
         ("federate", "--help"),
     ],
 )
-def test_verbs_need_no_environment(words, clone):
-    done = verb(clone, *words)
+def test_commands_need_no_environment(words, clone):
+    done = command(clone, *words)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
     assert clone.called() == []
@@ -170,7 +170,7 @@ def test_status_asks_the_machine_s_own_scheduler(clone):
     clone.add_program("squeue", "4711|4711|RUNNING|None")
     clone.add_program("sacct", "")
     assert clone.type(*SLURM).returncode == 0
-    done = verb(clone, "status", str(only_run(clone)))
+    done = command(clone, "status", str(only_run(clone)))
     assert done.returncode == 0, done.stderr
     assert ": running, job 4711" in done.stdout
     assert ["squeue", "--noheader"] in [argv[:2] for argv in clone.called()]

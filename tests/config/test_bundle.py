@@ -64,8 +64,9 @@ def test_another_models_tokens_must_mean_the_same(bundle: Path, trained: Path, c
 def test_a_bundle_of_other_settings_is_refused(
     bundle: Path, trained: Path, composed, change: str
 ) -> None:
-    with pytest.raises(UserError, match="was made with"):
+    with pytest.raises(UserError, match="was made with") as refused:
         composed(*words(f"folders.bundle={bundle}", change))
+    assert ("here too, or make one" in refused.value.hint) == change.startswith("model")
     if not change.startswith("model"):
         with pytest.raises(UserError, match="was made with data="):
             composed(*words(f"folders.bundle={bundle}", f"model.source={trained}", change))

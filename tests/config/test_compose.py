@@ -31,6 +31,7 @@ ASKED_FOR = {
         "data.files=a.jsonl",
         "tokenizer.chat_template=chatml",
     ],
+    "data=mixture": ["data.sources=[{name:a,files:a.txt},{name:b,hub:c/d,weight:{0:1,10:2}}]"],
     "data=chat_hub": ["data.hub=a/b", "tokenizer.chat_template=chatml"],
     "experiment=chat_sft": ["model.source=a/b", "data.files=a.jsonl"],
     "experiment=chat_sft_smoke": ["data.files=a.jsonl"],
@@ -187,11 +188,11 @@ def test_a_facility_chooses_its_own_image(tree, composed):
     assert composed("facility=theirs", "image=none").run.image.name == "none"
 
 
-@pytest.mark.parametrize("verb", [["compose"], ["submit", "--dry-run"]])
-def test_the_host_side_never_imports_torch(verb):
+@pytest.mark.parametrize("command", [["compose"], ["submit", "--dry-run"]])
+def test_the_host_side_never_imports_torch(command):
     code = (
         "import sys; from atoll.__main__ import main\n"
-        f"assert main({[*verb, 'facility=laptop']}) == 0\n"
+        f"assert main({[*command, 'facility=laptop']}) == 0\n"
         "print(*sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -201,14 +202,14 @@ def test_the_host_side_never_imports_torch(verb):
     assert not modules & HEAVY
 
 
-def test_the_verb_prints_yaml_that_is_the_run(capsys, tree, composed, monkeypatch):
+def test_the_command_prints_yaml_that_is_the_run(capsys, tree, composed, monkeypatch):
     monkeypatch.setattr(compose_module, "config_tree", lambda: tree)
     assert compose_module.main(["facility=laptop", "seed=3"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert checked(printed) == composed("facility=laptop", "seed=3").run
 
 
-def test_the_verb_prints_one_document_for_each_run(capsys, tree, monkeypatch):
+def test_the_command_prints_one_document_for_each_run(capsys, tree, monkeypatch):
     monkeypatch.setattr(compose_module, "config_tree", lambda: tree)
     assert compose_module.main(["--multirun", "facility=laptop", "seed=1,2,3"]) == 0
     documents = list(yaml.safe_load_all(capsys.readouterr().out))

@@ -180,8 +180,8 @@ def test_no_traceback_reaches_a_person(capsys):
     ],
 )
 def test_a_flag_of_hydra_s_own_is_refused_with_what_does_it(flag, instead, capsys):
-    for verb in ("compose", "submit"):
-        assert main([verb, "facility=laptop", flag, "job"]) == 2
+    for command in ("compose", "submit"):
+        assert main([command, "facility=laptop", flag, "job"]) == 2
         found, hint = capsys.readouterr().err.splitlines()
         assert found == f"atoll: {flag} is a flag of Hydra's own" and instead in hint
 

@@ -1,6 +1,7 @@
 """What the assistant says is found in the text of every template, marked by it or not."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +17,14 @@ from chat_templates import (
     turn,
     without_marks,
 )
+from data_runs import make_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from atoll.data.chat_template import ChatTemplate
+from atoll.data.encode_chat import ChatEncoder
 from atoll.data.sources.conversations import Conversation
+from atoll.data.sources.rows import Row
 from atoll.errors import UserError
 
 
@@ -63,6 +67,22 @@ def test_what_is_found_is_what_the_template_marks(name: str, kind: str) -> None:
     said = [found.text[start:end] for start, end in found.answers]
     assert said == [marked.text[start:end] for start, end in marked.answers]
     assert found.answers == marked.answers
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_tokens_and_mask_are_those_of_transformers(name: str, kind: str, tmp_path: Path) -> None:
+    theirs = speaking(TEMPLATES[name]).apply_chat_template(
+        TALKS[kind], return_assistant_tokens_mask=True, return_dict=True
+    )
+    values = {"format": "chat", "sequence_tokens": 1024}
+    data = make_run(tmp_path, values, tokenizer={"path": str(tmp_path)}).data
+    for number, template in enumerate((TEMPLATES[name], without_marks(TEMPLATES[name]))):
+        folder = tmp_path / str(number)
+        speaking(template).save_pretrained(str(folder))
+        [ours] = ChatEncoder(folder, data).encoded([Row("row 1", {"messages": TALKS[kind]})])
+        assert ours is not None and not ours.cut
+        assert ours.ids == theirs["input_ids"]
+        assert ours.learned.tolist() == theirs["assistant_masks"]
 
 
 def test_a_turn_ends_with_the_template_s_own_token() -> None:

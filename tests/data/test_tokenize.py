@@ -352,7 +352,9 @@ def test_a_disk_that_fills_up_leaves_nothing_half_written(
     assert content(folder) == expected
 
 
-def test_the_verb_prepares_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prepares_and_verifies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_on_lines(tmp_path)
     settings = run_dir.settings_file(tmp_path / "runs" / "run")
     settings.parent.mkdir(parents=True)

@@ -1,6 +1,9 @@
 """The next global model against plain arithmetic and against torch.optim; attacks left out."""
 
+import math
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +18,7 @@ from atoll.errors import UserError
 from atoll.federation.aggregate import Outcome, aggregate, verified
 from atoll.federation.apply_delta import apply_delta
 from atoll.federation.global_model import first_global, read_global
+from atoll.federation.next_model import not_finite
 from atoll.federation.update import Update
 from atoll.settings.federation import Rule
 
@@ -273,3 +277,15 @@ def test_late_work_counts_less_and_too_late_work_is_refused(tmp_path: Path) -> N
     for name, values in start.items():
         wanted = values + given[0][name] * 2 / 3 + given[2][name] / 3
         torch.testing.assert_close(end[name], wanted, atol=2e-8, rtol=1e-5)
+
+
+def test_finite_values_whose_sum_is_not_are_no_overflow() -> None:
+    large = torch.full((100,), 3e38)
+    assert not_finite(large) == not_finite(large.bfloat16()) == 0
+    large[3], large[5] = math.inf, math.nan
+    assert not_finite(large) == 2
+
+
+def test_the_command_reads_files_before_it_waits_for_torch() -> None:
+    code = "import atoll.federation.aggregate_command, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atoll import run_dir
 from atoll.errors import UserError
-from atoll.federation import aggregate as aggregation
+from atoll.federation import aggregate_command
 from atoll.federation.aggregate import aggregate, verified
 from atoll.federation.apply_delta import apply_delta
 from atoll.federation.cohort import SmallCohort
@@ -24,6 +24,7 @@ from atoll.federation.global_model import begin, first_global, read_global, repl
 from atoll.federation.make_delta import make_delta
 from atoll.federation.tensors import TensorReader
 from atoll.federation.update import Update
+from atoll.settings.exchange import read_manifest
 from atoll.settings.federation import Rule
 
 
@@ -208,7 +209,7 @@ def test_finite_values_that_overflow_in_the_step_are_left_out(
 
 def updates_of(folder: Path, name: str) -> list[Update]:
     path = folder / f"update-{name}"
-    return [Update(aggregation.read_manifest(path), path)]
+    return [Update(read_manifest(path), path)]
 
 
 def test_two_updates_of_one_facility_are_not_both_taken(tmp_path: Path) -> None:
@@ -225,11 +226,11 @@ def test_what_a_cohort_of_none_leaves_is_said_in_json(
     base, folder = one(tmp_path)
     claim(folder, loss="x")
     words = ["--base", str(base), "--out", str(tmp_path / "n")]
-    assert aggregation.main([str(folder), *words]) == 0
+    assert aggregate_command.main([str(folder), *words]) == 0
     outcome = json.loads(capsys.readouterr().out)
     assert outcome["short"].startswith("0 updates are left") and outcome["unreadable"]
     assert not (tmp_path / "n").exists()
-    assert aggregation.main(["--hold", *words, "--codec", "int8"]) == 0
+    assert aggregate_command.main(["--hold", *words, "--codec", "int8"]) == 0
     assert json.loads(capsys.readouterr().out)["weights"] == {}
     for name, values in made_up.read(base / "master").items():
         assert torch.equal(values, made_up.read(tmp_path / "n" / "master")[name])

@@ -142,3 +142,15 @@ def test_krum_and_clipping_measure_all_updates_first() -> None:
 def test_every_rule_that_may_be_chosen_is_there() -> None:
     assert set(combine.WEIGH) == {"tokens", "steps", "equal", "capped"}
     assert set(combine.COMBINE) == {"mean", "median", "trimmed_mean", "krum"}
+
+
+def test_the_mean_in_parts_has_the_bits_of_the_whole() -> None:
+    torch.manual_seed(0)
+    values_KN, weights_K = (
+        torch.randn(3, 2 * combine.CACHED + 77),
+        torch.tensor([0.5, 0.3, 0.2]).double(),
+    )
+    total_N = values_KN[0].double() * weights_K[0]
+    for values_N, weight in zip(values_KN[1:], weights_K[1:], strict=True):
+        total_N += values_N.double() * weight
+    assert torch.equal(combine.mean(values_KN, weights_K, Rule()), total_N.float())

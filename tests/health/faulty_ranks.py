@@ -1,4 +1,4 @@
-"""A verb for the tests of the watchdog: train, and let one rank go wrong in one step."""
+"""A command for the tests of the watchdog: train, and let one rank go wrong in one step."""
 
 import itertools
 import os

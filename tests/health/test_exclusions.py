@@ -48,7 +48,7 @@ def test_an_entry_that_a_person_adds_needs_no_evidence(tmp_path):
     assert list(excluded(tmp_path)) == ["n7", "n8"]
 
 
-def test_the_verb_lists_them_and_takes_them_back(tmp_path, capsys):
+def test_the_command_lists_them_and_takes_them_back(tmp_path, capsys):
     run_dir.write_whole(run_dir.settings_file(tmp_path), "")
     assert main(["exclusions", str(tmp_path)]) == 0
     assert "leaves no node out" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Verbs for the tests of the launcher: ways in which a rank may end."""
+"""Commands for the tests of the launcher: ways in which a rank may end."""
 
 import os
 import signal

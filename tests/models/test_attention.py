@@ -177,11 +177,28 @@ def test_whole_samples_in_half_precision(
     assert out.dtype == torch.bfloat16
 
 
+def test_whole_samples_beside_others_go_through_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = attention.SHORT_TOKENS + 1
+    calls = counted_calls(monkeypatch)
+    inputs = [torch.randn(4, 2, tokens, 8, dtype=torch.bfloat16) for _ in range(3)]
+    lengths = (tokens, 1, tokens - 1, tokens, tokens)
+    attention.packed_attention(torch.nn.Module(), *inputs, None, segment_lengths=lengths)
+    shapes = [(query.shape[0], query.shape[2], query.dtype) for (query, _, _), _ in calls]
+    of_parts = [(1, length, torch.float32) for length in (1, tokens - 1)]
+    assert shapes == [(3, tokens, torch.bfloat16), *of_parts]
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_segment_is_attended_to_as_if_alone(dtype: torch.dtype, causal: bool) -> None:
-    lengths, heads, width = (1, 40, 7, 32, 40, 8), 2, 16
-    shape = (2, heads, sum(lengths) // 2, width)
+@pytest.mark.parametrize(
+    ("lengths", "samples"),
+    [((1, 40, 7, 32, 40, 8), 2), ((64, 40, 24, 64, 32, 64, 32), 5), ((64, 64), 2)],
+)
+def test_a_segment_is_attended_to_as_if_alone(
+    dtype: torch.dtype, causal: bool, lengths: tuple[int, ...], samples: int
+) -> None:
+    heads, width = 2, 16
+    shape = (samples, heads, sum(lengths) // samples, width)
     inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
     module: Any = SimpleNamespace(is_causal=causal)
     out_BTHD, _ = attention.packed_attention(module, *inputs, None, segment_lengths=lengths)

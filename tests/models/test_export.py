@@ -1,12 +1,15 @@
 """Which parameters go into which file, and how an export takes the place of an older one."""
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from atoll.models import export
+from atoll.models.safetensor_files import write_tensors
 
 SIZES = {"a": 60, "b": 30, "c": 30, "d": 5, "e": 200}
 
@@ -28,6 +31,29 @@ def test_only_the_owner_writes(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["model-00002-of-00002.safetensors"]
     loaded = load_file(tmp_path / "model-00002-of-00002.safetensors")
     assert loaded["b"].dtype == torch.float16 and loaded["b"].tolist() == [[1, 1], [1, 1]]
+
+
+def test_other_ranks_files_are_gathered_while_a_rank_writes_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = {"own": torch.arange(6.0), "of_another": torch.ones(2, 2)}
+    gathered = threading.Event()
+
+    def whole(parameter: torch.Tensor) -> torch.Tensor:
+        if parameter is parameters["of_another"]:
+            gathered.set()
+        return parameter
+
+    def written_late(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        assert gathered.wait(20)
+        return write_tensors(path, tensors)
+
+    monkeypatch.setattr(export, "full_tensor", whole)
+    monkeypatch.setattr(export, "write_tensors", written_late)
+    files, numbered = [["own"], ["of_another"]], export.Numbered(0, 2)
+    facts = export.write_weights(tmp_path, parameters, torch.float32, files, numbered, 0, 2)
+    assert list(facts) == ["model-00001-of-00002.safetensors"]
+    assert load_file(tmp_path / "model-00001-of-00002.safetensors")["own"].tolist() == [*range(6)]
 
 
 def test_a_new_export_replaces_the_old_one_whole(tmp_path: Path) -> None:

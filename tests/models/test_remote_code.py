@@ -54,7 +54,7 @@ def test_a_models_code_is_not_run_and_nobody_is_asked(tmp_path: Path, config: ob
     assert str(tmp_path) in done.stdout and not hit.exists()
 
 
-def test_verbs_that_load_have_no_stdin() -> None:
+def test_commands_that_load_have_no_stdin() -> None:
     code = "import sys; sys.argv = ['atoll', 'tokenize', '--help']; import runpy\n"
     code += "try: runpy.run_module('atoll', run_name='__main__')\nexcept SystemExit: pass\n"
     code += "print('read:', repr(open(0).read()))"

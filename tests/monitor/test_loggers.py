@@ -177,16 +177,16 @@ def test_the_settings_go_along_and_no_secret_does(ranks: RankPool, folder: Path)
         assert not any(secret.encode() in content for content in written), name
 
 
-def launch(run_folder: Path, *verb: str) -> subprocess.CompletedProcess[str]:
+def launch(run_folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """A start of the run in processes of its own."""
     paths = os.pathsep.join([str(TESTS), str(TESTS / "monitor"), *sys.path])
-    words = [sys.executable, "-m", "atoll", "launch", "--fork", "2", str(run_folder), *verb]
+    words = [sys.executable, "-m", "atoll", "launch", "--fork", "2", str(run_folder), *command]
     environment = os.environ | {"PYTHONPATH": paths}
     return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
 
 
 def killed_after_step_five(run_folder: Path, placement: Any) -> int:
-    """A verb: train, and die with SIGKILL after the figures of step 5, two behind a checkpoint."""
+    """A command: train, and die with SIGKILL behind the figures of step 5, past a checkpoint."""
     from atoll.monitor.metrics import Metrics
     from atoll.train import train
 

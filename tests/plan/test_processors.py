@@ -55,6 +55,19 @@ def test_products_take_the_rate_of_their_width() -> None:
     assert processors._at({"16": 1.0, "64": 3.0}, 32) == pytest.approx(2.0)
 
 
+def test_attention_alone_is_not_computed_again_where_its_results_are_kept() -> None:
+    shape = shape_of(run_of(1).model.config)
+    seconds = {
+        again: processors.compute_seconds(
+            run_of(1, training__activation_checkpointing=again), shape, RATES
+        )
+        for again in ("none", "selective", "full")
+    }
+    attention = 4 * (8 * 32) * shape.layers * shape.query_width * 32 / 0.05e12
+    assert seconds["full"] - seconds["selective"] == pytest.approx(attention)
+    assert seconds["none"] < seconds["selective"]
+
+
 def test_ranks_beyond_the_cores_take_turns() -> None:
     shape = shape_of(run_of(1).model.config)
     two, four = (processors.compute_seconds(run_of(n), shape, RATES) for n in (2, 4))

@@ -46,6 +46,21 @@ def test_ideal_links_leave_matrix_products_alone() -> None:
     assert step.bound == "compute"
 
 
+@pytest.mark.parametrize(
+    ("again", "over_weights", "over_attention"), [("selective", 4, 3), ("full", 4, 4)]
+)
+def test_what_is_computed_again_is_counted(
+    again: str, over_weights: int, over_attention: int
+) -> None:
+    run, shape = run_of(2, "full_shard"), shape_of(LLAMA)
+    training = run.training.model_copy(update={"activation_checkpointing": again})
+    step = step_seconds(run.model_copy(update={"training": training}), shape, IDEAL)
+    attention = 4 * shape.layers * shape.query_width * 4096
+    blocks = shape.multiplied_parameters - shape.head_parameters
+    passes = over_weights * 2 * blocks + 3 * 2 * shape.head_parameters + over_attention * attention
+    assert step.total == pytest.approx(64 * 4096 / 16 * passes / 312e12)
+
+
 def test_each_group_takes_its_own_link() -> None:
     shape = shape_of(LLAMA)
     step = step_seconds(run_of(4, "hybrid_shard"), shape, Rates(312.0, 1500.0, 2000.0, 400.0))

@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 
 from atoll.settings import setting_names
+from atoll.settings.data import Source
 from atoll.settings.federation import Campaign, Rule, Site
 from atoll.settings.learning import ParameterGroup
 from atoll.settings.machine import Queue
@@ -41,13 +42,18 @@ def test_what_code_says_of_itself_is_read_without_importing_it(reference):
     assert "## atoll.train.loop\n" in page and "## atoll.config\n" in page
 
 
+def test_settings_of_a_lists_entries_are_there(reference):
+    page = reference.settings()
+    assert "\n## data.sources[]\n" in page and "| `data.sources[].max_epochs` |" in page
+
+
 def test_every_setting_has_a_meaning(reference):
     rows = [line.split(" | ") for line in reference.settings().splitlines() if line[:3] == "| `"]
     assert len(rows) > 180
     assert [row[0][2:] for row in rows if not row[-1].strip(" |")] == []
 
 
-@pytest.mark.parametrize("model", [Campaign, Rule, Site, ParameterGroup, Queue])
+@pytest.mark.parametrize("model", [Campaign, Rule, Site, ParameterGroup, Queue, Source])
 def test_every_setting_of_a_campaign_or_in_a_list_has_a_meaning(reference, model):
     meanings = reference.comments(model)
     assert [n for n in model.model_fields if not meanings.get(n) and n != "rule"] == []

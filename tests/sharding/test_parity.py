@@ -50,6 +50,11 @@ class Strategy(NamedTuple):
     def __str__(self) -> str:
         return "-".join([self.name, *(f"{k}={v}" for k, v in self.changes.items())])
 
+    @property
+    def words(self) -> str:
+        """As it is typed behind `sharding=`."""
+        return " ".join([self.name, *(f"sharding.{k}={v}" for k, v in self.changes.items())])
+
 
 # GPT-2 keeps query, key and value in one matrix, Mixtral its experts in one tensor
 MIXTURES = ("mixtral",)
@@ -219,6 +224,20 @@ def test_strategy_equals_one_process(ranks: RankPool, strategy: Strategy, family
     got = ranks.run(train, chosen(strategy, family), 1.0)
     assert_same(reference, got[0])
     assert all(losses == got[0][0] for losses, _, _ in got), "ranks must agree on every loss"
+
+
+@pytest.mark.login_node
+def test_the_table_in_the_docs_is_of_every_strategy_and_family() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    table = document.partition("<!-- parity:")[2].partition("<!-- end of parity")[0]
+    cells = [[cell.strip(" `") for cell in row.split("|")] for row in table.splitlines()[1:]]
+    (_, *names), _, *rows = (row[1:-1] for row in cells)
+    assert names == [*CONFIGS]
+    assert [row[0] for row in rows] == [strategy.words for strategy in STRATEGIES]
+    for strategy, (_, *differences) in zip(STRATEGIES, rows, strict=True):
+        for family, difference in zip(names, differences, strict=True):
+            assert (difference == "refused") == (family not in strategy.families)
+            assert difference == "refused" or max(map(float, difference.split(","))) < 1e-5
 
 
 @pytest.mark.matrix

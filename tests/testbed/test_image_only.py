@@ -1,4 +1,4 @@
-"""Every verb that a person types, in a clone that has an image and nothing else."""
+"""Every command that a person types, in a clone that has an image and nothing else."""
 
 import shutil
 import tempfile

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from atoll import run_dir
 from atoll.images.recipe import recipe, stage
 
 ROOT = Path(__file__).parents[2]
+IMAGE = ROOT / "images" / "cpu.sif"
 USER = "atoll"
 HOW = "no testbed here; as root: make testbed image-cpu"
 TINY = (
@@ -111,16 +113,25 @@ class Site:
 @pytest.fixture(scope="session")
 def site() -> Iterator[Site]:
     """Skips, with a line saying how to get one, where there is no testbed."""
-    image = ROOT / "images" / "cpu.sif"
+    if not is_ready():
+        pytest.skip(HOW)
+    with staged_site() as site:
+        yield site
+
+
+def is_ready() -> bool:
+    """Whether this is root on a machine whose testbed is up, with an image."""
     nodes = shutil.which("sinfo") and subprocess.run(
         ["sinfo", "--noheader", "--partition=main", "--format=%D"], capture_output=True, text=True
     )
-    ready = os.geteuid() == 0 and nodes and nodes.stdout.strip() == "4" and image.exists()
-    if not ready:
-        pytest.skip(HOW)
+    return bool(os.geteuid() == 0 and nodes and nodes.stdout.strip() == "4" and IMAGE.exists())
+
+
+@contextmanager
+def staged_site() -> Iterator[Site]:
     folder = Path(tempfile.mkdtemp(prefix="atoll-testbed-", dir="/var/tmp"))
     try:
-        yield _site(folder, image.resolve())
+        yield _site(folder, IMAGE.resolve())
     finally:
         subprocess.run(["scancel", f"--user={USER}"], check=False)
         shutil.rmtree(folder, ignore_errors=True)

@@ -76,9 +76,9 @@ def whole(ranks: RankPool, folder: Path) -> Path:
 
 def held_out(run: Run) -> list[list[dict[str, Any]]]:
     """The held-out conversations: those that training has not."""
-    from atoll.data.tokenize import _sources
+    from atoll.data.text_folder import split_corpora
 
-    numbers = _sources(run)[0].held_out(0, 60).nonzero()[0]
+    numbers = split_corpora(run)[0].held_out(0, 60).nonzero()[0]
     return [talk(int(number)) for number in numbers]
 
 

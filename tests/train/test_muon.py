@@ -1,7 +1,10 @@
 """Muon takes the steps of torch's own, however its matrices are divided."""
 
 import json
+import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -218,23 +221,51 @@ def test_divided_experts_learn_as_whole_ones(
     assert seen[1] == pytest.approx(seen[0], abs=2e-4)
 
 
-def test_a_whole_run_from_the_command_line(tmp_path: Path) -> None:
-    """Of experts, with groups and muP: trained, saved, exported and sampled from."""
-    (tmp_path / "text.txt").write_text(small_run.shared_text().read_text())
+def typed(folder: Path, name: str, *words: str) -> list[str]:
+    """The line of a run of experts, with groups and muP."""
+    (folder / "text.txt").write_text(small_run.shared_text().read_text())
     config = {k: v for k, v in EXPERTS.items() if k != "model_type" and "_token_id" not in k}
-    words = [f"model.config.{name}={json.dumps(value)}" for name, value in config.items()]
-    line = ["facility=laptop", "optimizer=muon", "name=muon", "data=text_files"]
-    line += ["model=llama_tiny", "model.name=experts", "model.config.model_type=mixtral", *words]
-    line += ["model.mup.base_width=32", f"data.files=[{tmp_path}/text.txt]", "data.document=line"]
-    line += ["data.validation.fraction=0.1", "data.sequence_tokens=32", "training.steps=3"]
+    values = [f"model.config.{key}={json.dumps(value)}" for key, value in config.items()]
+    line = ["facility=laptop", "optimizer=muon", f"name={name}", "data=text_files"]
+    line += ["model=llama_tiny", "model.name=experts", "model.config.model_type=mixtral", *values]
+    line += ["model.mup.base_width=32", f"data.files=[{folder}/text.txt]", "data.document=line"]
+    line += ["data.validation.fraction=0.1", "data.sequence_tokens=32"]
     line += ["training.global_batch_samples=8", "tokenizer.vocabulary_tokens=290"]
     line += ["training.log_every_steps=1"]
     line += ["optimizer.groups=[{names:'*.experts.*',learning_rate_factor:0.5}]"]
     line += ["optimizer.warmup_steps=0", "generation.max_new_tokens=3"]
-    line += [f"folders.runs={tmp_path}/runs", f"folders.prepared={tmp_path}/prepared"]
+    line += [f"folders.runs={folder}/runs", f"folders.prepared={folder}/prepared"]
     script = Path(__file__).parents[2] / "sbatch" / "train.sbatch"
-    done = subprocess.run([script, *line], cwd=tmp_path, capture_output=True, text=True)
+    return [str(script), *line, *words]
+
+
+def carried_out(folder: Path, line: list[str]) -> None:
+    done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_whole_run_from_the_command_line(tmp_path: Path) -> None:
+    """Trained, saved, exported and sampled from."""
+    carried_out(tmp_path, typed(tmp_path, "muon", "training.steps=3"))
     made = tmp_path / "runs" / "muon"
     assert len(small_run.losses(made)) == 3
     assert (run_dir.export(made) / "config.json").is_file()
+
+
+@pytest.mark.full
+def test_a_killed_run_is_typed_again_and_goes_on(tmp_path: Path) -> None:
+    words = ["training.steps=60", "checkpoint.every_steps=5"]
+    carried_out(tmp_path, typed(tmp_path, "whole", *words))
+    line = typed(tmp_path, "killed", *words)
+    process = subprocess.Popen(
+        line, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    killed = tmp_path / "runs" / "killed"
+    while not list(run_dir.checkpoints(killed).glob("step-*")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not run_dir.result_file(killed).exists()
+    carried_out(tmp_path, line)
+    assert small_run.losses(killed) == small_run.losses(tmp_path / "runs" / "whole")

@@ -142,9 +142,9 @@ def plain_figures(folder: Path, export: Path, numbers: list[int], loss: str) -> 
 
 
 def held_out(run: Run) -> list[int]:
-    from atoll.data.tokenize import _sources
+    from atoll.data.text_folder import split_corpora
 
-    return [int(n) for n in _sources(run)[0].held_out(0, PAIRS).nonzero()[0]]
+    return [int(n) for n in split_corpora(run)[0].held_out(0, PAIRS).nonzero()[0]]
 
 
 def test_dpo_begins_at_log_2_and_ends_as_transformers_says(whole: Path, folder: Path) -> None:

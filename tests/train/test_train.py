@@ -454,8 +454,8 @@ def test_the_rate_scales_with_data_parallel_ranks_alone(
     assert last["learning_rate"] == pytest.approx(factor * run.optimizer.learning_rate)
 
 
-def launch(run_folder: Path, ranks: int, *verb: str) -> subprocess.CompletedProcess[str]:
-    command = [
+def launch(run_folder: Path, ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
+    argv = [
         sys.executable,
         "-m",
         "atoll",
@@ -463,15 +463,15 @@ def launch(run_folder: Path, ranks: int, *verb: str) -> subprocess.CompletedProc
         "--fork",
         str(ranks),
         str(run_folder),
-        *verb,
+        *command,
     ]
     paths = os.pathsep.join([str(TESTS), str(TESTS / "train"), *sys.path])
     environment = os.environ | {"PYTHONPATH": paths}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
 
 
 def killed_in_save(run_folder: Path, placement: Any) -> int:
-    """A verb: train, and die with SIGKILL in the middle of the second checkpoint."""
+    """A command: train, and die with SIGKILL in the middle of the second checkpoint."""
     from atoll.train import train
 
     original, saves = run_dir.sha256_of, []

@@ -146,9 +146,9 @@ def whole_steps(run: Run) -> dict[str, Any]:
 
 def trained_numbers(run: Run, count: int) -> list[int]:
     """The rows that are not held out."""
-    from atoll.data.tokenize import _sources
+    from atoll.data.text_folder import split_corpora
 
-    return [int(n) for n in (~_sources(run)[0].held_out(0, count)).nonzero()[0]]
+    return [int(n) for n in (~split_corpora(run)[0].held_out(0, count)).nonzero()[0]]
 
 
 def asked(run: Run, out: Path) -> dict[str, Any]:

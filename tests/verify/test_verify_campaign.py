@@ -42,7 +42,7 @@ A_JOB = exchange.JobRecord(
 
 
 def in_this_process(argv: list[str], what: str) -> str:
-    """A verb without a process of its own, which would load torch anew."""
+    """A command without a process of its own, which would load torch anew."""
     with redirect_stdout(io.StringIO()) as output:
         assert main(argv[argv.index("aggregate") :]) == 0
     return output.getvalue()
@@ -50,7 +50,7 @@ def in_this_process(argv: list[str], what: str) -> str:
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_campaign, "run_verb", in_this_process)
+    monkeypatch.setattr(of_campaign, "run_atoll", in_this_process)
 
 
 def made_campaign(folder: Path, **changes: Any) -> CampaignStore:
@@ -90,7 +90,7 @@ def made_campaign(folder: Path, **changes: Any) -> CampaignStore:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> CampaignStore:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(averaging, "run_verb", in_this_process)
+        patch.setattr(averaging, "run_atoll", in_this_process)
         return made_campaign(tmp_path_factory.mktemp("campaign"))
 
 

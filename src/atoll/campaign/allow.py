@@ -51,10 +51,20 @@ def refuse_outside(run: Run, overrides: Sequence[str], folder: Path) -> None:
     """Files of a request that are not the clone's own choice lie in the folder, or are listed."""
     named = {name for name, _, is_choice in settings_of(overrides) if not is_choice}
     allowed = allowed_at(folder)
-    files = {"data.files": run.data.files, "data.validation.files": run.data.validation.files}
+    data = run.data
+    of_sources = [
+        path
+        for own in (data.each if data.sources else [])
+        for path in (*(own.files if own.source == "files" else ()), *own.validation.files)
+    ]
+    files = {
+        "data.files": data.files if data.source == "files" else [],
+        "data.validation.files": data.validation.files if data.source == "files" else [],
+        "data.sources": of_sources,
+    }
     for name, paths in files.items():
         listed = any(fnmatchcase(name, pattern) for pattern in allowed)
-        if name in named and run.data.source == "files" and not listed:
+        if name in named and not listed:
             for path in paths:
                 _refuse_path(name, Path(path), folder)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from atoll.campaign.journal import alone
 from atoll.campaign.store import CampaignStore
-from atoll.campaign.transfer import atoll_here, run_verb
+from atoll.campaign.transfer import atoll_here, run_atoll
 from atoll.errors import UserError
 
 
@@ -45,7 +45,7 @@ def _aggregate(
     """What `atoll aggregate` says; of no update at all, the model is held."""
     words = aggregate_words(store, number, folders, store.model(number), **about)
     outcome: dict[str, Any] = json.loads(
-        run_verb([*atoll_here(), *words], f"the model of round {number}")
+        run_atoll([*atoll_here(), *words], f"the model of round {number}")
     )
     return outcome
 

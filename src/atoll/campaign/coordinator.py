@@ -19,7 +19,7 @@ from atoll.campaign.progress import shown
 from atoll.campaign.prove import prove_campaign
 from atoll.campaign.steps_by_queue import choose_steps
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.config.compose import campaign_values
 from atoll.proof.statement import NAME
 
@@ -29,7 +29,7 @@ command run again goes on where it stopped."""
 
 def main(argv: list[str]) -> int:
     """Begin a campaign, or go on with it."""
-    parser = VerbParser("federate", ABOUT)
+    parser = CommandParser("federate", ABOUT)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="federation=NAME, …")
     parser.add_argument("--status", action="store_true", help="where it stands, round by round")
     parser.add_argument("--dry-run", action="store_true", help="compose, check, print, no more")

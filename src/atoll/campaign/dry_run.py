@@ -85,7 +85,7 @@ def _of_site(store: CampaignStore, site: Site, model: Model) -> list[str]:
     ]
     if bundle:
         lines.append(f"{site.name}: tokens from the bundle {bundle} there")
-    elif facility.node_network is False and run.data.source == "hub":
+    elif facility.node_network is False and any(data.source == "hub" for data in run.data.each):
         lines.append(
             f"{site.name}: its nodes have no network, so hub data must be in its cache; surer is "
             f"{BUNDLE}FOLDER, made by atoll prepare --into FOLDER"

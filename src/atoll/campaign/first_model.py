@@ -16,7 +16,7 @@ from atoll import run_dir
 from atoll.campaign.asked import lora_words
 from atoll.campaign.journal import alone
 from atoll.campaign.store import CampaignStore
-from atoll.campaign.transfer import atoll_here, run_verb
+from atoll.campaign.transfer import atoll_here, run_atoll
 from atoll.cluster.launchers import atoll_command
 from atoll.config.compose import compose, known_shape, path_word
 from atoll.errors import UserError
@@ -37,11 +37,11 @@ def make_first_model(store: CampaignStore) -> None:
         if store.campaign.lora is None:
             _shown([*atoll, "untrained", str(settings), str(model)], "the first model")
         else:
-            answer = run_verb([*atoll, "adapter", str(settings), str(model)], "the first adapter")
+            answer = run_atoll([*atoll, "adapter", str(settings), str(model)], "the first adapter")
             about["frozen"] = frozen_digest(answer)
         words = ["apply-delta", str(model), str(store.model(0)), "--first"]
         words += ["--about", json.dumps(about)]
-        run_verb([*atoll_here(), *words], "the model of round 0")
+        run_atoll([*atoll_here(), *words], "the model of round 0")
         shutil.rmtree(model)
 
 
@@ -64,7 +64,7 @@ def merge_adapter(store: CampaignStore, adapter: Path, out: Path) -> None:
     settings = out.with_name(f".{out.name}.yaml")
     run_dir.write_whole(settings, composition.as_yaml())
     atoll, began_with = atoll_command(composition.run), store.model_manifest(0)["frozen"]
-    now = frozen_digest(run_verb([*atoll, "adapter", str(settings)], "the base's digest"))
+    now = frozen_digest(run_atoll([*atoll, "adapter", str(settings)], "the base's digest"))
     if now != began_with:
         raise UserError(
             f"the base that {settings} names is {now[:12]}, the campaign began with "

@@ -13,7 +13,7 @@ from atoll import run_dir
 from atoll.campaign.inner_state import trained_rounds
 from atoll.campaign.journal import Journal, round_name, round_number
 from atoll.campaign.site_models import container_side
-from atoll.campaign.transfer import run_verb
+from atoll.campaign.transfer import run_atoll
 
 
 def begins_with(folder: Path, here: Path, request: dict[str, Any], base: Path) -> Path:
@@ -31,7 +31,7 @@ def begins_with(folder: Path, here: Path, request: dict[str, Any], base: Path) -
         argv += ["--fragments", str(request["fragments"])]
         argv += ["--fragment-pattern", request["fragment_pattern"]]
         argv += ["--alpha", repr(request["merge_alpha"])]
-        run_verb(argv, "the weights that the round begins with")
+        run_atoll(argv, "the weights that the round begins with")
     for old in range(round_number(here) - 1):  # that of the round before may be at work
         shutil.rmtree(folder / "starts" / round_name(old), ignore_errors=True)
     return out / "export"

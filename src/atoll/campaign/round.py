@@ -19,7 +19,7 @@ from atoll.campaign.calls import Over, never
 from atoll.campaign.journal import Journal, alone, round_name
 from atoll.campaign.store import CampaignStore, load_store
 from atoll.campaign.transfer import PARTS, Unreachable, ask, fetch, send
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.errors import UserError, printable
 from atoll.settings.exchange import (
     MAX_ANSWER_BYTES,
@@ -40,7 +40,7 @@ QUIET_SECONDS = 30.0  # without a sign of life; a facility gives one every few
 
 def main(argv: list[str]) -> int:
     """One step of one round of a campaign."""
-    parser = VerbParser("round", main.__doc__)
+    parser = CommandParser("round", main.__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("number", type=int)
     parser.add_argument("step", choices=["send", "take", "average"])

@@ -42,11 +42,11 @@ from atoll.campaign.site_models import (
     refuse_other_frozen,
     refuse_wrong_base,
 )
-from atoll.campaign.transfer import atoll_here, complaint, run_verb
+from atoll.campaign.transfer import atoll_here, complaint, run_atoll
 from atoll.cluster.accounting import slurm_ids, slurm_records
 from atoll.cluster.goodput import goodput
 from atoll.cluster.status import remembered_status, status
-from atoll.commands import VerbParser, run_command
+from atoll.commands import CommandParser, run_command
 from atoll.config.compose import compose, path_word
 from atoll.errors import UserError
 from atoll.settings import Run, load_run
@@ -67,7 +67,7 @@ WAITING = ("queued", "running", "retry", "unknown")
 
 def main(argv: list[str]) -> int:
     """Go on with a round, and print where it stands as JSON."""
-    parser = VerbParser("site", main.__doc__)
+    parser = CommandParser("site", main.__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("round", type=int)
     parser.add_argument("--request", help="JSON; the first time a round is asked for")
@@ -287,7 +287,7 @@ def _make_update(folder: Path, here: Path, run: Run, request: dict[str, Any], ba
     argv += ["--fragment-pattern", request["fragment_pattern"]]
     if earlier:
         argv += ["--previous-residual", str(numbers[max(earlier)])]
-    run_verb(argv, "the update")
+    run_atoll(argv, "the update")
     if request["signing_key"]:
         sign(partial / "manifest.json", Path(request["signing_key"]).expanduser())
     partial.rename(here / "update")

@@ -10,7 +10,7 @@ from atoll import run_dir
 from atoll.campaign.asked import BUNDLE
 from atoll.campaign.first_model import frozen_digest
 from atoll.campaign.journal import round_name
-from atoll.campaign.transfer import run_verb
+from atoll.campaign.transfer import run_atoll
 from atoll.cluster.launchers import atoll_command
 from atoll.config.compose import compose, path_word, settings_of
 from atoll.errors import UserError
@@ -78,7 +78,7 @@ def refuse_other_frozen(folder: Path, request: dict[str, Any], lines: list[str])
     if record.get("of") != key:
         run_dir.write_whole(folder / "base.yaml", composition.as_yaml())
         argv = [*container_side(folder, request["overrides"]), "adapter"]
-        answer = run_verb([*argv, str(folder / "base.yaml")], "the base's digest")
+        answer = run_atoll([*argv, str(folder / "base.yaml")], "the base's digest")
         record = {"of": key, "digest": frozen_digest(answer)}
         run_dir.write_whole(known, json.dumps(record))
     if record["digest"] != request["frozen"]:
@@ -111,4 +111,4 @@ def _apply_delta(folder: Path, before: int, came: Path, overrides: Sequence[str]
     argv = [*container_side(folder, overrides), "apply-delta", str(came), str(base)]
     if not (came / "master").is_dir():
         argv += ["--base", str(folder / "bases" / round_name(before - 1))]
-    run_verb(argv, f"the global model of round {before}")
+    run_atoll(argv, f"the global model of round {before}")

@@ -1,6 +1,6 @@
 """`engine=streamflow`: each round is a CWL v1.2 workflow, which StreamFlow carries out.
 
-What a step does is a verb of ours that is done once however often it is started, and files are
+What a step does is an `atoll` command that is done once however often it is started, and files are
 moved by rsync; StreamFlow carries the steps' words alone. It starts them where they belong, over
 ssh, and again if they fail; it has no resume, no deadline, and ends with a facility that does not
 answer. So each round is a run of its own, of those facilities that answer now.
@@ -35,7 +35,7 @@ from atoll.errors import UserError
 from atoll.settings.federation import Campaign, Site
 
 CLONE = Path(__file__).resolve().parents[3]
-WAIT_SECONDS = 1800.0  # a verb at a facility outlives a coordinator that is killed by no more
+WAIT_SECONDS = 1800.0  # a command at a facility outlives a coordinator that is killed by no more
 ONE_OR_MORE = ["File", {"type": "array", "items": "File"}]
 
 

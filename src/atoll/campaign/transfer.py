@@ -61,16 +61,16 @@ def home_of(campaign: Campaign, site: Site) -> Path | None:
 
 
 def ask(campaign: Campaign, site: Site, words: list[str], over: Over = never) -> str:
-    """What a verb at a facility prints, until it is `over`.
+    """What a command at a facility prints, until it is `over`.
 
     Raises `Unreachable` where the line is down or there is no answer, and `UserError` where the
-    verb says no.
+    command says no.
     """
     return _output(campaign, site, at_site(campaign, site, words), over)
 
 
-def run_verb(argv: list[str], what: str) -> str:
-    """What a verb on this machine prints; `UserError` with its own reason where it says no."""
+def run_atoll(argv: list[str], what: str) -> str:
+    """What a command on this machine prints; `UserError` with its own reason where it says no."""
     done = run_command(argv)
     if done.returncode:
         found, hint = complaint(done.stderr)
@@ -79,7 +79,7 @@ def run_verb(argv: list[str], what: str) -> str:
 
 
 def complaint(stderr: str) -> tuple[str, str]:
-    """Found and hint of a verb that said no, else the last line of whatever ended."""
+    """Found and hint of a command that said no, else the last line of whatever ended."""
     lines = _lines(stderr)
     ours = [n for n, line in enumerate(lines) if line.startswith("atoll: ")]
     if not ours:

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Callable
 
 from atoll.cluster import listing
-from atoll.commands import GROUPS, JOBS_OWN, VERBS, VerbParser
+from atoll.commands import COMMANDS, GROUPS, JOBS_OWN, CommandParser
 from atoll.config.compose import config_tree, groups
 from atoll.settings import setting_names
 
@@ -58,7 +58,7 @@ complete -c train.sbatch -a @WORDS@
 
 def main(argv: list[str]) -> int:
     """Print one script."""
-    parser = VerbParser("completion", ABOUT)
+    parser = CommandParser("completion", ABOUT)
     parser.add_argument("shell", choices=list(SHELLS), metavar="SHELL", help="bash, zsh or fish")
     print(SHELLS[parser.read(argv).shell](), end="")
     return 0
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 def commands() -> list[str]:
     """What a person types after `atoll`."""
-    return [name for name in VERBS if name not in GROUPS[JOBS_OWN]]
+    return [name for name in COMMANDS if name not in GROUPS[JOBS_OWN]]
 
 
 def kinds() -> list[str]:

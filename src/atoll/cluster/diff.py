@@ -5,7 +5,7 @@ from typing import Any
 
 from atoll import run_dir
 from atoll.cluster.status import run_folder
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.settings import dumped, load_run
 
 ABOUT = "Print the settings in which two runs differ; nothing, and code 0, where none does."
@@ -13,7 +13,7 @@ ABOUT = "Print the settings in which two runs differ; nothing, and code 0, where
 
 def main(argv: list[str]) -> int:
     """One line for each setting: its name, the first run's value, the second's."""
-    parser = VerbParser("diff", ABOUT)
+    parser = CommandParser("diff", ABOUT)
     parser.add_argument("runs", nargs=2, metavar="RUN", help="the folder of a run, or its name")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     arguments = parser.read(argv)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from atoll.cluster.facility_checks import OK, WRONG, Finding, all_findings
 from atoll.cluster.submit import check, start, with_allocated_nodes
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.config.compose import Composition, compose, overrides_parser
 from atoll.tables import table
 
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     return start(probe, arguments.here, True, environment, PROBE)
 
 
-def _parser() -> VerbParser:
+def _parser() -> CommandParser:
     parser = overrides_parser("doctor", ABOUT)
     job = "then queue a job whose ranks report devices, bindings, links and their bandwidth"
     here = "with --job: run it in this allocation; without a scheduler it runs here anyway"

@@ -7,7 +7,7 @@ from atoll.cluster.jobs import ask
 from atoll.cluster.lease import lease_of
 from atoll.cluster.status import LIVE, POLL_SECONDS, queued_jobs, run_folder, status
 from atoll.cluster.then import then_jobs
-from atoll.commands import VerbParser, run_command
+from atoll.commands import CommandParser, run_command
 from atoll.errors import UserError
 
 LOGS = "Print what the last job of a run has printed; --follow: until the run has ended."
@@ -20,7 +20,7 @@ SEE = "atoll list jobs shows those of all runs of this folder"
 
 def logs(argv: list[str]) -> int:
     """Print a run's output."""
-    parser = VerbParser("logs", LOGS)
+    parser = CommandParser("logs", LOGS)
     parser.add_argument("run", metavar="RUN", help="the folder of a run, or its name in runs/")
     parser.add_argument("--follow", action="store_true", help="go on until the run has ended")
     arguments = parser.read(argv)
@@ -64,7 +64,7 @@ def _print_from(file: Path, start: int) -> int:
 
 def cancel(argv: list[str]) -> int:
     """End every job of a run that is queued or runs."""
-    parser = VerbParser("cancel", CANCEL)
+    parser = CommandParser("cancel", CANCEL)
     parser.add_argument("run", metavar="RUN", help="the folder of a run, or its name in runs/")
     folder = run_folder(parser.read(argv).run)
     jobs = [*queued_jobs(folder), *then_jobs(folder)]

@@ -29,9 +29,9 @@ def launch_step(run: Run, run_folder: Path, entrypoint: str | None = None) -> li
     return [*LAUNCHERS[run.launcher.name](run, run_folder), *([entrypoint] if entrypoint else [])]
 
 
-def on_each_rank(run: Run, verb: str, words: list[str]) -> list[str]:
-    """The command that runs a verb of ours as every rank, in a task of its own."""
-    command = [*atoll_command(run), verb]
+def on_each_rank(run: Run, name: str, words: list[str]) -> list[str]:
+    """The argv that runs `atoll NAME` as every rank, in a task of its own."""
+    command = [*atoll_command(run), name]
     if run.facility.scheduler == "none":
         return [*command, f"--local-ranks={run.ranks_per_node}", *words]
     if run.launcher.name == "mpiexec":

@@ -10,7 +10,7 @@ from atoll.cluster.accounting import keep_accounting
 from atoll.cluster.jobs import Job, JobId, ask
 from atoll.cluster.status import follow, queued_jobs, run_folder, runs_folder, status
 from atoll.cluster.then import then_line
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.config.compose import config_tree
 from atoll.errors import UserError
 from atoll.tables import table
@@ -37,7 +37,7 @@ UNREADABLE = "unreadable"
 
 def main(argv: list[str]) -> int:
     """Print one table, or one JSON list."""
-    parser = VerbParser("list", ABOUT)
+    parser = CommandParser("list", ABOUT)
     what = [*GROUPS, *HERE]
     about = f"{', '.join(what)}; default: runs"
     parser.add_argument("what", nargs="?", default="runs", choices=what, metavar="WHAT", help=about)
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 def status_of(argv: list[str]) -> int:
     """Print a line for each run; with --follow, of the first, until it has ended."""
-    parser = VerbParser("status", STATUS)
+    parser = CommandParser("status", STATUS)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="the folder of a run, or its name")
     lines = "of one run: loss, tokens/s and time left, line by line, until it has ended"
     parser.add_argument("--follow", action="store_true", help=lines)

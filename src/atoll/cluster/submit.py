@@ -20,13 +20,13 @@ from atoll.cluster.learning import learn
 from atoll.cluster.lease import lease_of
 from atoll.cluster.scheduler import queued, without_outer_job
 from atoll.cluster.summary import is_finished, summary
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.config.compose import Composition, compose_all, config_tree, counted, overrides_parser
 from atoll.config.identity import check_same_run
 from atoll.errors import UserError, printable
 from atoll.health.exclusions import excluded
 from atoll.images.check import check_image
-from atoll.settings import Run
+from atoll.settings import Data, Run
 from atoll.settings.named_files import named_files, refuse_no_text
 
 ABOUT = """\
@@ -61,9 +61,9 @@ def evaluate(argv: list[str]) -> int:
     return _submit(arguments, [*arguments.overrides, *NO_STEPS])
 
 
-def _parser(verb: str, about: str) -> VerbParser:
-    parser = overrides_parser(verb, about, multirun=True)
-    if verb == "submit":
+def _parser(command: str, about: str) -> CommandParser:
+    parser = overrides_parser(command, about, multirun=True)
+    if command == "submit":
         parser.usage = "sbatch/train.sbatch [OPTION …] KEY=VALUE …"
         steps = "what follows the run, in a job that waits for its end: evaluate, report"
         parser.add_argument("--then", metavar="STEPS", help=steps)
@@ -263,21 +263,27 @@ def check_data(run: Run) -> None:
 
     Where their tokens are made already, the text may have been put away.
     """
-    data = run.data
-    if data.source == "hub" or run.folders.bundle is not None:
+    if run.folders.bundle is not None or (run_dir.prepared(run) / "manifest.json").is_file():
         return
-    if (run_dir.prepared(run) / "manifest.json").is_file():
+    for data in run.data.each:
+        setting = f"source {data.name}: files" if run.data.sources else "data.files"
+        _check_text(data, setting)
+
+
+def _check_text(data: Data, files: str) -> None:
+    """files: what the setting of its files is called."""
+    if data.source == "hub":
         return
     if data.source == "python_stdlib":
         if named := next((entry for entry in data.files if Path(entry).is_file()), None):
             raise UserError(
-                f"data.files names {named}, and data={data.name} reads Python's own sources",
+                f"{files} names {named}, and data={data.name} reads Python's own sources",
                 f"for text of your own: data=text_files data.files={named}",
             )
         return
     for setting, entries in (
-        ("data.files", data.files),
-        ("data.validation.files", data.validation.files),
+        (files, data.files),
+        (files.replace("files", "validation.files"), data.validation.files),
     ):
         if entries:
             paths = [path for entry in entries for _, path in named_files(entry, setting)]

@@ -74,7 +74,7 @@ def _covers(folder: str, path: str) -> bool:
 def _given_files(run: Run) -> list[Path]:
     """The folders of the model, tokenizer and text files that a run names by path."""
     named = [run.model.source, run.tokenizer.path, run.evaluation.tasks_folder]
-    named += [*run.data.files, *run.data.validation.files]
+    named += [file for data in run.data.each for file in (*data.files, *data.validation.files)]
     saved = run.checkpoint
     others = (run.folders.bundle, saved.initial_load_path, saved.optimizer_load_path)
     named += [str(path) for path in others if path]

@@ -95,10 +95,11 @@ def _refuse_another(run: Run, folder: Path, manifest: dict[str, Any]) -> None:
     before, now = manifest["made_for"], made_for(run)
     for name in now:
         if before.get(name) != now[name]:
+            same = "" if name == "data" else f"{name}={before.get(name) or 'null'} here too, or "
             raise UserError(
                 f"the bundle {folder} was made with {name}={before.get(name)}, this run has "
                 f"{now[name]}",
-                "make one with the settings of this run: atoll prepare --into ANOTHER …",
+                f"{same}make one with the settings of this run: atoll prepare --into ANOTHER …",
             )
 
 

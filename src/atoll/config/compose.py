@@ -29,7 +29,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.config.binds import check_binds
 from atoll.config.bundle import with_bundle
 from atoll.config.certificate import origin, rates
@@ -109,9 +109,9 @@ def origin_line(run: Run) -> str:
     return f"{run.facility.name}: {origin(run)}"
 
 
-def overrides_parser(verb: str, about: str, multirun: bool = False) -> VerbParser:
-    """A verb that takes the words of a configuration, beside options of its own."""
-    parser = VerbParser(verb, about, replaced=HYDRA_FLAGS)
+def overrides_parser(command: str, about: str, multirun: bool = False) -> CommandParser:
+    """A command that takes the words of a configuration, beside options of its own."""
+    parser = CommandParser(command, about, replaced=HYDRA_FLAGS)
     shown = "a setting, as nodes=8, or a choice of a group, as model=llama2_7b; what is not given "
     shown += "`atoll compose facility=NAME` prints"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=shown)

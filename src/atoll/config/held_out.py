@@ -1,8 +1,9 @@
 """What is held out of a text that is one document: its end."""
 
 from pathlib import Path
+from typing import Any
 
-from atoll.settings import Run, Validation
+from atoll.settings import Data, Run, Source, Validation
 
 ONE_TEXT = "a single text is one document: its end is held out"
 
@@ -13,7 +14,24 @@ def with_held_out_tail(run: Run, sources: dict[str, str]) -> Run:
     That is so of a single text file that is one document. Says so in `sources`.
     """
     data = run.data
-    fraction = data.validation.fraction
+    held_out: dict[str, Any]
+    if data.sources:
+        held_out = {"sources": list(map(_with_tail, data.sources, data.each))}
+    elif (tail := _tail(data)) is not None:
+        sources["data.validation.tail"] = sources["data.validation.fraction"] = ONE_TEXT
+        held_out = {"validation": tail}
+    else:
+        return run
+    return run.model_copy(update={"data": data.model_copy(update=held_out)})
+
+
+def _with_tail(source: Source, data: Data) -> Source:
+    tail = _tail(data)
+    return source if tail is None else source.model_copy(update={"validation": tail})
+
+
+def _tail(data: Data) -> Validation | None:
+    """What is held out instead of a share of documents; nothing where there are several."""
     is_one_text = (
         data.source == "files"
         and data.document == "file"
@@ -21,9 +39,5 @@ def with_held_out_tail(run: Run, sources: dict[str, str]) -> Run:
         and data.files[0].endswith(".txt")
         and Path(data.files[0]).is_file()
     )
-    if not fraction or not is_one_text:
-        return run
-    sources["data.validation.tail"] = sources["data.validation.fraction"] = ONE_TEXT
-    held_out = Validation(tail=fraction)
-    update = {"data": data.model_copy(update={"validation": held_out})}
-    return run.model_copy(update=update)
+    fraction = data.validation.fraction
+    return Validation(tail=fraction) if fraction and is_one_text else None

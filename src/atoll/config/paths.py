@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.config.chat_templates import template_text
-from atoll.settings import Run
+from atoll.settings import Data, Run, Source
 
 # Where Hugging Face's libraries keep what they fetched (manuals of huggingface_hub, datasets).
 CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
@@ -50,10 +50,21 @@ def with_absolute_paths(run: Run, start: Path, home: Path) -> Run:
         "data": {
             "files": [absolute(file, start) if are_files else file for file in data.files],
             "validation": data.validation.model_copy(update={"files": held_out}),
+            "sources": [_absolute_source(data, source, start) for source in data.sources],
         },
     }
     groups = {name: getattr(run, name).model_copy(update=new) for name, new in updates.items()}
     return run.model_copy(update=groups)
+
+
+def _absolute_source(data: Data, source: Source, start: Path) -> Source:
+    update: dict[str, Any] = {}
+    if source.files and data.kind_of(source) != "python_stdlib":
+        update["files"] = [absolute(file, start) for file in source.files]
+    if source.validation is not None:
+        held_out = [absolute(file, start) for file in source.validation.files]
+        update["validation"] = source.validation.model_copy(update={"files": held_out})
+    return source.model_copy(update=update)
 
 
 def with_caches(run: Run, environment: Mapping[str, str]) -> Run:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from atoll import run_dir
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.config.paths import clone_around
 from atoll.errors import UserError
 
@@ -28,7 +28,7 @@ Write a working folder for an installed atoll: the configuration tree, your own 
 
 def main(argv: list[str]) -> int:
     """Write the folder, and say what comes next."""
-    parser = VerbParser("init", ABOUT)
+    parser = CommandParser("init", ABOUT)
     again = "write this version's files over those of an older one"
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--update", action="store_true", help=again)

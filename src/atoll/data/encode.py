@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +20,15 @@ from atoll.data.sources import blocks
 from atoll.data.sources.blocks import Block
 from atoll.data.sources.conversations import conversation_of, pair_of, words_of
 from atoll.data.sources.corpus import Corpus
+from atoll.data.sources.parts import naming
 from atoll.data.sources.rows import Row
 from atoll.data.vocabulary import Vocabulary
 from atoll.errors import UserError
 from atoll.settings import Classes, Data, Run
 
 DOCUMENTS_PER_TRAINING_BLOCK = 64
+# Whose tokens are remembered: the library's 10,000 are full after a megabyte of text.
+CACHED_WORDS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,10 @@ class CorpusBlocks(NamedTuple):
         return self.blocks[-1].shard + 1
 
 
+# what a tokenizer is made from: a source's settings, and its texts, the one to train on first
+Text = tuple[Data, list[CorpusBlocks]]
+
+
 class WorkItem(NamedTuple):
     """One block of the corpus of that number."""
 
@@ -79,6 +88,7 @@ def encoder(
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    remember_words(tokenizer)
     if data.classes is not None:
         tokenizer.enable_truncation(data.sequence_tokens, strategy="longest_first")
 
@@ -100,19 +110,25 @@ def encoder(
     return encode
 
 
-def tokenizer_maker(
-    run: Run, corpora: list[CorpusBlocks], folder: Path
-) -> Callable[[None], Vocabulary]:
+def remember_words(tokenizer: Any) -> None:
+    """Give a model that remembers words room for those of a large text; some 120 MB when full."""
+    if hasattr(tokenizer.model, "_resize_cache"):
+        tokenizer.model._resize_cache(CACHED_WORDS)
+
+
+def tokenizer_maker(run: Run, texts: list[Text], folder: Path) -> Callable[[None], Vocabulary]:
     """Give the function that loads or makes a run's tokenizer and saves it in `folder`."""
 
     def make(_: None) -> Vocabulary:
         if vocabulary.origin(run) is not None:
             made = vocabulary.load(run)
         elif run.tokenizer.kind == "characters":
-            made = vocabulary.characters(_all_texts(run.data, corpora))
+            made = vocabulary.characters(_of_each(run, texts, _all_texts))
         else:
             train = vocabulary.TRAINED[run.tokenizer.kind]
-            made = train(_training_texts(run, corpora[0]), run.tokenizer.vocabulary_tokens)
+            most = max(1, run.tokenizer.training_documents // len(texts))
+            training = _of_each(run, texts, partial(_training_texts, most))
+            made = train(training, run.tokenizer.vocabulary_tokens)
         template = run.tokenizer.chat_template
         vocabulary.add_tokens(made, run.tokenizer.add_tokens, template or "")
         if template is not None:
@@ -131,25 +147,35 @@ def training_blocks(all_blocks: list[Block], documents: int) -> list[Block]:
     return all_blocks[:: max(1, len(all_blocks) // wanted)]
 
 
+def _of_each(
+    run: Run, texts: list[Text], read: Callable[[Data, list[CorpusBlocks]], Iterator[str]]
+) -> Iterator[str]:
+    """What is read of each text; of several sources a mistake names the one it is in."""
+    for data, corpora in texts:
+        with naming(data.name) if run.data.sources else nullcontext():
+            yield from read(data, corpora)
+
+
 def _all_texts(data: Data, corpora: list[CorpusBlocks]) -> Iterator[str]:
     for source, corpus_blocks in corpora:
         for block in corpus_blocks:
             yield from _texts(data, source.corpus, block)
 
 
-def _training_texts(run: Run, train: CorpusBlocks) -> Iterator[str]:
-    """Some documents of the training split, an even share from each block."""
-    documents = min(run.tokenizer.training_documents, train.documents)
+def _training_texts(most: int, data: Data, corpora: list[CorpusBlocks]) -> Iterator[str]:
+    """At most so many documents of the training split, an even share from each block."""
+    train = corpora[0]
+    documents = min(most, train.documents)
     chosen_blocks = training_blocks(train.blocks, documents)
     taken = 0
     for number, block in enumerate(chosen_blocks):
         share = documents * (number + 1) // len(chosen_blocks) - taken
         held_out = train.source.held_out(block.first_document, block.documents)
-        texts = zip(_texts(run.data, train.source.corpus, block), held_out, strict=True)
+        texts = zip(_texts(data, train.source.corpus, block), held_out, strict=True)
         training_texts = [text for text, away in texts if text and not away]
         evenly = training_texts[:: max(1, len(training_texts) // max(1, share))][:share]
         taken += len(evenly)
-        yield from (_filled(run.data.template, text) for text in evenly)
+        yield from (_filled(data.template, text) for text in evenly)
 
 
 def _texts(data: Data, corpus: Corpus, block: Block) -> list[str]:

@@ -3,10 +3,12 @@
 Legend: B samples of a microbatch, T tokens of a sample, S segments.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,13 @@ import torch
 
 from atoll.data import shards
 from atoll.data.batch import TENSORS, Batch
+from atoll.data.mixture import Mixture, mixture
 from atoll.data.order import rank_share, sample_ids
-from atoll.data.pack import Ints, Packing, PackingPlan, pack
+from atoll.data.pack import Ints, Packing, PackingPlan, joined, pack
 from atoll.data.shards import Split, TokenManifest, TokenShard
 from atoll.data.workers import in_order
 from atoll.errors import UserError
+from atoll.run_dir import prepared_sources
 from atoll.settings import Data, Run
 
 NO_TARGET = -100
@@ -32,43 +36,63 @@ SHARES_AHEAD = 3
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a global batch, and what the whole batch counts."""
+    """One rank's part of a global batch, and what the whole batch counts.
+
+    epochs: of several sources, how often each was read through behind the batch.
+    """
 
     microbatches: list[Batch]
     global_targets: int
     global_useful: int
+    epochs: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SourceSamples:
+    """The split of one source: where it lies, and how its documents fill samples."""
+
+    folder: Path
+    manifest: TokenManifest
+    plan: PackingPlan
+    name: str = ""  # among several
 
 
 class Samples:
-    """The packed samples of one split."""
+    """The packed samples of one split; those of several sources stand end to end."""
 
     def __init__(
-        self,
-        folder: Path,
-        split: Split,
-        manifest: TokenManifest,
-        plan: PackingPlan,
-        is_pairs: bool = False,
+        self, sources: Sequence[SourceSamples], split: Split, is_pairs: bool = False
     ) -> None:
-        self.plan = plan
-        self._pad_id = manifest.pad_id
+        first = sources[0].manifest
+        self.plan = plan = joined(
+            [source.plan for source in sources],
+            [source.manifest.tokens(split) for source in sources],
+        )
+        self.sources = sources
+        self._pad_id = first.pad_id
         self._targets, self._useful = plan.targets, plan.useful
-        self._shards = manifest.shards(split)
-        self._classes = _classes(folder, split, self._shards)
+        self._shards = [
+            (source.folder, shard) for source in sources for shard in source.manifest.shards(split)
+        ]
+        self._classes = _classes(split, self._shards)
         if self._classes is not None:
             self._targets = np.ones_like(self._targets)
-        self._shard_ends = np.cumsum([shard.tokens for shard in self._shards])
-        dtype = np.dtype(manifest.dtype).newbyteorder("<")
-        self._has_loss = bool(self._shards) and self._shards[0].loss_sha256 is not None
+        self._shard_ends = np.cumsum([shard.tokens for _, shard in self._shards])
+        dtype = np.dtype(first.dtype).newbyteorder("<")
+        self._has_loss = any(shard.loss_sha256 is not None for _, shard in self._shards)
 
         @lru_cache(maxsize=OPEN_SHARDS)
         def tokens(number: int) -> npt.NDArray[np.unsignedinteger]:
-            path = shards.tokens_file(folder, split, self._shards[number].number)
+            folder, shard = self._shards[number]
+            path = shards.tokens_file(folder, split, shard.number)
             return np.memmap(path, dtype=dtype, mode="r")
 
         @lru_cache(maxsize=OPEN_SHARDS)
         def learned(number: int) -> npt.NDArray[np.unsignedinteger]:
-            path = shards.loss_file(folder, split, self._shards[number].number)
+            folder, shard = self._shards[number]
+            if shard.loss_sha256 is None:  # a text beside conversations: all of it
+                return np.broadcast_to(np.uint8(1), shard.tokens)
+            path = shards.loss_file(folder, split, shard.number)
             return np.memmap(path, dtype=np.uint8, mode="r")
 
         self._tokens, self._learned = tokens, learned
@@ -81,6 +105,12 @@ class Samples:
 
     def __len__(self) -> int:
         return self.plan.samples
+
+    @property
+    def ids_of_sources(self) -> list[Ints]:
+        """The samples of each source."""
+        counts = [source.plan.samples for source in self.sources]
+        return np.split(np.arange(len(self)), np.cumsum(counts)[:-1])
 
     def targets(self, ids: Ints) -> npt.NDArray[np.int32]:
         """What is predicted of each sample: so many tokens, or one label."""
@@ -142,8 +172,11 @@ class Samples:
         numbers, inside = self._places(self.plan.piece_start)
         counts = np.zeros(len(inside), dtype=np.int64)
         for number in range(len(self._shards)):
-            until = np.concatenate([[0], np.cumsum(self._learned(number), dtype=np.int64)])
             here = numbers == number
+            if self._shards[number][1].loss_sha256 is None:
+                counts[here] = self.plan.piece_length[here] - 1
+                continue
+            until = np.concatenate([[0], np.cumsum(self._learned(number), dtype=np.int64)])
             last = inside[here] + self.plan.piece_length[here]
             counts[here] = until[last] - until[inside[here] + 1]
         ends = np.concatenate([[0], np.cumsum(counts)])
@@ -151,10 +184,69 @@ class Samples:
 
 
 def open_samples(data: Data, folder: Path, split: Split) -> Samples:
-    """Plan the samples of a split.
+    """The samples of a split of one text.
+
+    Raises `UserError` naming an index that is damaged.
+    """
+    return Samples([_source_samples(data, folder, split)], split, data.format == "preference")
+
+
+def samples_of(run: Run, split: Split) -> Samples:
+    """The samples of a split of all sources of a run.
+
+    Raises `UserError` as `open_samples` does.
+    """
+    data, folders = run.data, prepared_sources(run)
+    if not data.sources:
+        return open_samples(data, folders[0], split)
+    sources = [
+        _source_samples(own, folder, split, own.name)
+        for own, folder in zip(data.each, folders, strict=True)
+    ]
+    return Samples(sources, split, data.format == "preference")
+
+
+def mixture_of(samples: Samples, run: Run) -> Mixture | None:
+    """The order of the training samples of several sources; None where there is one."""
+    if not run.data.sources:
+        return None
+    return mixture(
+        run.seed,
+        run.training.global_batch_samples,
+        run.data.curriculum,
+        [int(samples.useful(ids).sum(dtype=np.int64)) for ids in samples.ids_of_sources],
+        [len(ids) for ids in samples.ids_of_sources],
+    )
+
+
+def refuse_early_end(samples: Samples, run: Run, steps: int) -> None:
+    """Raise `UserError` where a source would be read more often than it may be.
+
+    Named with the step that its last pass ends before.
+    """
+    mixed, before = mixture_of(samples, run), run.training.consumed_samples
+    if mixed is None:
+        return
+    size = run.training.global_batch_samples
+    for number, source in enumerate(run.data.sources):
+        most = source.max_epochs or math.inf
+        epochs = mixed.epochs(before + size * steps)[number]
+        if epochs > most:
+            ends = bisect_right(
+                range(steps), most, key=lambda step: mixed.epochs(before + size * step)[number]
+            )
+            shorter = f"training.steps={ends - 1}, a" if ends > 1 else "a"
+            raise UserError(
+                f"source {source.name} ends early: it has {mixed.source_samples[number]:,} "
+                f"samples, and {steps} steps take it {epochs:.2f} times (max_epochs={most:g})",
+                f"{shorter} smaller weight, or a higher max_epochs",
+            )
+
+
+def _source_samples(data: Data, folder: Path, split: Split, name: str = "") -> SourceSamples:
+    """Plan the samples of a source.
 
     Takes about half a second for a million documents, so that no rank waits for another's plan.
-    Raises `UserError` naming an index that is damaged.
     """
     manifest = shards.read_manifest(folder)
     lengths = [_document_tokens(folder, split, shard) for shard in manifest.shards(split)]
@@ -163,10 +255,10 @@ def open_samples(data: Data, folder: Path, split: Split) -> Samples:
             f"the {split} split in {folder} holds no documents",
             f"delete {folder}, then run `atoll tokenize RUN_FOLDER`",
         )
-    is_pairs = data.format == "preference"
     packing: Packing = data.packing if data.batching == "packing" else "padding"
-    plan = pack(np.concatenate(lengths), data.sequence_tokens, "pairs" if is_pairs else packing)
-    return Samples(folder, split, manifest, plan, is_pairs)
+    packing = "pairs" if data.format == "preference" else packing
+    plan = pack(np.concatenate(lengths), data.sequence_tokens, packing)
+    return SourceSamples(folder, manifest, plan, name)
 
 
 @contextmanager
@@ -180,15 +272,23 @@ def batches_ahead(
     """
     pin = torch.cuda.is_available()
     size, microbatch = run.training.global_batch_samples, run.training.microbatch_samples
+    mixed = mixture_of(samples, run)
+    names = [source.name for source in samples.sources]
 
     def share(step: int) -> Share:
-        ids = sample_ids(run.seed, len(samples), position + step * size, size)
+        first = position + step * size
+        if mixed is None:
+            ids, epochs = sample_ids(run.seed, len(samples), first, size), {}
+        else:
+            ids = mixed.ids(first, size)
+            epochs = dict(zip(names, mixed.epochs(first + size), strict=True))
         own = rank_share(ids, rank, run.axes.data, microbatch)
         batches = [samples.batch(part) for part in own]
         return Share(
             [_pinned(batch) for batch in batches] if pin else batches,
             int(samples.targets(ids).sum()),
             int(samples.useful(ids).sum()),
+            epochs,
         )
 
     with ThreadPoolExecutor(1, "batches-ahead") as pool:
@@ -212,12 +312,12 @@ def _document_tokens(folder: Path, split: Split, shard: TokenShard) -> Ints:
 
 
 def _classes(
-    folder: Path, split: Split, shards_of_split: list[TokenShard]
+    split: Split, shards_of_split: list[tuple[Path, TokenShard]]
 ) -> npt.NDArray[np.float32] | None:
     """The label of each document, where they have one; with labels a document is a sample."""
-    if not shards_of_split or shards_of_split[0].labels_sha256 is None:
+    if not shards_of_split or shards_of_split[0][1].labels_sha256 is None:
         return None
-    paths = [shards.labels_file(folder, split, shard.number) for shard in shards_of_split]
+    paths = [shards.labels_file(folder, split, shard.number) for folder, shard in shards_of_split]
     return np.concatenate([np.fromfile(path, dtype="<f4") for path in paths]).astype(np.float32)
 
 

@@ -5,6 +5,7 @@ lengths of the documents alone, so every rank makes the same one. Best-fit packi
 et al. 2024, "Fewer truncations improve language modeling".
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,6 +50,23 @@ class PackingPlan:
         """The share of all slots that hold padding."""
         slots = self.samples * self.sequence_tokens
         return 1.0 - float(self.useful.sum(dtype=np.int64)) / slots
+
+
+def joined(plans: Sequence[PackingPlan], stream_tokens: Sequence[int]) -> PackingPlan:
+    """One plan for token streams of these lengths that stand end to end, each packed by its own."""
+    if len(plans) == 1:
+        return plans[0]
+    streams = np.cumsum([0, *stream_tokens])
+    pieces = np.cumsum([0, *(len(plan.piece_start) for plan in plans)])
+    first = [
+        plan.sample_first_piece[:-1] + before for plan, before in zip(plans, pieces, strict=False)
+    ]
+    return PackingPlan(
+        plans[0].sequence_tokens,
+        np.concatenate([p.piece_start + t for p, t in zip(plans, streams, strict=False)]),
+        np.concatenate([plan.piece_length for plan in plans]),
+        np.concatenate([*first, pieces[-1:]]),
+    )
 
 
 def pack(document_tokens: Ints, sequence_tokens: int, packing: Packing) -> PackingPlan:

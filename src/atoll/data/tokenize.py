@@ -1,51 +1,34 @@
-"""`atoll tokenize RUN_FOLDER`: text becomes token shards, once for all runs that share it.
+"""`atoll tokenize RUN_FOLDER`: text becomes token shards, once for all runs that share it."""
 
-The caller cuts the input into blocks and writes shards; processes read and encode the blocks.
-Every byte depends on the settings and the text alone: not on the number of processes, nor on
-how often the work was interrupted.
-"""
-
-import errno
-import fcntl
-import shutil
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
-from functools import partial
-from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from atoll import run_dir
-from atoll.commands import VerbParser
-from atoll.data import encode, encode_chat, shard_writer, shards, vocabulary
-from atoll.data.encode import CorpusBlocks, SplitCorpus, WorkItem
-from atoll.data.shard_writer import ShardWriter, TokenBlock
-from atoll.data.shards import Split, TokenManifest, TokenPlan, TokenShard
-from atoll.data.sources import blocks, corpus
-from atoll.data.sources.blocks import Block
-from atoll.data.workers import cores, ordered_map
-from atoll.errors import UserError
+from atoll.commands import CommandParser
+from atoll.data import encode, vocabulary
+from atoll.data.mixture_folder import open_mixture, prepare_mixture
+from atoll.data.shards import TokenManifest
+from atoll.data.text_folder import Log, in_blocks, open_text, prepare_text, split_corpora
+from atoll.data.text_report import text_report
 from atoll.settings import Run, load_run
-
-Log = Callable[[str], None]
-# A token is rarely made of more text than this: the least room the tokens can need.
-TEXT_BYTES_PER_TOKEN = 6
-SECONDS_BETWEEN_LINES = 5.0
 
 
 def main(argv: list[str]) -> int:
     """Prepare the data of a run."""
-    parser = VerbParser("tokenize", __doc__)
+    parser = CommandParser("tokenize", __doc__)
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--verify", action="store_true", help="compare every shard's sha256")
+    told = "write text-report.md: lengths, duplicates and languages of each source"
+    parser.add_argument("--report", action="store_true", help=told)
     arguments = parser.read(argv)
     run = load_run(run_dir.settings_file(arguments.run_folder))
     prepare(run, lambda line: print(line, flush=True))
     if arguments.verify:
         open_prepared(run, verify=True)
         print("every shard matches its sha256", flush=True)
+    if arguments.report:
+        page = text_report(run)
+        run_dir.write_whole(run_dir.text_report_file(arguments.run_folder), page)
+        print(page, end="", flush=True)
     return 0
 
 
@@ -58,46 +41,24 @@ def prepare(run: Run, log: Log) -> Path:
     folder = run_dir.prepared(run)
     if run.folders.bundle is not None and run_dir.bundle_manifest(run.folders.bundle).is_file():
         log(f"tokens are ready: {folder}")  # as they were when the bundle was made
-        return folder
-    try:
-        sources = _sources(run)
-    except UserError as error:
-        # Tokens made where there was a network, or from text that has since been put away.
-        if not _is_whole(run):
-            raise
-        log(f"tokens are ready: {folder}; their text is out of reach: {error.found}")
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder, log):
-        identity = _identity(run, sources)
-        plan = _interrupted_plan(folder, identity)
-        if plan is not None and _is_whole(run):
-            log(f"tokens are ready: {folder}")
-            return folder
-        _say_layouts(sources, log)
-        corpora = [_cut(run, source) for source in sources]
-        _refuse_empty_split(run, corpora)
-        needed = _least_bytes(corpora)
-        _refuse_small_disk(folder, needed)
-        with shard_writer.naming_a_full_disk(folder, needed):
-            plan = plan or _new_plan(folder, run, identity, corpora, log)
-            _write_shards(folder, run, plan, corpora, log)
-            manifest = _manifest(folder, plan, corpora)
-            _refuse_too_long(manifest, run)
-            _refuse_blank_split(manifest)
-            manifest.write(shards.manifest_file(folder))
-    _say_lengths(manifest, run, log)
-    log(
-        f"tokens are ready: {folder}: {manifest.tokens('train'):,} to train on, "
-        f"{manifest.tokens('validation'):,} held out; vocabulary {manifest.vocabulary_tokens:,}"
-    )
+    elif run.data.sources:
+        prepare_mixture(run, folder, log)
+    else:
+        prepare_text(run, folder, log)
     return folder
 
 
 def make_tokenizer(run: Run, folder: Path) -> None:
     """Save the tokenizer of a run, and make no tokens; text is read where it is made of it."""
-    sources = [] if vocabulary.origin(run) else _sources(run)
-    encode.tokenizer_maker(run, [_cut(run, source) for source in sources], folder)(None)
+    texts = (
+        []
+        if vocabulary.origin(run)
+        else [
+            (source.data, in_blocks(source, split_corpora(source)))
+            for source in run_dir.source_runs(run)
+        ]
+    )
+    encode.tokenizer_maker(run, texts, folder)(None)
 
 
 def open_prepared(
@@ -105,296 +66,15 @@ def open_prepared(
 ) -> TokenManifest:
     """The manifest of a run's tokens, after a check that every shard is there at its full size.
 
-    With `verify` this rank also compares the sha256 of its part of the shards. Raises
-    `UserError` naming the shard that is missing, cut short or corrupted.
+    Of several sources that of the first: their tokenizer is the same. With `verify` this rank
+    also compares the sha256 of its part of the shards. Raises `UserError` naming the shard that
+    is missing, cut short or corrupted.
     """
     folder = run_dir.prepared(run)
-    manifest = shards.read_manifest(folder)
-    shards.refuse_wrong_tokenizer(folder, manifest)
-    shards.refuse_wrong_sizes(folder, manifest)
-    if verify:
-        shards.refuse_wrong_content(folder, manifest, rank, world_size)
-    return manifest
-
-
-def _sources(run: Run) -> list[SplitCorpus]:
-    train = corpus.train_corpus(run.data)
-    validation = corpus.validation_corpus(run.data)
-    if validation is None:
-        fraction = run.data.validation.fraction or 0.0
-        return [SplitCorpus(train, ("train", "validation"), fraction, run.seed)]
-    corpus.refuse_overlap(train, validation)
-    splits: tuple[Split, Split] = ("train", "validation")
-    texts = zip((train, validation), splits, strict=True)
-    return [SplitCorpus(text, (split,), 0.0, 0) for text, split in texts]
-
-
-def _say_layouts(sources: list[SplitCorpus], log: Log) -> None:
-    layouts = Counter(part.layout for source in sources for part in source.corpus.parts)
-    for layout, parts in sorted(layouts.items()):
-        if layout:
-            log(f"conversations as {layout}: {parts} file{'s' * (parts > 1)}")
-
-
-def _say_lengths(manifest: TokenManifest, run: Run, log: Log) -> None:
-    cut, dropped = (
-        sum(count(split) for split in shards.SPLITS) for count in (manifest.cut, manifest.dropped)
-    )
-    if cut or dropped:
-        kept = sum(manifest.documents(split) for split in shards.SPLITS)
-        what = "conversations"
-        if run.data.format == "preference":
-            kept, what = kept // 2, "pairs"
-        log(
-            f"of {kept + dropped:,} {what} {cut:,} are cut at a turn and {dropped:,} left "
-            f"out: they have more than {run.data.sequence_tokens:,} tokens (data.sequence_tokens)"
-        )
-
-
-def _cut(run: Run, source: SplitCorpus) -> CorpusBlocks:
-    text = CorpusBlocks(source, list(blocks.blocks(source.corpus, run.data.documents_per_shard)))
-    if not text.blocks:
-        raise UserError(
-            f"no documents for {' and '.join(source.splits)}: the text is empty",
-            "give data.files or data.hub that hold text",
-        )
-    return text
-
-
-def _refuse_empty_split(run: Run, corpora: list[CorpusBlocks]) -> None:
-    """Find by counting, before any work, that no document falls to a split."""
-    fraction = run.data.validation.fraction
-    documents = corpora[0].documents
-    held_out = int(corpora[0].source.held_out(0, documents).sum())
-    if fraction is None or 0 < held_out < documents:
-        return
-    raise UserError(
-        f"the {'train' if held_out else 'validation'} split is empty: with "
-        f"data.validation.fraction = {fraction}, {held_out} of {documents} documents are held out",
-        "make more documents of the text with data.document=paragraph or line, or set "
-        "data.validation.fraction nearer to one half",
-    )
-
-
-def _refuse_blank_split(manifest: TokenManifest) -> None:
-    """Find that every document of a split was blank."""
-    for split in shards.SPLITS:
-        if not manifest.tokens(split):
-            raise UserError(
-                f"the {split} split is empty: all of its {manifest.blank(split)} documents are "
-                f"blank",
-                "give text with words in it, or choose another data.text_field",
-            )
-
-
-def _refuse_too_long(manifest: TokenManifest, run: Run) -> None:
-    """Find that no conversation of a split fits into a sample."""
-    for split in shards.SPLITS:
-        if not manifest.tokens(split) and manifest.dropped(split):
-            raise UserError(
-                f"the {split} split is empty: each of its {manifest.dropped(split)} conversations "
-                f"has more than {run.data.sequence_tokens} tokens, to its first answer or in all",
-                "set data.sequence_tokens higher, or data.long_conversations=cut",
-            )
-
-
-def _least_bytes(corpora: list[CorpusBlocks]) -> int:
-    spans = (span for text in corpora for block in text.blocks for span in block.spans)
-    text_bytes = sum(span.stop - span.start for span in spans)
-    return 2 * text_bytes // TEXT_BYTES_PER_TOKEN + 8 * sum(text.documents for text in corpora)
-
-
-def _refuse_small_disk(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    present = sum(path.stat().st_size for path in folder.glob("*/*.ds*"))
-    if needed - present > free:
-        raise UserError(
-            f"too little room for the tokens in {folder}: {free:,} bytes free, "
-            f"at least {needed - present:,} needed",
-            "make room, or set folders.prepared to another file system",
-        )
-
-
-def _identity(run: Run, sources: list[SplitCorpus]) -> dict[str, Any]:
-    return {
-        "format_version": shards.FORMAT_VERSION,
-        "settings_digest": run_dir.prepared_digest(run),
-        "input_fingerprints": {
-            "+".join(source.splits): source.corpus.fingerprint for source in sources
-        },
-        "tokenizer_fingerprint": vocabulary.fingerprint(run),
-    }
-
-
-def _is_whole(run: Run) -> bool:
-    try:
-        open_prepared(run)
-    except UserError:
-        return False
-    return True
-
-
-def _interrupted_plan(folder: Path, identity: dict[str, Any]) -> TokenPlan | None:
-    """The plan to go on with, where it is of the same text and settings and has its tokenizer."""
-    plan = shards.read_plan(folder)
-    if plan is None or plan.model_dump(include=set(identity)) != identity:
-        return None
-    try:
-        shards.refuse_wrong_tokenizer(folder, plan)
-    except UserError:
-        return None
-    return plan
-
-
-def _new_plan(
-    folder: Path, run: Run, identity: dict[str, Any], corpora: list[CorpusBlocks], log: Log
-) -> TokenPlan:
-    """Clear the folder, make the tokenizer and write the plan of its tokens."""
-    shard_writer.clear(folder)
-    name = vocabulary.origin(run)
-    log(f"loading the tokenizer of {name} …" if name else "making the tokenizer …")
-    began = time.monotonic()
-    made_in = folder / ".tokenizer.partial"
-    # In a process of its own: neither its threads nor torch stay in this one.
-    start = partial(encode.tokenizer_maker, run, corpora, made_in)
-    with closing(ordered_map(start, [None], 1, threads=run.data.workers or cores())) as results:
-        made = next(results)
-    shard_writer.sync_all(made_in)
-    made_in.replace(shards.tokenizer_folder(folder))
-    run_dir.sync_folder(folder)
-    log(f"tokenizer: {made.tokens:,} tokens, {time.monotonic() - began:.1f} s")
-    plan = TokenPlan(
-        **identity,
-        tokenizer_sha256=made.sha256,
-        vocabulary_tokens=made.tokens,
-        begin_id=made.begin_id,
-        end_id=made.end_id,
-        pad_id=made.pad_id,
-        dtype=made.dtype,
-    )
-    plan.write(shards.plan_file(folder))
-    return plan
-
-
-def _write_shards(
-    folder: Path, run: Run, plan: TokenPlan, corpora: list[CorpusBlocks], log: Log
-) -> None:
-    """Encode the blocks of every shard that is not whole yet."""
-    items = [
-        WorkItem(number, block)
-        for number, text in enumerate(corpora)
-        for block in _missing(folder, plan, text)
+    folders = run_dir.prepared_sources(run)
+    if run.data.sources:
+        open_mixture(run, folder)
+    manifests = [
+        open_text(source, verify=verify, rank=rank, world_size=world_size) for source in folders
     ]
-    if not items:
-        return
-    sources = [text.source for text in corpora]
-    tokenizer = shards.tokenizer_folder(folder)
-    if run.data.holds_conversations:
-        start = partial(encode_chat.encoder, tokenizer, plan.dtype, run.data, sources)
-    else:
-        around = (plan.begin_id, plan.end_id)
-        file = tokenizer / "tokenizer.json"
-        start = partial(encode.encoder, file, around, plan.dtype, run.data, sources)
-    workers = min(run.data.workers or cores(), len(items))
-    with closing(ordered_map(start, items, workers)) as results:
-        counted = _counted(results, items, plan, log)
-        for (number, shard), group in groupby(zip(items, counted, strict=True), key=_shard_of):
-            splits = corpora[number].source.splits
-            _write_shard(folder, plan, splits, shard, (encoded for _, encoded in group))
-
-
-def _shard_of(pair: tuple[WorkItem, Any]) -> tuple[int, int]:
-    return pair[0].corpus, pair[0].block.shard
-
-
-def _finished(folder: Path, plan: TokenPlan, text: CorpusBlocks, split: Split) -> list[TokenShard]:
-    numbers = range(text.shard_count)
-    finished = (shards.finished_shard(folder, split, number, plan.dtype) for number in numbers)
-    return [shard for shard in finished if shard is not None]
-
-
-def _missing(folder: Path, plan: TokenPlan, text: CorpusBlocks) -> list[Block]:
-    numbers = [
-        {shard.number for shard in _finished(folder, plan, text, split)}
-        for split in text.source.splits
-    ]
-    finished = set.intersection(*numbers)
-    return [block for block in text.blocks if block.shard not in finished]
-
-
-def _write_shard(
-    folder: Path,
-    plan: TokenPlan,
-    splits: tuple[Split, ...],
-    number: int,
-    encoded: Iterable[dict[Split, TokenBlock]],
-) -> None:
-    with ExitStack() as stack:
-        writers = {
-            split: stack.enter_context(ShardWriter(folder, split, number, plan.dtype))
-            for split in splits
-        }
-        for token_blocks in encoded:
-            for split, block in token_blocks.items():
-                writers[split].add(block)
-        for writer in writers.values():
-            writer.finish()
-
-
-def _counted(
-    results: Iterable[dict[Split, TokenBlock]], items: list[WorkItem], plan: TokenPlan, log: Log
-) -> Iterator[dict[Split, TokenBlock]]:
-    """Pass results on, with a line of progress every few seconds and at the end."""
-    documents_in_all = sum(item.block.documents for item in items)
-    bytes_per_token = 2 if plan.dtype == "uint16" else 4
-    began = last_line = time.monotonic()
-    documents = tokens = 0
-    for item, encoded in zip(items, results, strict=True):
-        yield encoded
-        documents += item.block.documents
-        tokens += sum(len(block.tokens) for block in encoded.values()) // bytes_per_token
-        now = time.monotonic()
-        if now - last_line >= SECONDS_BETWEEN_LINES or documents == documents_in_all:
-            last_line = now
-            log(
-                f"tokenised {documents:,} of {documents_in_all:,} documents, "
-                f"{tokens / 1e6:.2f} Mtok, {tokens / 1e6 / (now - began):.2f} Mtok/s"
-            )
-
-
-def _manifest(folder: Path, plan: TokenPlan, corpora: list[CorpusBlocks]) -> TokenManifest:
-    by_split: dict[Split, list[TokenShard]] = {}
-    for text in corpora:
-        for split in text.source.splits:
-            by_split[split] = _finished(folder, plan, text, split)
-            assert len(by_split[split]) == text.shard_count, f"a shard of {split} went missing"
-    return TokenManifest(
-        **plan.model_dump(), train=by_split["train"], validation=by_split["validation"]
-    )
-
-
-@contextmanager
-def _locked(folder: Path, log: Log) -> Iterator[None]:
-    """Let one process at a time write into a folder, where the file system has locks."""
-    with (folder / ".lock").open("ab") as file:
-        try:
-            _lock(file.fileno(), folder, log)
-            shard_writer.remove_partial_files(folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):
-                raise
-            log(f"{folder} is on a file system without locks: prepare data in one place at a time")
-        try:
-            yield
-        except UserError:
-            if [path.name for path in folder.iterdir()] == [".lock"]:  # nothing came of it
-                shutil.rmtree(folder)
-            raise
-
-
-def _lock(descriptor: int, folder: Path, log: Log) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        log(f"another process prepares {folder}: waiting for it …")
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return manifests[0]

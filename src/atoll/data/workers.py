@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
@@ -28,6 +29,7 @@ Result = TypeVar("Result")
 ITEMS_PER_WORKER = 8
 # More threads would wait for each other at the interpreter's lock and the vocabulary's.
 WORKERS_PER_PROCESS = 4
+PRELOADED = ["atoll.data.encode"]
 
 
 class Worker(NamedTuple):
@@ -88,6 +90,12 @@ def ordered_map(
         callers.shutdown()
 
 
+def start_server() -> None:
+    """Let the fork server import the work while the caller does something else."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+
+
 def cores() -> int:
     """The cores this process may use."""
     return len(os.sched_getaffinity(0))
@@ -95,8 +103,8 @@ def cores() -> int:
 
 def _begin(count: int, start: Callable[[], Any], threads: int) -> list[Worker]:
     """Start one process of `count` workers."""
+    start_server()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["atoll.data.encode"])
     ours, theirs = zip(*(context.Pipe() for _ in range(count)), strict=True)
     process = context.Process(target=_serve, args=(theirs, start, threads), daemon=True)
     process.start()

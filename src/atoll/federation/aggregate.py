@@ -5,9 +5,6 @@ measures and combines together, and only if what it measured forbids an update i
 Legend: K updates, N values of a stretch.
 """
 
-import argparse
-import json
-import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.commands import VerbParser
-from atoll.errors import UserError, printable
+from atoll.errors import UserError
 from atoll.federation import combine, global_model
 from atoll.federation.codec import CODECS
-from atoll.federation.cohort import Cohort, SmallCohort, cohorts_of, norms_before, share_out
+from atoll.federation.cohort import Cohort, cohorts_of, norms_before, share_out
 from atoll.federation.error_feedback import read_decoded
 from atoll.federation.fragments import fragments_of, joined
 from atoll.federation.judge import Measured, cosines
 from atoll.federation.next_model import NextModel, share_of
 from atoll.federation.tensors import Layout, Stretch, TensorReader, stretches
-from atoll.federation.update import Update, refuse_wrong_files, refuse_wrong_tensors
-from atoll.settings.exchange import read_manifest
-from atoll.settings.federation import Rule, checked_settings
+from atoll.federation.update import Update, refuse_wrong_tensors
+from atoll.federation.update_files import read_verified, reason_of
+from atoll.settings.exchange import UpdateManifest
+from atoll.settings.federation import Rule
 
 THREADS = 2
 AHEAD = 4
@@ -47,66 +44,25 @@ class Outcome:
     rejected: dict[str, str] = field(default_factory=dict)
 
 
-def main(argv: list[str]) -> int:
-    """`atoll aggregate`: the next global model from updates whose senders are known."""
-    arguments = _read(argv)
-    rule = checked_settings(Rule, json.loads(arguments.rule), "rule.", "see settings/federation.py")
-    bases = [global_model.read_global(arguments.base)["digest"], *arguments.older]
-    updates, unreadable = [], dict[str, str]()
-    for folder in [] if arguments.hold else arguments.updates:
-        try:
-            updates.append(verified(folder, bases, rule.overlap_rounds))
-        except Exception as error:  # whatever one facility sent, the others go on
-            unreadable[folder.parent.name] = reason_of(error)
-    about = json.loads(arguments.about) | {"unreadable": unreadable}
-    _allow_many_files()
-    try:
-        if arguments.hold:
-            outcome = hold(arguments.base, rule, arguments.codec, arguments.out, about)
-        else:
-            base, out = arguments.base, arguments.out
-            outcome = aggregate(base, updates, rule, arguments.codec, out, about)
-    except SmallCohort as error:
-        facts = {"short": error.found, "rejected": error.rejected}
-        print(json.dumps(facts | {"unreadable": unreadable}))
-        return 0
-    print(json.dumps(asdict(outcome) | {"unreadable": unreadable}))
-    return 0
-
-
-def _read(argv: list[str]) -> argparse.Namespace:
-    parser = VerbParser("aggregate", main.__doc__)
-    parser.add_argument("updates", nargs="*", type=Path)
-    parser.add_argument("--base", type=Path, required=True)
-    parser.add_argument("--older", action="append", default=[], help="digest of the model before")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rule", default="{}", help="JSON: weigh, combine, update and the rest")
-    parser.add_argument("--codec", default="fp32", choices=list(CODECS), help="of the delta")
-    parser.add_argument("--about", default="{}", help="JSON: kept in the manifest")
-    parser.add_argument("--hold", action="store_true", help="of no update: the model stays")
-    return parser.read(argv)
-
-
-def _allow_many_files() -> None:
-    """Every file of every update is open at once: more than the usual 1,024 with large models."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def verified(folder: Path, bases: list[str], overlap_rounds: int = 0) -> Update:
     """An update whose files are as its manifest says, and that began from a known global model.
 
     bases: digests of this round's model, and of those before it from which work is still taken;
     that of `overlap_rounds` before is in time.
     """
-    manifest = read_manifest(folder)
+    return from_base(read_verified(folder), folder, bases, overlap_rounds)
+
+
+def from_base(
+    manifest: UpdateManifest, folder: Path, bases: list[str], overlap_rounds: int = 0
+) -> Update:
+    """An update whose files were verified, if it began from one of these global models."""
     if manifest.base not in bases:
         raise UserError(
             f"the update of {manifest.facility} began from {manifest.base[:12]}, this round from "
             f"{bases[0][:12]}",
             "train the model of this round, or allow late work: rule.max_staleness",
         )
-    refuse_wrong_files(folder, manifest)
     rounds_late = max(0, bases.index(manifest.base) - overlap_rounds)
     return Update(manifest, folder, rounds_late)
 
@@ -245,9 +201,3 @@ def _unfit(updates: list[Update], parts: list[Layout], rule: Rule) -> dict[str, 
         except Exception as error:  # whatever one facility sent, the others go on
             rejected[update.facility] = reason_of(error)
     return rejected
-
-
-def reason_of(error: Exception) -> str:
-    """Why an update is left out, in one line."""
-    found = error.found if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    return printable(found, 500)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.errors import UserError
 from atoll.federation import global_model
 from atoll.federation.error_feedback import read_decoded
@@ -16,7 +16,7 @@ from atoll.federation.tensors import Stretch, TensorReader
 
 def main(argv: list[str]) -> int:
     """`atoll apply-delta CAME OUT [--base BEFORE]`: a facility's copy of a round's global model."""
-    parser = VerbParser("apply-delta", main.__doc__)
+    parser = CommandParser("apply-delta", main.__doc__)
     parser.add_argument("came", type=Path, help="the first global model whole, or a delta")
     parser.add_argument("out", type=Path)
     parser.add_argument("--base", type=Path, help="the global model that the delta is added to")

@@ -9,19 +9,20 @@ from typing import Any
 import torch
 
 from atoll import run_dir
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.errors import UserError
 from atoll.federation.codec import CODECS
 from atoll.federation.error_feedback import encoded_layout, write_encoded
 from atoll.federation.fragments import PATTERNS, fragments_of
 from atoll.federation.global_model import begin, read_global, replace_folder
 from atoll.federation.tensors import TensorReader, TensorWriter, files_of, stretches, typed
-from atoll.federation.update import FORMAT_VERSION, UpdateManifest, facts_of, manifest_file
+from atoll.federation.update import FORMAT_VERSION, UpdateManifest, manifest_file
+from atoll.federation.update_files import facts_of
 
 
 def main(argv: list[str]) -> int:
     """`atoll make-delta`: the update of a finished run to the global model it began from."""
-    parser = VerbParser("make-delta", main.__doc__)
+    parser = CommandParser("make-delta", main.__doc__)
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--codec", required=True, choices=list(CODECS))

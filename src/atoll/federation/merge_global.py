@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.federation import global_model
 from atoll.federation.fragments import PATTERNS, fragments_of
 from atoll.federation.make_delta import refuse_other_tensors
@@ -18,7 +18,7 @@ from atoll.federation.tensors import Stretch, TensorReader
 
 def main(argv: list[str]) -> int:
     """`atoll merge-global GLOBAL OWN OUT`: averaged fragments into a facility's own weights."""
-    parser = VerbParser("merge-global", main.__doc__)
+    parser = CommandParser("merge-global", main.__doc__)
     parser.add_argument("model", type=Path, help="the global model")
     parser.add_argument("own", type=Path, help="fp32 export of the facility's last run")
     parser.add_argument("out", type=Path)

@@ -129,15 +129,16 @@ class TensorReader(ExitStack):
     def values(self, stretch: Stretch) -> Tensor:
         """The stretch in the tensor's own number format."""
         entry = self.entries[stretch.name]
-        size = entry.dtype.itemsize
-        buffer = bytearray(stretch.count * size)
-        view, done = memoryview(buffer), 0
-        while done < len(buffer):
-            got = os.preadv(entry.file, [view[done:]], entry.start + stretch.first * size + done)
+        values_N = torch.empty(stretch.count, dtype=entry.dtype)
+        content: Any = values_N.view(torch.uint8).numpy()
+        view, done = memoryview(content), 0
+        place = entry.start + stretch.first * entry.dtype.itemsize
+        while done < len(view):
+            got = os.preadv(entry.file, [view[done:]], place + done)
             if got == 0:
                 raise UserError(f"{entry.path} ends early, at {stretch.name}", "send it again")
             done += got
-        return torch.frombuffer(buffer, dtype=entry.dtype)
+        return values_N
 
 
 class TensorWriter(ExitStack):
@@ -160,7 +161,10 @@ class TensorWriter(ExitStack):
         """Write a stretch of a tensor, in the number format of the header."""
         entry = self.entries[stretch.name]
         content: Any = values_N.to(entry.dtype).contiguous().view(torch.uint8).numpy()
-        _write(entry.file, content, entry.start + stretch.first * entry.dtype.itemsize)
+        place = entry.start + stretch.first * entry.dtype.itemsize
+        _write(entry.file, content, place)
+        # the disk begins with it now, while the next stretches are computed, and not at the end
+        os.posix_fadvise(entry.file, place, content.size, os.POSIX_FADV_DONTNEED)
 
 
 def copy_fixed(before: TensorReader, *writers: TensorWriter) -> None:

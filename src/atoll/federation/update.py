@@ -6,24 +6,15 @@ UPDATE/
   manifest.json.sig                    ssh-keygen's signature of it
 """
 
-import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from atoll import run_dir
-from atoll.errors import UserError, printable
+from atoll.errors import UserError
 from atoll.federation.error_feedback import encoded_layout
 from atoll.federation.tensors import Layout, TensorReader
-from atoll.settings.exchange import (
-    FORMAT_VERSION,
-    FileFacts,
-    UpdateManifest,
-    manifest_file,
-    read_manifest,
-    signature_file,
-)
+from atoll.settings.exchange import FORMAT_VERSION, UpdateManifest, manifest_file, read_manifest
 
 __all__ = ["FORMAT_VERSION", "Update", "UpdateManifest", "manifest_file", "read_manifest"]
 
@@ -44,30 +35,6 @@ class Update:
         return TensorReader(self.folder, self.manifest.files, most)
 
 
-def refuse_wrong_files(folder: Path, manifest: UpdateManifest) -> None:
-    """Every file as the manifest says, and no other file beside them."""
-    known = {*manifest.files, manifest_file(folder).name, signature_file(folder).name}
-    with os.scandir(folder) as beside:  # there may be millions: the first is enough
-        for file in beside:
-            if file.name not in known or not file.is_file(follow_symlinks=False):
-                raise UserError(
-                    f"{printable(file.path)} is not in the manifest, or no plain file",
-                    "an update is JSON and safetensors: do not use what comes from there",
-                )
-    for name, facts in manifest.files.items():
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else None
-        if size != facts.bytes:
-            found = "is missing" if size is None else f"has {size:,} bytes, not {facts.bytes:,}"
-            raise UserError(f"{path} {found}", "send it again: rsync goes on from there")
-        found = run_dir.sha256_of(path)
-        if found != facts.sha256:
-            raise UserError(
-                f"{path} has sha256 {found[:12]}, the manifest says {facts.sha256[:12]}",
-                "send it again",
-            )
-
-
 def refuse_wrong_tensors(reader: TensorReader, manifest: UpdateManifest, layout: Layout) -> None:
     """The tensors of the global model, each once, in the encoding that the manifest names."""
     expected = {
@@ -83,10 +50,6 @@ def refuse_wrong_tensors(reader: TensorReader, manifest: UpdateManifest, layout:
                 f"global model asks for {_shown(expected.get(name))}",
                 "train the model of this round",
             )
-
-
-def facts_of(path: Path) -> FileFacts:
-    return FileFacts(bytes=path.stat().st_size, sha256=run_dir.sha256_of(path))
 
 
 def _shown(tensor: Any) -> str:

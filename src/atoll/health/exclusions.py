@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from atoll import run_dir
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.errors import UserError
 from atoll.settings import Run, load_run
 
@@ -28,7 +28,7 @@ class Exclusion:
 
 def main(argv: list[str]) -> int:
     """Print the nodes that a run leaves out, or take some of them back."""
-    parser = VerbParser("exclusions", __doc__)
+    parser = CommandParser("exclusions", __doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run")
     undo = "let jobs of the run use this node again"
     parser.add_argument("--take-back", metavar="NODE", action="append", default=[], help=undo)

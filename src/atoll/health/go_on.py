@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.errors import UserError
 from atoll.health import judge
 from atoll.health.exclusions import Exclusion, exclude, excluded
@@ -125,8 +125,8 @@ def _answer(asked: argparse.Namespace) -> str:
     return f"again {','.join(inside) or '-'}"
 
 
-def _parser() -> VerbParser:
-    parser = VerbParser("go-on", __doc__)
+def _parser() -> CommandParser:
+    parser = CommandParser("go-on", __doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run")
     step = "the step of the newest checkpoint when the ranks started"
     parser.add_argument("--began", type=int, required=True, help=step)

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from atoll import run_dir
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.health.culprit import culprit
 from atoll.health.faults import Fault, add_fault, in_a_line
 from atoll.health.node_record import lease_numbers, read_nodes
@@ -23,7 +23,7 @@ ABOUT = "Name who is at fault for the end of a run's last job, if nobody did yet
 
 def main(argv: list[str]) -> int:
     """Behind the ranks of a job: judge what its nodes wrote down, if its first node did not."""
-    parser = VerbParser("judge", ABOUT)
+    parser = CommandParser("judge", ABOUT)
     parser.add_argument("run_folder", metavar="RUN", type=Path, help="the folder of a run")
     run_folder = parser.read(argv).run_folder
     number = max(lease_numbers(run_dir.lease_folder(run_folder)), default=0)

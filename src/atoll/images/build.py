@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
-from atoll.commands import Finished, VerbParser, run_command
+from atoll.commands import CommandParser, Finished, run_command
 from atoll.errors import UserError
 from atoll.images import recipe as image_recipe
 from atoll.images.check import check_inside
@@ -269,7 +269,7 @@ def _working_in(folder: Path, variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = VerbParser("image", __doc__)
+    parser = CommandParser("image", __doc__)
     parser.add_argument("action", choices=list(ACTIONS))
     parser.add_argument("name", help="cpu, cuda, … or a .sif file (check: the folder of a run)")
     parser.add_argument("--images", default="images", help="the folder of images")

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from atoll.commands import VerbParser, close_stdin
+from atoll.commands import CommandParser, close_stdin
 from atoll.errors import UserError, keep_failure
 from atoll.launch.over_ssh import follow_stdin
 from atoll.launch.placement import Placement
@@ -60,7 +60,7 @@ def threads_per_rank(placement: Placement, core_count: int, cpus_per_task: str |
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = VerbParser(
+    parser = CommandParser(
         "launch", "Put this task in its place, or start this node's ranks of a run."
     )
     parser.add_argument("run_folder", metavar="RUN", type=Path, help="the folder of a run")

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.errors import UserError
 from atoll.launch.master import on_fabric, port_from
 from atoll.launch.processes import FORWARDED_SIGNALS, GRACE_SECONDS, die_with
@@ -171,8 +171,8 @@ def follow_stdin() -> None:
     os._exit(0)
 
 
-def _parser() -> VerbParser:
-    parser = VerbParser("over-ssh", "Start a command on machines without a scheduler, over ssh.")
+def _parser() -> CommandParser:
+    parser = CommandParser("over-ssh", "Start a command on machines without a scheduler, over ssh.")
     parser.add_argument("--hosts", type=Path, required=True, help="a file: one machine a line")
     parser.add_argument("--nodes", type=int, required=True, help="how many of them")
     parser.add_argument("--ranks", type=int, default=1, help="ranks on each, against slots=N")

@@ -7,6 +7,7 @@ import importlib
 import inspect
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate, compress
 from typing import Any
 
 import torch
@@ -106,16 +107,14 @@ def packed_attention(
     q, k, v = query_BHTD, key_BHTD, value_BHTD
     if heads_for_tokens is not None:
         q, k, v = (heads_for_tokens(x.to(dtype)) for x in (q, k, v))
-    kernel_dtype = _kernel_dtype(device, dtype, q.shape[2], segment_lengths is not None)
     with torch.autocast(device, enabled=False):
-        q, k, v = (x.to(kernel_dtype) for x in (q, k, v))
+        q, k, v = (x.to(dtype) for x in (q, k, v))
         if segment_lengths is not None:
             out_BTHD = _by_segment(q, k, v, segment_lengths, kernel)
         elif segment_ends is not None:
             out_BTHD = _varlen(q, k, v, segment_ends, kernel)
         else:
-            out_BTHD = _sdpa(q, k, v, kernel).transpose(1, 2)
-    out_BTHD = out_BTHD.to(dtype)
+            out_BTHD = _whole(q, k, v, kernel)
     return (out_BTHD if heads_for_tokens is None else heads_for_tokens.back(out_BTHD)), None
 
 
@@ -129,15 +128,15 @@ def _refuse_unknown(module: nn.Module, unknown: dict[str, Any]) -> None:
         )
 
 
-def _kernel_dtype(device: str, dtype: torch.dtype, tokens: int, any_length: bool) -> torch.dtype:
-    """fp32 on processors: for short samples as the faster, for documents as of any length.
+def _computed(x: Tensor, any_length: bool) -> Tensor:
+    """In fp32 on processors: short samples as the faster, documents as of any length.
 
     oneDNN compiles a kernel for each shape of a product in half precision and keeps 1,024 of
     them, up to 1 MB each. Long documents pay for that memory with time.
     """
-    if device == "cpu" and dtype.itemsize == 2 and (any_length or tokens <= SHORT_TOKENS):
-        return torch.float32
-    return dtype
+    if x.device.type == "cpu" and x.dtype.itemsize == 2:
+        return x.float() if any_length or x.shape[2] <= SHORT_TOKENS else x
+    return x
 
 
 def _flat(x_BHTD: Tensor) -> Tensor:
@@ -167,20 +166,48 @@ def _varlen(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, ends: Tensor, kernel
     return torch.as_tensor(out_NHD).view(batch, tokens, heads, width)
 
 
+def _whole(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, kernel: Kernel) -> Tensor:
+    q, k, v = (_computed(x, any_length=False) for x in (q_BHTD, k_BHTD, v_BHTD))
+    return _sdpa(q, k, v, kernel).transpose(1, 2).to(q_BHTD.dtype)
+
+
 @torch.compiler.disable
 def _by_segment(
+    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, lengths: tuple[int, ...], kernel: Kernel
+) -> Tensor:
+    """Samples that are one document in one call, of the others a call for each segment."""
+    batch, _, tokens, _ = q_BHTD.shape
+    ends = [*accumulate(lengths)]
+    fills = [n == tokens and end % tokens == 0 for n, end in zip(lengths, ends, strict=True)]
+    whole = [end // tokens - 1 for end in compress(ends, fills)]
+    if not whole:
+        return _each_segment(q_BHTD, k_BHTD, v_BHTD, lengths, kernel)
+    cut = sorted({*range(batch)}.difference(whole))
+    order = torch.tensor([*whole, *cut], device=q_BHTD.device)
+    inputs = (q_BHTD, k_BHTD, v_BHTD)
+    q, k, v = (x.index_select(0, order[: len(whole)]) for x in inputs)
+    outputs = [_whole(q, k, v, kernel)]
+    if cut:
+        shorter = tuple(n for n, fill in zip(lengths, fills, strict=True) if not fill)
+        q, k, v = (x.index_select(0, order[len(whole) :]) for x in inputs)
+        outputs.append(_each_segment(q, k, v, shorter, kernel))
+    return torch.cat(outputs).index_select(0, order.argsort())
+
+
+def _each_segment(
     q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, lengths: tuple[int, ...], kernel: Kernel
 ) -> Tensor:
     batch, heads, tokens, width = q_BHTD.shape
     # split, not slices: its backward is one concatenation instead of S zero-filled buffers.
     q_parts, k_parts, v_parts = (
-        _flat(x).transpose(0, 1).split(lengths, dim=1) for x in (q_BHTD, k_BHTD, v_BHTD)
+        _flat(_computed(x, any_length=True)).transpose(0, 1).split(lengths, dim=1)
+        for x in (q_BHTD, k_BHTD, v_BHTD)
     )
     outputs = [
         _sdpa(q[None], k[None], v[None], kernel)[0].transpose(0, 1)
         for q, k, v in zip(q_parts, k_parts, v_parts, strict=True)
     ]
-    return torch.cat(outputs).view(batch, tokens, heads, width)
+    return torch.cat(outputs).view(batch, tokens, heads, width).to(q_BHTD.dtype)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:

@@ -7,6 +7,7 @@ not write it.
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,24 +66,21 @@ def write_weights(
     stored: parameters as the family's files have them. Returns the bytes and sha256 of its files.
     Collective: every rank calls it with the same arguments but `rank`.
     """
-    failure: OSError | None = None
-    written: dict[str, dict[str, Any]] = {}
-    for number, names in enumerate(files):
-        mine = number % ranks == rank and failure is None
-        tensors = {}
-        for name in names:
-            tensor = full_tensor(parameters[name])
+    writing: list[Future[dict[str, Any]]] = []
+    paths = [folder / file_name(numbered.first + n, numbered.total) for n in range(len(files))]
+    with ThreadPoolExecutor(1) as writer:  # the next parameters are gathered meanwhile
+        for number, names in enumerate(files):
+            # one file at a time is whole in memory; after a failure only the others need this rank
+            mine = number % ranks == rank and not (writing and writing[-1].exception())
+            tensors = {}
+            for name in names:
+                tensor = full_tensor(parameters[name])
+                if mine:
+                    tensors[name] = tensor.to(device="cpu", dtype=dtype).contiguous()
             if mine:
-                tensors[name] = tensor.to(device="cpu", dtype=dtype, copy=True).contiguous()
-        if mine:
-            try:
-                path = folder / file_name(numbered.first + number, numbered.total)
-                written[path.name] = write_tensors(path, stored(tensors))
-            except OSError as error:
-                failure = error  # the other ranks still need this one to gather
-    if failure is not None:
-        raise failure
-    return written
+                writing.append(writer.submit(write_tensors, paths[number], stored(tensors)))
+    written = [future.result() for future in writing]
+    return dict(zip((path.name for path in paths[rank::ranks]), written, strict=True))
 
 
 def write_rest(

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from atoll import run_dir
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.data.harness_tasks import fetch_tasks
 from atoll.data.tokenize import prepare
 from atoll.errors import UserError
@@ -16,7 +16,7 @@ from atoll.settings import Run, load_run
 
 def main(argv: list[str]) -> int:
     """Fetch, convert, tokenise, then vouch for every file; what is there already stays."""
-    parser = VerbParser("fetch", main.__doc__)
+    parser = CommandParser("fetch", main.__doc__)
     parser.add_argument("bundle", type=Path)
     folder = parser.read(argv).bundle
     run = load_run(run_dir.bundle_request(folder))

@@ -93,6 +93,7 @@ class Metrics(Observer):
             "step": last.step,
             "tokens": last.total_tokens,
             "loss": loss,
+            **{f"epochs/{name}": epochs for name, epochs in last.epochs.items()},
             "perplexity": math.exp(min(loss, 700.0)),
             "learning_rate": last.learning_rate,
             "gradient_norm": float(last.gradient_norm),

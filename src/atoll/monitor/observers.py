@@ -4,8 +4,8 @@ An observer changes nothing of what is learned, and each can be switched off (`m
 All ranks have the same ones (the progress bar apart), so that a hook may use collectives.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class StepRecord:
     checkpoint_seconds: float  # for which training stood still since the step before
     skipped: Tensor | None = None  # 1.0 if its update was left out, else 0.0; on the device
     is_saved: bool = False  # a checkpoint follows: the run may go on from here
+    epochs: Mapping[str, float] = field(default_factory=dict)  # of each of several sources, so far
 
 
 class Observer:

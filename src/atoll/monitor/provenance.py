@@ -25,9 +25,16 @@ def made_of(run: Run) -> dict[str, str]:
         "commit": _commit(Path(__file__).parents[3]),
         "libraries": ", ".join(_versions()),
         "data": f"{run.data.name} {_digest(prepared / 'manifest.json')}",
+        "sources": ", ".join(_sources(run)),
         "tokenizer": f"{run.tokenizer.path or 'made for it'} {_of_tokenizer(prepared)}",
     }
     return {name: value.strip() for name, value in parts.items() if value.strip()}
+
+
+def _sources(run: Run) -> list[str]:
+    """Of several sources, each with the digest of its own manifest."""
+    folders = zip(run.data.sources, run_dir.prepared_sources(run), strict=False)
+    return [f"{source.name} {_digest(folder / 'manifest.json')}" for source, folder in folders]
 
 
 def _of_image(labels: Path) -> dict[str, str]:

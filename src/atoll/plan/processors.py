@@ -15,7 +15,9 @@ from atoll.plan.shapes import Shape, family_of
 from atoll.settings import Run
 
 Measured = Mapping[str, Any]  # `rates` of a certificate
-PASSES = {"none": 3, "full": 4}
+# Passes over the weights that training multiplies, and over attention: forward, two backward, and
+# forward again.
+PASSES = {"none": (3, 3), "selective": (4, 3), "full": (4, 4)}
 STEP_BYTES = 7 * FP32  # of a parameter: four numbers read, three written
 CLIP_BYTES = 6 * FP32  # of a gradient: read for its norm, scaled in place, cleared, added to
 ADD_BYTES = 3 * FP32  # of a gradient, added to those of the microbatches before
@@ -36,7 +38,7 @@ NEUTRAL = {
 
 def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     """Matrix products of blocks and of the head, and attention, each at the rate of its size."""
-    passes = PASSES[run.training.activation_checkpointing]
+    over_weights, over_attention = PASSES[run.training.activation_checkpointing]
     tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
     at_once = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.context
     head = 0 if shape.labels else shape.head_parameters
@@ -46,9 +48,9 @@ def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     chunk = min(shape.hidden, at_once, run.training.loss_chunk_tokens)
     attention = 4 * shape.layers * shape.query_width * run.data.sequence_tokens
     times = (
-        passes * tokens * 2 * blocks / _rate(run, measured, products, width),
+        over_weights * tokens * 2 * blocks / _rate(run, measured, products, width),
         3 * tokens * 2 * head / _rate(run, measured, products, chunk),
-        passes
+        over_attention
         * tokens
         * attention
         / _rate(run, measured, "attention_tflops", run.data.sequence_tokens),
@@ -59,7 +61,7 @@ def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
 def memory_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     """Activations, logits, the optimizer's step, and what each block costs whatever its size."""
     weights = weights_of(run, shape, run.axes.pipeline - 1)
-    share = PASSES[run.training.activation_checkpointing] / 3
+    share = PASSES[run.training.activation_checkpointing][0] / 3
     blocks = run.microbatches * shape.layers / run.axes.pipeline * share
     tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
     added = ADD_BYTES * max(0, run.microbatches - 1)

@@ -11,14 +11,11 @@ from dataclasses import dataclass, replace
 from atoll.plan import processors
 from atoll.plan.memory import Memory, block_activations, compute_bytes, memory_of
 from atoll.plan.messages import messages_sent
-from atoll.plan.processors import Measured
+from atoll.plan.processors import PASSES, Measured
 from atoll.plan.shapes import Shape
 from atoll.plan.traffic import bytes_sent, shards_averaged
 from atoll.settings import Run
 
-# Passes over the weights that training multiplies, and over attention: forward, two backward, and
-# forward again.
-PASSES = {"none": (3, 3), "selective": (4, 3), "full": (4, 4)}
 STATED, MEASURED_HERE = "stated by the facility", "measured by atoll plan --measure"
 
 

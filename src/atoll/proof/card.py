@@ -6,6 +6,7 @@ general-purpose models (model, data, training, computing, energy).
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,8 @@ def _front(run: Run) -> dict[str, Any]:
     front: dict[str, Any] = {"library_name": "transformers", "tags": ["atoll"]}
     if base := _hub_name(run.model.source):
         front["base_model"] = base
-    if run.data.hub:
-        front["datasets"] = [run.data.hub]
+    if hubs := [data.hub for data in run.data.each if data.hub]:
+        front["datasets"] = list(dict.fromkeys(hubs))
     return front
 
 
@@ -101,15 +102,20 @@ def _model(run: Run, config: Record, start: Record) -> Rows:
 
 
 def _data(run: Run) -> Rows:
-    data = run.data
-    yield "Name", data.name
-    yield "Source", data.hub or {"python_stdlib": "Python's own library"}.get(data.source, "files")
-    if data.hub:
-        yield "Configuration", data.hub_config or "the default"
-        yield "Revision", data.hub_revision
-    yield "Format", data.format
-    yield "Most documents", data.max_documents or "all"
-    yield "Tokens of a sample", data.sequence_tokens
+    yield "Name", run.data.name
+    for source, data in zip_longest(run.data.sources, run.data.each):
+        of = f"{source.name}: " if source else ""
+        if source:
+            weights = ", ".join(f"{w:g} from step {step}" for step, w in source.weights.items())
+            yield f"{of}Weight", weights if len(source.weights) > 1 else f"{source.weights[0]:g}"
+        origin = {"python_stdlib": "Python's own library"}.get(data.source, "files")
+        yield f"{of}Source", data.hub or origin
+        if data.hub:
+            yield f"{of}Configuration", data.hub_config or "the default"
+            yield f"{of}Revision", data.hub_revision
+        yield f"{of}Format", data.format
+        yield f"{of}Most documents", data.max_documents or "all"
+    yield "Tokens of a sample", run.data.sequence_tokens
 
 
 def _training(run: Run, start: Record, train: Record, result: Record) -> Rows:

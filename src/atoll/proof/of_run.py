@@ -30,7 +30,7 @@ def prove_run(
     known: name -> bytes and sha256 of files of the export, as they were written.
     """
     materials = [resource("run", run_folder, name) for name in existing(run_folder, ["run.yaml"])]
-    materials += _checkpoint(run_folder) + _prepared(run_dir.prepared(run))
+    materials += _checkpoint(run_folder) + _prepared(run_dir.prepared(run)) + _sources(run)
     materials += _named(made_of)
     materials += [_sbom(run_folder)]
     records = run_dir.metrics(run_folder)
@@ -68,6 +68,16 @@ def _prepared(folder: Path) -> list[Resource]:
     tokenizer = sorted(path for path in (folder / "tokenizer").glob("*") if path.is_file())
     names = ["manifest.json", *(f"tokenizer/{path.name}" for path in tokenizer)]
     return [resource("prepared", folder, name) for name in existing(folder, names)]
+
+
+def _sources(run: Run) -> list[Resource]:
+    """Of several sources, each by its own manifest."""
+    folders = zip(run.data.sources, run_dir.prepared_sources(run), strict=False)
+    return [
+        resource(f"prepared.{source.name}", folder, name)
+        for source, folder in folders
+        for name in existing(folder, ["manifest.json"])
+    ]
 
 
 def _sbom(run_folder: Path) -> Resource:

@@ -8,7 +8,7 @@ from pathlib import Path
 from atoll import run_dir
 from atoll.campaign.store import CampaignStore, load_store, settings_file
 from atoll.cluster.status import run_folder
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.errors import UserError
 from atoll.report.contents import Report, of_campaign, of_runs, of_simulation
 from atoll.report.html import standalone
@@ -30,7 +30,7 @@ tables that opens anywhere, offline."""
 
 def main(argv: list[str]) -> int:
     """Print the tables, and write the page beside the first run or the campaign."""
-    parser = VerbParser("report", ABOUT)
+    parser = CommandParser("report", ABOUT)
     parser.add_argument("names", nargs="+", metavar="RUN|CAMPAIGN|FILE.json")
     style = parser.add_mutually_exclusive_group()
     kept = "write each table, and the values of each figure, as a file in report/ beside the page"

@@ -21,6 +21,7 @@ from atoll.report.results import (
     summary_cells,
 )
 from atoll.report.run import RunMetrics, run_tables
+from atoll.report.sources import source_rows
 from atoll.report.tables import Rows
 
 MOST_SAMPLES = 6  # of several runs, on the page
@@ -74,7 +75,9 @@ def of_runs(
         a, b = (set(_settings_text(run).splitlines()) for run in runs)
         marked = frozenset(a ^ b)
     first = {title: rows for title, rows in first.items() if rows}
-    rest = {t: rows for t, rows in run_tables(runs, is_scaling_series(runs)).items() if rows}
+    tables: dict[str, Rows] = {"Sources": [row for run in runs for row in source_rows(run)]}
+    tables |= run_tables(runs, is_scaling_series(runs))
+    rest = {title: rows for title, rows in tables.items() if rows}
     names = labels([*runs, *others])
     ranked = sorted(runs, key=result_key)
     return Report(

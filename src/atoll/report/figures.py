@@ -9,6 +9,7 @@ from atoll.report.campaign import Part, Round, spent
 from atoll.report.drawing import Bars, Curves, Figure, Point, Series, Span
 from atoll.report.results import is_scaling_series, labels
 from atoll.report.run import Record, RunMetrics
+from atoll.report.sources import source_losses
 
 # What a facility does in a round, in this order, and the average; each with its colour.
 SPANS = {"send": 5, "queue": 6, "train": 0, "fetch": 4, "average": 3}
@@ -27,6 +28,8 @@ def of_runs(runs: Sequence[RunMetrics]) -> Iterator[Figure]:
         (f"Held-out {quality} over time", "minutes"),
     ):
         yield _curves(runs, title, x, quality, quality, _evaluations, log=True)
+    if len(runs) == 1 and runs[0].settings.data.sources:
+        yield source_losses(runs[0])
     yield _curves(runs, "Throughput", "step", "tokens/s", "tokens_per_second")
     yield _curves(runs, "Model FLOP utilisation", "step", "share of peak", "mfu")
     yield _curves(runs, "Memory of a rank", "step", "GiB", "memory_gib")

@@ -218,6 +218,8 @@ def _epochs(run: RunMetrics) -> dict[str, str]:
 
 def epoch_losses(run: RunMetrics) -> list[float]:
     """The mean training loss of each epoch, of the steps that were written down."""
+    if run.settings.data.sources:  # each has epochs of its own
+        return []
     steps_per_epoch = run.start["training_samples"] / run.settings.training.global_batch_samples
     epochs: dict[int, list[float]] = {}
     for line in run.train:

@@ -5,7 +5,7 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 from atoll.cluster.summary import summary
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.errors import UserError
 from atoll.report import command
 
@@ -14,7 +14,7 @@ ABOUT = "Write a run's report.html, and print in one box what the run made."
 
 def main(argv: list[str]) -> int:
     """Print the box of one run."""
-    parser = VerbParser("summary", ABOUT)
+    parser = CommandParser("summary", ABOUT)
     parser.add_argument("run_folder", type=Path, metavar="RUN")
     folder = parser.read(argv).run_folder
     with suppress(UserError), redirect_stdout(io.StringIO()):  # an evaluation has no steps

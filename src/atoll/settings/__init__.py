@@ -14,9 +14,8 @@ from atoll.settings.check import (
     nearest_setting,
     setting_names,
 )
+from atoll.settings.data import Classes, Data, Source, Validation
 from atoll.settings.learning import (
-    Classes,
-    Data,
     Evaluation,
     Generation,
     Lora,
@@ -29,7 +28,6 @@ from atoll.settings.learning import (
     Task,
     Tokenizer,
     Training,
-    Validation,
     check_positions,
 )
 from atoll.settings.machine import Facility, Folders, Image, Launcher, Limits, Node, Queue
@@ -58,6 +56,7 @@ __all__ = [
     "RopeScaling",
     "Run",
     "Sharding",
+    "Source",
     "Task",
     "Tokenizer",
     "Training",

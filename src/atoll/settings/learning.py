@@ -1,4 +1,4 @@
-"""What is learned, from which text, and how: the settings that no machine has a say in."""
+"""What is learned, and how: the settings that no machine has a say in."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,6 @@ from atoll.errors import UserError
 from atoll.settings.fields import (
     Count,
     CountOrZero,
-    FileNames,
     Fraction,
     Positive,
     Settings,
@@ -129,132 +128,6 @@ class Tokenizer(Settings):
     add_tokens: list[str] = []  # beside those it has; the model's embeddings grow with them
     # a jinja template's text (compose reads a file's, or knows chatml); unset: the tokenizer's own
     chat_template: str | None = None
-
-
-class Validation(Settings):
-    """The held-out text: a share of the documents, the end of each file, other files, a split."""
-
-    # of the documents, drawn by the seed
-    fraction: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
-    tail: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None  # of each file's characters
-    files: FileNames = []  # of their own
-    split: str | None = None  # of the dataset of the hub
-    max_documents: CountOrZero | None = None  # of files or a split; 0 or null: all
-
-    @model_validator(mode="after")
-    def _one_way(self) -> "Validation":
-        ways = [self.fraction, self.tail, self.files or None, self.split]
-        if sum(way is not None for way in ways) != 1:
-            raise ValueError("choose one of data.validation.fraction, .tail, .files, .split")
-        return self
-
-
-class Classes(Settings):
-    """Rows of one or two texts and a label: an index, a name of `labels`, or (no labels) a score.
-
-    Metrics are those of the GLUE benchmark (Wang et al. 2019).
-    """
-
-    # columns of one or two texts
-    text_fields: Annotated[list[str], Field(min_length=1, max_length=2)]
-    label_field: str = "label"  # column of the label
-    labels: list[str] = []  # their names in order; none: the label is a score
-    # computed on the held-out rows
-    metrics: list[Literal["accuracy", "f1", "matthews", "pearson", "spearman"]] = ["accuracy"]
-
-
-class Data(Settings):
-    """Where the text comes from, how it becomes documents, and how documents become batches."""
-
-    name: Word  # its own, and that of its YAML
-    # the sources of Python on this machine, files of yours, or a dataset of the hub
-    source: Literal["python_stdlib", "files", "hub"]
-    files: FileNames = []  # of python_stdlib: patterns of modules, as email/*
-    hub: str | None = None  # name of a dataset of the hub
-    hub_config: str | None = None  # name of its configuration, where it has several
-    hub_split: str = "train"  # that is trained on
-    hub_revision: str | None = None  # a branch, tag or commit
-    # split -> patterns of its files in the repository: where that holds a script, or much more
-    hub_files: dict[str, FileNames] = {}
-    hub_shuffle_seed: CountOrZero | None = None  # of both splits, before max_documents are taken
-    text_field: str = "text"  # column or key of the text, or of the conversation
-    quotes: bool = True  # fields of csv and tsv may stand in quotes; false: GLUE's own files
-    document: Literal["file", "paragraph", "line"] = "file"  # what of a text file is one document
-    # chat: a row is a conversation; preference: it has two answers, of which one is better
-    format: Literal["text", "chat", "preference"] = "text"
-    train_on: Literal["assistant", "last", "all"] = "assistant"  # of a conversation: whose tokens
-    # more tokens than a sample: cut after the last answer that fits, or left out
-    long_conversations: Literal["cut", "drop"] = "cut"
-    classes: Classes | None = None
-    template: str = "{text}"  # what is learned of each text; {text} stands for it
-    bos: Literal["auto", "always", "never"] = "auto"  # before a document; auto: as the tokenizer
-    max_documents: CountOrZero | None = None  # 0 or null: all
-    validation: Validation
-    # packing: several documents fill a sample; padding: one a sample
-    batching: Literal["packing", "padding"] = "packing"
-    # best_fit: documents stay whole where they fit; concat: one after another, cut anywhere
-    packing: Literal["best_fit", "concat"] = "best_fit"
-    sequence_tokens: Annotated[int, Field(ge=2)] = 512  # of a sample
-    # of the files of tokens; an interrupted preparation loses one at most
-    documents_per_shard: Count = 5_000
-    workers: Count | None = None  # threads that tokenise; null: one for each core
-
-    @model_validator(mode="after")
-    def _template_holds_text(self) -> "Data":
-        if "{text}" not in self.template:
-            raise ValueError(f"data.template holds no {{text}}: {self.template!r}")
-        return self
-
-    @model_validator(mode="after")
-    def _only_the_hub_is_shuffled(self) -> "Data":
-        if self.hub_shuffle_seed is not None and self.source != "hub":
-            raise ValueError(
-                f"data.hub_shuffle_seed={self.hub_shuffle_seed}, but data.source={self.source}",
-                "data.hub_shuffle_seed=null: training shuffles whatever it reads",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _tail_of_whole_files(self) -> "Data":
-        if self.validation.tail is not None and (self.source, self.document) != ("files", "file"):
-            raise ValueError(
-                f"data.validation.tail={self.validation.tail} cuts whole text files, and these "
-                f"documents are otherwise (data.source={self.source} document={self.document})",
-                "set data.source=files and data.document=file, or data.validation.fraction",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _rows_with_labels(self) -> "Data":
-        if self.classes is not None and self.source == "python_stdlib":
-            raise ValueError("data.classes needs rows with labels: data.source=files or hub")
-        if self.classes is not None and self.batching != "padding":
-            raise ValueError("rows with labels are padded, one a sample: data.batching=padding")
-        return self
-
-    @property
-    def holds_conversations(self) -> bool:
-        return self.format != "text"
-
-    @model_validator(mode="after")
-    def _conversations_are_whole_rows(self) -> "Data":
-        if not self.holds_conversations:
-            return self
-        unfit = {
-            "data.source=python_stdlib": self.source == "python_stdlib",
-            "data.classes": self.classes is not None,
-            f"data.template={self.template!r}": self.template != "{text}",
-            "data.packing=concat": self.packing == "concat" and self.batching == "packing",
-            "data.bos=always": self.bos == "always",
-        }
-        wrong = [name for name, present in unfit.items() if present]
-        if wrong:
-            raise ValueError(
-                f"data.format={self.format} with {wrong[0]}: a conversation is a whole row, and "
-                "the chat template alone says what stands around it",
-                f"leave {wrong[0].partition('=')[0]} out, or set data.format=text",
-            )
-        return self
 
 
 def check_positions(positions: int, sequence_tokens: int) -> None:

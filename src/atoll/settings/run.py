@@ -3,6 +3,7 @@
 from pydantic import Field, model_validator
 
 from atoll.settings.axes import Axes, axes_of
+from atoll.settings.data import Data
 from atoll.settings.fields import (
     Count,
     CountOrZero,
@@ -14,7 +15,6 @@ from atoll.settings.fields import (
 )
 from atoll.settings.learning import (
     Checkpoint,
-    Data,
     Evaluation,
     Export,
     Generation,
@@ -121,6 +121,20 @@ class Run(Settings):
             raise ValueError(
                 f"task={task} with {wide}: its ranks share no sample and no layer",
                 "choose ddp, full_shard, all_reduce or gather_scatter",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _epochs_are_of_one_source(self) -> "Run":
+        every, epochs = self.evaluation.every_epochs, self.training.epochs
+        if self.data.sources and (epochs is not None or every):
+            what = f"training.epochs={epochs:g}" if epochs else f"evaluation.every_epochs={every}"
+            raise ValueError(
+                f"{what} with {len(self.data.sources)} data.sources: each has epochs of its own",
+                "training.steps=NUMBER training.epochs=null; `metrics.jsonl` tells the epochs of "
+                "each, data.sources' max_epochs bounds them"
+                if epochs
+                else "evaluation.every_steps=NUMBER",
             )
         return self
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from atoll import run_dir
 from atoll.data.harness_tasks import HarnessTasks, tasks_of
-from atoll.data.loader import Samples, open_samples
+from atoll.data.loader import Samples, refuse_early_end, samples_of
 from atoll.data.tokenize import open_prepared
 from atoll.errors import UserError
 from atoll.health.heartbeat import Heartbeat, unwatched
@@ -81,8 +81,10 @@ def assemble(
         world, lambda: open_prepared(run, verify=True, rank=world.rank, world_size=world.size)
     )
     prepared = run_dir.prepared(run)
-    training = run_on_all_ranks(world, lambda: open_samples(run.data, prepared, "train"))
-    validation = run_on_all_ranks(world, lambda: open_samples(run.data, prepared, "validation"))
+    training = run_on_all_ranks(world, lambda: samples_of(run, "train"))
+    validation = run_on_all_ranks(world, lambda: samples_of(run, "validation"))
+    steps = total_steps(run, len(training))
+    run_on_all_ranks(world, lambda: refuse_early_end(training, run, steps))
     tasks = run_on_all_ranks(world, lambda: tasks_of(run.evaluation, run_dir.bundled_tasks(run)))
     task = TASKS[run.task.name]
     config = run_on_all_ranks(world, lambda: task.config(run, manifest.vocabulary))
@@ -119,7 +121,7 @@ def assemble(
         optimizer=optimizer,
         training=training,
         validation=validation,
-        total_steps=total_steps(run, len(training)),
+        total_steps=steps,
         communication_bytes=bytes_sent(as_computed(run, dtype), shape),
         shape=shape,
         heartbeat=heartbeat or unwatched(world.rank),

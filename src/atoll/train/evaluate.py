@@ -1,12 +1,15 @@
 """Loss and figures on the held-out part."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from atoll.data.loader import SourceSamples
 from atoll.data.order import Ints, sample_ids
 from atoll.monitor.observers import Observers
 from atoll.sharding.engines import FORWARDS
@@ -39,33 +42,53 @@ def evaluate(train_state: TrainState, step: int, observers: Observers) -> Evalua
 
 def _evaluate(train_state: TrainState, step: int, observers: Observers) -> Evaluation:
     started = time.monotonic()
-    run, world = train_state.run, train_state.world
-    total = torch.zeros(2, dtype=torch.float64, device=world.device)
-    results = _batch_results(train_state)
-    for result in results:
-        targets = result.targets.to(result.loss_sum.device)
-        total += torch.stack([result.loss_sum.double(), targets.double()])
-    loss_sum, target_count = summed(world, total).tolist()
+    run, world, sources = train_state.run, train_state.world, train_state.validation.sources
+    totals = torch.zeros(len(sources), 2, dtype=torch.float64, device=world.device)
+    by_source = _batch_results(train_state)
+    for total, results in zip(totals, by_source, strict=True):
+        for result in results:
+            targets = result.targets.to(result.loss_sum.device)
+            total += torch.stack([result.loss_sum.double(), targets.double()])
+    totals = summed(world, totals)
+    loss_sum, target_count = totals.sum(dim=0).tolist()
     mean = loss_sum / target_count
-    outputs, classes = _all_outputs(world, results)
+    outputs, classes = _all_outputs(world, [*chain.from_iterable(by_source)])
     figures = run_scores(train_state)
     if world.rank == 0:
         figures |= TASKS[run.task.name].figures(run, mean, outputs, classes)
+        figures |= _losses_of_sources(sources, totals)
     evaluation = Evaluation(mean, int(target_count), figures)
     for observer in observers:
         observer.on_evaluation(step, evaluation.record(), time.monotonic() - started)
     return evaluation
 
 
-def _batch_results(train_state: TrainState) -> list[BatchResult]:
-    """Of the microbatches that are this rank's, where it is the one that knows their loss."""
+def _losses_of_sources(sources: Sequence[SourceSamples], totals: Tensor) -> dict[str, float]:
+    """`loss/NAME` of each of several sources, from its summed loss and its targets."""
+    if len(sources) == 1:
+        return {}
+    means = (totals[:, 0] / totals[:, 1]).tolist()
+    return {f"loss/{source.name}": mean for source, mean in zip(sources, means, strict=True)}
+
+
+def _batch_results(train_state: TrainState) -> list[list[BatchResult]]:
+    """Of the microbatches that are this rank's, where it knows their loss, source by source."""
+    samples, most = train_state.validation, train_state.run.evaluation.max_samples
+    each = None if most is None else max(1, most // len(samples.sources))
+    train_state.model.eval()
+    results = [
+        _results_of(train_state, ids[drawn_ids(len(ids), each)]) for ids in samples.ids_of_sources
+    ]
+    train_state.model.train()
+    return results
+
+
+def _results_of(train_state: TrainState, chosen: Ints) -> list[BatchResult]:
     run, world, axes = train_state.run, train_state.world, train_state.run.axes
     forward, result_of = FORWARDS[run.sharding.step_engine], TASKS[run.task.name].result
     knows_loss = axes.stage(world.rank) == axes.pipeline - 1
     samples, microbatch = train_state.validation, run.training.microbatch_samples
-    chosen = drawn_ids(len(samples), run.evaluation.max_samples)
     results: list[BatchResult] = []
-    train_state.model.eval()
     for ids in shares(chosen, axes.data_rank(world.rank), axes.data, microbatch):
         train_state.heartbeat.at("evaluation")
         counted = ids[ids >= 0]
@@ -74,7 +97,6 @@ def _batch_results(train_state: TrainState) -> list[BatchResult]:
         output = forward(train_state.wrapped, batch, train_state.plan)
         if len(counted) and knows_loss:
             results.append(result_of(train_state.model, batch, output))
-    train_state.model.train()
     return results
 
 

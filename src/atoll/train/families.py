@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.errors import UserError
 from atoll.models.build import skeleton
 from atoll.models.parts import PARTS, blocks_of, parts_of
@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 def main(argv: list[str]) -> int:
     """Print one table (of Markdown), or one JSON list."""
-    parser = VerbParser("models", ABOUT)
+    parser = CommandParser("models", ABOUT)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="of all: those listed")
     parser.add_argument("--json", action="store_true", help="as a JSON list, with reasons")
     arguments = parser.read(argv)

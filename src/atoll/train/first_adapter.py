@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from atoll import run_dir
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.data import vocabulary
 from atoll.errors import UserError
 from atoll.models import export
@@ -34,7 +34,7 @@ OPENED_BYTES = 1 << 30
 
 def main(argv: list[str]) -> int:
     """Print the digest of a run's base; with FOLDER write its first adapter there, too."""
-    parser = VerbParser("adapter", main.__doc__)
+    parser = CommandParser("adapter", main.__doc__)
     parser.add_argument("run_file", type=Path, help="a run's settings: run.yaml")
     parser.add_argument("folder", type=Path, nargs="?")
     arguments = parser.read(argv)

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from atoll import run_dir
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.errors import UserError
 from atoll.settings import Generation, Run, load_run
 
@@ -27,8 +27,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> VerbParser:
-    parser = VerbParser("generate", __doc__)
+def _parser() -> CommandParser:
+    parser = CommandParser("generate", __doc__)
     parser.add_argument("where", type=Path, metavar="WHERE", help="folder of one of these")
     parser.add_argument("--prompt", help="default: generation.prompt of the run")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line")

@@ -109,6 +109,7 @@ def train_step(
         loss_sum=loss_sum,
         targets=share.global_targets,
         tokens=share.global_useful,
+        epochs=share.epochs,
         total_tokens=tokens + share.global_useful,
         learning_rate=rate,
         gradient_norm=norm,

@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -185,7 +185,7 @@ def first_difference(one: Digests, other: Digests) -> str | None:
 def microbatches_of(share: Share, run: Run) -> Share:
     """The least of a share that an engine can work on: one microbatch, or one for each stage."""
     least = run.axes.pipeline if run.sharding.stages_per_rank > 1 else 1
-    return Share(share.microbatches[:least], share.global_targets, share.global_useful)
+    return replace(share, microbatches=share.microbatches[:least])
 
 
 def check_copies(train_state: TrainState, state: dict[str, Tensor], step: int) -> None:

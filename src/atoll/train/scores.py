@@ -9,7 +9,7 @@ import torch
 from transformers.utils import logging
 
 from atoll import run_dir
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.data.harness_tasks import tasks_of
 from atoll.errors import UserError
 from atoll.launch import (
@@ -90,8 +90,8 @@ def scores_of(
     return harness.figures_of(model, generator.tokenizer, asked, tasks, world)
 
 
-def _parser() -> VerbParser:
-    parser = VerbParser("evaluate", __doc__)
+def _parser() -> CommandParser:
+    parser = CommandParser("evaluate", __doc__)
     parser.add_argument("where", type=Path, metavar="WHERE", help="folder of one of these")
     parser.add_argument("--tasks", required=True, metavar="NAMES", help="with commas between")
     parser.add_argument(

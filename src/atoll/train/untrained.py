@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from atoll import run_dir
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.data import vocabulary
 from atoll.data.shards import tokenizer_folder
 from atoll.data.tokenize import make_tokenizer
@@ -31,7 +31,7 @@ from atoll.train.tasks import TASKS
 
 def main(argv: list[str]) -> int:
     """Write the model that a run's settings name, before any training."""
-    parser = VerbParser("untrained", main.__doc__)
+    parser = CommandParser("untrained", main.__doc__)
     parser.add_argument("run_file", type=Path, help="a run's settings: run.yaml")
     parser.add_argument("folder", type=Path)
     about = "a folder with an adapter that is added to the weights, once"

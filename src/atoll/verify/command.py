@@ -7,7 +7,7 @@ from typing import Any
 from atoll import run_dir
 from atoll.campaign.signing import OF_MODELS, sign
 from atoll.campaign.store import settings_file
-from atoll.commands import VerbParser
+from atoll.commands import CommandParser
 from atoll.errors import UserError, printable
 from atoll.proof.statement import NAME, kind_of, read_statement
 from atoll.verify import export as exported
@@ -21,7 +21,7 @@ Ends with code 2 and the name of the first thing that differs. Nothing is fetche
 
 def main(argv: list[str]) -> int:
     """Print what is as stated and what is not at hand."""
-    parser = VerbParser("verify", ABOUT)
+    parser = CommandParser("verify", ABOUT)
     parser.add_argument("export", type=Path, metavar="EXPORT", help="a Hugging Face folder")
     parser.add_argument("--from", dest="source", type=Path, metavar="FOLDER", help="its run or "
                         "campaign, where the export was moved away from it")  # fmt: skip

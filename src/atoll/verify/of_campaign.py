@@ -11,7 +11,7 @@ from atoll.campaign.average import aggregate_words
 from atoll.campaign.first_model import merge_adapter
 from atoll.campaign.signing import refuse_unsigned
 from atoll.campaign.store import CampaignStore, load_store
-from atoll.campaign.transfer import atoll_here, run_verb
+from atoll.campaign.transfer import atoll_here, run_atoll
 from atoll.proof.statement import logs_of, materials_of
 from atoll.settings.exchange import manifest_file, read_manifest
 from atoll.settings.federation import Rule
@@ -92,7 +92,7 @@ def _again(store: CampaignStore, number: int, export: Path | None) -> Line:
         out = Path(scratch) / "global"
         folders = [] if "held" in stated else updates
         words = aggregate_words(store, number, folders, out)
-        run_verb([*atoll_here(), *words], f"round {number} again")
+        run_atoll([*atoll_here(), *words], f"round {number} again")
         again = json.loads((out / "manifest.json").read_text())
         for name in ("weights", "rejected", "rule", "digest"):
             if again.get(name) != stated.get(name):

@@ -23,8 +23,7 @@ SHARD_FILES = {
 def made_it(statement: dict[str, Any], run_folder: Path | None, deep: bool) -> Iterator[Line]:
     """Everything at hand; `deep`: every file that a manifest names, too."""
     entries = [*materials_of(statement), *logs_of(statement)]
-    prepared = None if run_folder is None else _prepared(run_folder)
-    places = {"run": run_folder, "prepared": prepared}
+    places = {"run": run_folder, **({} if run_folder is None else _prepared(run_folder))}
     yield from resources(entries, places)
     for entry in entries if deep else []:
         place, _, name = entry["name"].partition("/")
@@ -33,17 +32,20 @@ def made_it(statement: dict[str, Any], run_folder: Path | None, deep: bool) -> I
             continue
         if name.startswith("checkpoints/"):
             yield _checkpoint((folder / name).parent, entry)
-        elif entry["name"] == "prepared/manifest.json":
-            yield _shards(folder)
+        elif place.startswith("prepared") and name == "manifest.json":
+            yield from _shards(folder)
 
 
-def _prepared(run_folder: Path) -> Path | None:
-    """Where run.yaml says that its tokens are, if there are any."""
+def _prepared(run_folder: Path) -> dict[str, Path | None]:
+    """Where run.yaml says that its tokens are, and those of each source, if there are any."""
     try:
-        folder = run_dir.prepared(load_run(run_dir.settings_file(run_folder)))
+        run = load_run(run_dir.settings_file(run_folder))
     except UserError:  # the settings are of another time: what they say elsewhere is looked at
-        return None
-    return folder if folder.is_dir() else None
+        return {"prepared": None}
+    folders = {"prepared": run_dir.prepared(run)}
+    for source, folder in zip(run.data.sources, run_dir.prepared_sources(run), strict=False):
+        folders[f"prepared.{source.name}"] = folder
+    return {place: folder if folder.is_dir() else None for place, folder in folders.items()}
 
 
 def _checkpoint(folder: Path, entry: Resource) -> Line:
@@ -53,7 +55,8 @@ def _checkpoint(folder: Path, entry: Resource) -> Line:
     return Line("as stated", f"{entry['name'].rpartition('/')[0]}: {len(listed)} files")
 
 
-def _shards(folder: Path) -> Line:
+def _shards(folder: Path) -> Iterator[Line]:
+    """Of several sources the first manifest has no shards: each source's own names them."""
     content, count = json.loads((folder / "manifest.json").read_text()), 0
     for split in ("train", "validation"):
         for shard in content.get(split, []):
@@ -62,4 +65,5 @@ def _shards(folder: Path) -> Line:
                 if shard.get(digest) and shard["documents"]:
                     refuse_changed(path, None, shard[digest])
                     count += 1
-    return Line("as stated", f"tokens: {count} files of shards")
+    if count:
+        yield Line("as stated", f"tokens: {count} files of shards")

@@ -1,6 +1,7 @@
 """What a corpus is made of, and how a place in it is told."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,15 @@ class Span(NamedTuple):
     documents: int
     start: int
     stop: int
+
+
+@contextmanager
+def naming(source: str) -> Iterator[None]:
+    """Say in a mistake which source it is of."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"source {source}: {error.found}", error.hint) from error
 
 
 def refuse_missing_columns(name: object, columns: Iterable[str], fields: Iterable[str]) -> None:

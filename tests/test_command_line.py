@@ -1,4 +1,4 @@
-"""The command line: each verb has its function, and a verb's old name leads to its new one."""
+"""The command line: each command has its function, and an old name leads to the new one."""
 
 import errno
 import importlib.util
@@ -9,17 +9,17 @@ import sys
 import pytest
 
 from atoll.__main__ import RENAMED, main
-from atoll.commands import GROUPS, JOBS_OWN, VERBS
+from atoll.commands import COMMANDS, GROUPS, JOBS_OWN
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_has_a_module(verb):
-    assert importlib.util.find_spec(VERBS[verb][0].partition(":")[0])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_has_a_module(command):
+    assert importlib.util.find_spec(COMMANDS[command][0].partition(":")[0])
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_an_old_verb_is_refused_with_its_new_name(old, new, capsys):
-    assert new in VERBS and old not in VERBS
+def test_an_old_command_is_refused_with_its_new_name(old, new, capsys):
+    assert new in COMMANDS and old not in COMMANDS
     assert main([old, "x"]) == 2
     found, hint = capsys.readouterr().err.splitlines()
     assert found == f"atoll: unknown command: {old}"
@@ -31,10 +31,10 @@ def test_a_word_that_no_file_could_be_called_is_refused_like_any_other(capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["compose", "submit", "status", "doctor", "plan", "evaluate"])
-def test_help_shows_usage_and_options(verb, capsys):
+@pytest.mark.parametrize("command", ["compose", "submit", "status", "doctor", "plan", "evaluate"])
+def test_help_shows_usage_and_options(command, capsys):
     with pytest.raises(SystemExit) as end:
-        main([verb, "--help"])
+        main([command, "--help"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("usage: ")
 
@@ -52,7 +52,7 @@ def test_a_folder_that_is_not_there_to_generate_from(tmp_path, capsys):
     assert f"no such folder: {tmp_path / 'nowhere'}" in capsys.readouterr().err
 
 
-def test_a_word_that_is_no_verb(capsys):
+def test_a_word_that_is_no_command(capsys):
     assert main(["repport"]) == 2
     error = capsys.readouterr().err
     assert "unknown command: repport" in error and "did you mean report?" in error
@@ -84,7 +84,7 @@ def test_help_groups_what_only_jobs_call(capsys):
     assert main([]) == 0
     typed, _, called = capsys.readouterr().out.partition(JOBS_OWN)
     assert all(f"\n  {name} " in called for name in GROUPS[JOBS_OWN])
-    assert all(f"\n  {name} " in typed for name in VERBS if name not in GROUPS[JOBS_OWN])
+    assert all(f"\n  {name} " in typed for name in COMMANDS if name not in GROUPS[JOBS_OWN])
     assert "atoll submit facility=NAME experiment=demo" in called
 
 
@@ -151,14 +151,14 @@ GOES_ON = ("federate", "atoll: stopped; the same command goes on\n")
 
 
 @pytest.mark.parametrize(
-    ("verb", "printed"), [("plan", "atoll: stopped\n"), ("launch", ""), GOES_ON]
+    ("command", "printed"), [("plan", "atoll: stopped\n"), ("launch", ""), GOES_ON]
 )
-def test_ctrl_c_is_no_traceback(verb, printed, monkeypatch, capsys):
+def test_ctrl_c_is_no_traceback(command, printed, monkeypatch, capsys):
     def interrupted(argv):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("atoll.cluster.plan.main", interrupted)
     monkeypatch.setattr("atoll.launch.main", interrupted)
     monkeypatch.setattr("atoll.campaign.coordinator.main", interrupted)
-    assert main([verb]) == 130
+    assert main([command]) == 130
     assert capsys.readouterr().err == printed

@@ -21,7 +21,9 @@ def verbosity():
 
 
 @pytest.mark.login_node
-def test_the_table_in_the_docs_is_what_the_verb_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_in_the_docs_is_what_it_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert families.main([]) == 0
     printed, warned = capsys.readouterr()
     assert not warned

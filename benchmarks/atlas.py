@@ -1,0 +1,214 @@
+"""Held-out loss against bytes sent, of every server step, encoding and length of a round.
+
+    python benchmarks/atlas.py [--quick] [--minutes 480] [--processes 2] [--report]
+
+A small Llama of bytes learns at 2 to 8 facilities, simulated in one process with the product's own
+arithmetic (atlas_rounds.py), and beside each a synchronous run of as many tokens. Every campaign is
+kept as a line of results/atlas.jsonl as soon as it is done, and never done again: stop it whenever
+you like. What tells most comes first. The report goes into docs/atlas.md.
+"""
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict
+from functools import partial
+from math import log
+from typing import Any
+
+import atlas_report
+import results
+import torch
+from atlas_rounds import SYNCHRONOUS, Cell, run_cell
+
+KEPT = results.FOLDER / "atlas.jsonl"
+QUICK_STEPS, NIGHT_STEPS = 500, 2000
+QUICK_MINUTES, NIGHT_MINUTES = 55.0, 600.0
+ROUND_LENGTHS = (10, 25, 50, 100, 250)
+CODECS = ("fp32", "bf16", "int8", "int4", "int2", "sparse", "topk")
+SPARSE = ("sparse", "topk")
+UPDATES = ("replace", "nesterov", "momentum", "adam", "yogi")
+SPLITS = ("iid", "by_language")
+TUNING_SEED, SEEDS = 0, (1, 2, 3)
+RATES = (2e-3, 4e-3, 8e-3)  # of AdamW
+# the server's step -> rates and beta1 that are tried
+OUTER = {
+    "replace": ((1.0, 0.9), (0.7, 0.9)),
+    "nesterov": ((0.7, 0.9), (0.3, 0.9), (0.7, 0.5), (1.0, 0.3)),
+    "momentum": ((0.3, 0.9), (0.1, 0.9), (0.7, 0.5)),
+    "adam": ((3e-3, 0.9), (1e-2, 0.9), (1e-3, 0.9)),
+    "yogi": ((3e-3, 0.9), (1e-2, 0.9), (1e-3, 0.9)),
+}
+TUNED_LENGTHS = (50, 10, 250)
+Row = dict[str, Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="shorter campaigns, the most telling")
+    parser.add_argument("--minutes", type=float, default=None, help="after which none is begun")
+    parser.add_argument("--processes", type=int, default=2, help="of one thread each")
+    parser.add_argument("--report", action="store_true", help="only write the page")
+    arguments = parser.parse_args()
+    steps = QUICK_STEPS if arguments.quick else NIGHT_STEPS
+    minutes = arguments.minutes or (QUICK_MINUTES if arguments.quick else NIGHT_MINUTES)
+    if not arguments.report:
+        for stage in QUICK_STAGES if arguments.quick else NIGHT_STAGES:
+            rows = kept_rows()
+            known = done(rows)
+            todo = [cell for cell in stage(steps, rows) if cell not in known]
+            minutes -= run_all(todo, minutes, arguments.processes)
+            if minutes <= 0:
+                break
+    atlas_report.write(kept_rows())
+    return 0
+
+
+def run_all(cells: Sequence[Cell], minutes: float, processes: int) -> float:
+    """Run cells until the time is over, each kept as it ends; the minutes that it took."""
+    began, waiting = time.monotonic(), list(dict.fromkeys(cells))[::-1]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn, torch.set_num_threads, (1,)) as pool:
+        running: dict[Future[Row], Cell] = {}
+        while waiting or running:
+            while waiting and len(running) < processes and _minutes_since(began) < minutes:
+                cell = waiting.pop()
+                running[pool.submit(timed, cell)] = cell
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                keep(running.pop(future), future.result(), len(waiting))
+    return _minutes_since(began)
+
+
+def _minutes_since(began: float) -> float:
+    return (time.monotonic() - began) / 60
+
+
+def timed(cell: Cell) -> Row:
+    began = time.process_time()
+    return run_cell(cell) | {"processor_seconds": round(time.process_time() - began, 1)}
+
+
+def keep(cell: Cell, outcome: Row, waiting: int) -> None:
+    """A line of the file, whole or not at all: it is one write."""
+    row = {"cell": asdict(cell), **outcome, "versions": results.versions()}
+    with open(KEPT, "a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(
+        f"{cell.update} {cell.codec} H={cell.inner_steps} K={cell.facilities} {cell.split} seed "
+        f"{cell.seed}: {outcome['test']:.4f} nats, {outcome['answered']:.1%} answered, "
+        f"{outcome['bytes'] / 1e6:.2f} MB; {waiting} more",
+        flush=True,
+    )
+
+
+def kept_rows() -> list[Row]:
+    lines = KEPT.read_text().splitlines() if KEPT.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
+def done(rows: Iterable[Row]) -> set[Cell]:
+    return {Cell(**row["cell"]) for row in rows}
+
+
+# Stages: what is tuned first, then what is compared, the most telling first. Each sees what is
+# there already, as the rates of the next follow from it.
+
+
+def tune_inner(steps: int, rows: Sequence[Row]) -> Iterator[Cell]:
+    """AdamW's rate, of the synchronous run: all campaigns take it too."""
+    for rate in RATES:
+        yield Cell(SYNCHRONOUS, "fp32", 1, 4, "iid", TUNING_SEED, steps, rate)
+
+
+def tune_outer(
+    steps: int, rows: Sequence[Row], updates: Sequence[str], lengths: Sequence[int]
+) -> Iterator[Cell]:
+    """The server's rate and momentum, by the length of a round, of updates in fp32."""
+    rate = best_rate(steps, rows)
+    for inner_steps in lengths:
+        for update in updates:
+            for outer_rate, beta1 in OUTER[update]:
+                sizes = (inner_steps, 4, "iid", TUNING_SEED, steps)
+                yield Cell(update, "fp32", *sizes, rate, outer_rate, beta1)
+
+
+def compare(
+    steps: int,
+    rows: Sequence[Row],
+    seeds: Sequence[int] = SEEDS,
+    splits: Sequence[str] = SPLITS,
+    facilities: Sequence[int] = (4,),
+    updates: Sequence[str] = UPDATES,
+    codecs: Sequence[str] = CODECS,
+    lengths: Sequence[int] = ROUND_LENGTHS,
+) -> Iterator[Cell]:
+    """Every combination, and the synchronous runs beside them, at the tuned rates."""
+    rate = best_rate(steps, rows)
+    for seed in seeds:
+        for split in splits:
+            for count in facilities:
+                yield Cell(SYNCHRONOUS, "fp32", 1, count, split, seed, steps, rate)
+                for codec in codecs:
+                    for update in updates if codec not in SPARSE else ("replace",):
+                        for inner_steps in lengths:
+                            outer = best_outer(steps, rows, update, inner_steps)
+                            sizes = (inner_steps, count, split, seed, steps)
+                            yield Cell(update, codec, *sizes, rate, *outer)
+
+
+def best_rate(steps: int, rows: Sequence[Row]) -> float:
+    tried = _tuning(steps, rows, SYNCHRONOUS)
+    return float(min(tried, key=_validation)["cell"]["rate"]) if tried else RATES[1]
+
+
+def best_outer(
+    steps: int, rows: Sequence[Row], update: str, inner_steps: int
+) -> tuple[float, float]:
+    """Of the tried rates the best one, at the length nearest to this; untried, the first."""
+    tried = _tuning(steps, rows, update)
+    if not tried:
+        return OUTER[update][0]
+    lengths = {row["cell"]["inner_steps"] for row in tried}
+    nearest = min(sorted(lengths), key=lambda length: abs(log(length / inner_steps)))
+    best = min((r for r in tried if r["cell"]["inner_steps"] == nearest), key=_validation)
+    return float(best["cell"]["outer_rate"]), float(best["cell"]["beta1"])
+
+
+def _tuning(steps: int, rows: Sequence[Row], update: str) -> list[Row]:
+    wanted = {"update": update, "steps": steps, "seed": TUNING_SEED}
+    return [row for row in rows if wanted.items() <= row["cell"].items()]
+
+
+def _validation(row: Row) -> float:
+    return float(row["validation"])
+
+
+FEW_CODECS, FEW_UPDATES = ("fp32", "int8", "int4", "sparse"), ("replace", "nesterov")
+QUICK_STAGES = (
+    tune_inner,
+    partial(tune_outer, updates=("nesterov",), lengths=(50,)),
+    partial(compare, seeds=(1,), splits=("iid",), updates=("replace",), codecs=("fp32", "int8")),
+    partial(compare, seeds=(1,), splits=("iid",), updates=("nesterov",), codecs=("fp32",)),
+    partial(compare, seeds=(1,), updates=("replace",), codecs=("int8", "int4"), lengths=(10, 50)),
+    partial(compare, seeds=(1,), updates=("replace",), codecs=("int2", "sparse"), lengths=(10, 50)),
+    partial(compare, splits=("iid",), updates=("replace",), codecs=("int8",), lengths=(10, 50)),
+    partial(compare, seeds=(1,), updates=FEW_UPDATES),
+)
+NIGHT_STAGES = (
+    tune_inner,
+    partial(tune_outer, updates=UPDATES, lengths=TUNED_LENGTHS),
+    partial(compare, seeds=(1,), updates=FEW_UPDATES, codecs=FEW_CODECS),
+    partial(compare, updates=FEW_UPDATES, codecs=FEW_CODECS),
+    partial(compare, seeds=(1,)),
+    partial(compare, seeds=(1,), facilities=(2, 8), updates=FEW_UPDATES, codecs=FEW_CODECS),
+    partial(compare, facilities=(4, 2, 8)),
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

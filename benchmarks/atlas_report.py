@@ -1,0 +1,215 @@
+"""The atlas as a page: tables and figures of what results/atlas.jsonl has, into docs/atlas.md.
+
+Everything is against the synchronous run of the same seed, facilities and texts, and so many steps:
+how much more the loss is, and how many fewer the bytes. Intervals: 95 %, by Student's t over seeds.
+"""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from atlas_rounds import SYNCHRONOUS
+
+from atoll.report import tables
+from atoll.report.drawing import Curves, Series
+from atoll.report.html import standalone
+from atoll.run_dir import write_whole
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+BEGIN, END = "<!-- make bench-atlas -->\n", "<!-- end of atlas -->"
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # by the number of seeds
+# so many times fewer bytes -> the most that the loss may be above the synchronous one
+GOALS = {20: 0.003, 100: 0.01}
+NAMES = {"iid": "mixed text", "by_language": "a language each"}
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way to train together, against the synchronous runs of the same seeds."""
+
+    update: str
+    codec: str
+    inner_steps: int
+    facilities: int
+    split: str
+    rates: str
+    gaps: Sequence[float]  # of the loss, a share
+    answered: Sequence[float]  # the share of questions, less the synchronous one
+    fewer_bytes: float
+
+    @property
+    def gap(self) -> float:
+        return statistics.mean(self.gaps)
+
+    def shown(self) -> str:
+        """The gap in percent, with its interval where there are seeds enough for one."""
+        spread = ""
+        if len(self.gaps) in T_95:
+            half = T_95[len(self.gaps)] * statistics.stdev(self.gaps) / sqrt(len(self.gaps))
+            spread = f" ± {100 * half:.1f}"
+        return f"{100 * self.gap:+.1f}{spread} %"
+
+
+def write(rows: Sequence[Row]) -> None:
+    """The page and its figures, of the longest campaigns that can be compared."""
+    steps, points = longest(rows)
+    if not points:
+        print("nothing to compare yet: make bench-atlas")
+        return
+    page = DOCS / "atlas.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    text = "\n\n".join(sections(steps, points, rows))
+    write_whole(page, f"{before}{BEGIN}{text}\n{END}{rest.partition(END)[2]}")
+    for split in {point.split for point in points}:
+        write_whole(DOCS / "images" / f"atlas_{split}.svg", figure(split, points))
+    print(text)
+
+
+def longest(rows: Sequence[Row]) -> tuple[int, list[Point]]:
+    for steps in sorted({row["cell"]["steps"] for row in rows}, reverse=True):
+        if points := points_of([row for row in rows if row["cell"]["steps"] == steps]):
+            return steps, points
+    return 0, []
+
+
+def points_of(rows: Sequence[Row]) -> list[Point]:
+    """Seeds put together; the seed of tuning is not among them, nor rates that were not chosen."""
+    compared = [row for row in rows if row["cell"]["seed"] > 0]
+    beside = {_texts_of(row): row for row in compared if row["cell"]["update"] == SYNCHRONOUS}
+    newest: dict[tuple[Any, ...], dict[int, Row]] = {}
+    for row in compared:
+        if row["cell"]["update"] != SYNCHRONOUS and _texts_of(row) in beside:
+            newest.setdefault(_way_of(row), {})[row["cell"]["seed"]] = row
+    return [_point(way, list(seeds.values()), beside) for way, seeds in newest.items()]
+
+
+def _texts_of(row: Row) -> tuple[Any, ...]:
+    return tuple(row["cell"][name] for name in ("facilities", "split", "seed"))
+
+
+def _way_of(row: Row) -> tuple[Any, ...]:
+    names = ("update", "codec", "inner_steps", "facilities", "split")
+    return tuple(row["cell"][name] for name in names)
+
+
+def _point(way: tuple[Any, ...], rows: Sequence[Row], beside: Mapping[Any, Row]) -> Point:
+    pairs = [(row, beside[_texts_of(row)]) for row in rows]
+    cell = rows[-1]["cell"]
+    momentum = "" if cell["update"] == "replace" else f", {cell['beta1']:g}"
+    return Point(
+        *way,
+        rates=f"{cell['outer_rate']:g}{momentum}",
+        gaps=[ours["test"] / peer["test"] - 1 for ours, peer in pairs],
+        answered=[ours["answered"] - peer["answered"] for ours, peer in pairs],
+        fewer_bytes=statistics.mean(peer["bytes"] / ours["bytes"] for ours, peer in pairs),
+    )
+
+
+def sections(steps: int, points: Sequence[Point], rows: Sequence[Row]) -> Iterable[str]:
+    of_steps = [row for row in rows if row["cell"]["steps"] == steps]
+    hours = sum(row["processor_seconds"] for row in of_steps) / 3600
+    yield (
+        f"{len(of_steps)} runs of {steps:,} steps at each facility, {hours:.1f} processor hours; "
+        f"{of_steps[0]['parameters']:,} parameters; AdamW's rate "
+        f"{points_rate(of_steps):g} at its peak."
+    )
+    yield "## How near to the synchronous run"
+    yield tables.markdown(goals(points))
+    yield "## By encoding and length of a round"
+    for split in NAMES:
+        if any(point.split == split for point in points):
+            yield f"![Loss against bytes, {NAMES[split]}](images/atlas_{split}.svg)"
+    yield tables.markdown(by_length(points))
+    yield "The synchronous runs:"
+    yield tables.markdown(synchronous(of_steps))
+
+
+def points_rate(rows: Sequence[Row]) -> float:
+    return float(rows[-1]["cell"]["rate"])
+
+
+def goals(points: Sequence[Point]) -> list[dict[str, str]]:
+    """Of each kind of text and number of facilities the best way within so many bytes."""
+    lines = []
+    for split, facilities in sorted({(p.split, p.facilities) for p in points}, reverse=True):
+        for fewer, most in GOALS.items():
+            within = [
+                point
+                for point in points
+                if (point.split, point.facilities) == (split, facilities)
+                and point.fewer_bytes >= fewer
+            ]
+            if not within:
+                continue
+            best = min(within, key=lambda point: point.gap)
+            miss = best.gap - most
+            lines.append(
+                {
+                    "facilities": f"{facilities}, {NAMES[split]}",
+                    "bytes": f"1/{fewer} or fewer",
+                    "best": f"{best.update} ({best.rates}), {best.codec}, {best.inner_steps} steps",
+                    "its bytes": f"1/{best.fewer_bytes:.0f}",
+                    "loss": best.shown(),
+                    "wanted": f"{100 * most:g} %",
+                    "": "reached" if miss <= 0 else f"missed by {100 * miss:.1f} points",
+                    "answered": f"{100 * statistics.mean(best.answered):+.1f} points",
+                    "seeds": str(len(best.gaps)),
+                }
+            )
+    return lines
+
+
+def by_length(points: Sequence[Point]) -> list[dict[str, str]]:
+    """A line for each step and encoding, a column for each number of steps in a round."""
+    lines: dict[tuple[Any, ...], dict[str, str]] = {}
+    lengths = sorted({point.inner_steps for point in points})
+    for point in points:
+        way = (point.facilities, NAMES[point.split], point.update, point.codec)
+        names = ("facilities", "texts", "update", "codec")
+        blank = dict(zip(names, map(str, way), strict=True)) | dict.fromkeys(map(str, lengths), "")
+        cell = f"{point.shown()}, 1/{point.fewer_bytes:.0f}"
+        lines.setdefault(way, blank)[str(point.inner_steps)] = cell
+    return list(lines.values())
+
+
+def synchronous(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """Their losses, each a mean over seeds."""
+    groups: dict[tuple[int, str], list[Row]] = {}
+    for row in rows:
+        cell = row["cell"]
+        if cell["update"] == SYNCHRONOUS and cell["seed"] > 0:
+            groups.setdefault((cell["facilities"], cell["split"]), []).append(row)
+    return [
+        {
+            "facilities": str(facilities),
+            "texts": NAMES[split],
+            "nats a byte": f"{statistics.mean(row['test'] for row in group):.4f}",
+            "answered": f"{100 * statistics.mean(row['answered'] for row in group):.1f} %",
+            "MB of a facility": f"{group[0]['bytes'] / 1e6:,.0f}",
+            "seeds": str(len(group)),
+        }
+        for (facilities, split), group in groups.items()
+    ]
+
+
+def figure(split: str, points: Sequence[Point]) -> str:
+    """How much more the loss is, over how many fewer the bytes: a line for each encoding."""
+    of_split = [p for p in points if p.split == split and p.facilities == 4]
+    curves = []
+    for at, (update, codec) in enumerate(dict.fromkeys((p.update, p.codec) for p in of_split)):
+        chosen = [p for p in of_split if (p.update, p.codec) == (update, codec)]
+        values = sorted((p.fewer_bytes, 100 * p.gap) for p in chosen)
+        style = "line" if update == "replace" else "dashed"
+        curves.append(Series(f"{update}, {codec}", at, values, style))
+    drawn = Curves(
+        f"Four facilities, {NAMES[split]}: loss above the synchronous run's",
+        "times fewer bytes than the synchronous run",
+        "% more loss",
+        curves,
+        log_x=True,
+    )
+    return standalone(drawn)

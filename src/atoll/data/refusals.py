@@ -1,0 +1,67 @@
+"""What a text cannot be made into: a split without documents, more than the disk has room for."""
+
+import shutil
+from pathlib import Path
+
+from atoll.data import shards
+from atoll.data.encode import CorpusBlocks
+from atoll.data.shards import TokenManifest
+from atoll.errors import UserError
+from atoll.settings import Run
+
+# A token is rarely made of more text than this: the least room the tokens can need.
+TEXT_BYTES_PER_TOKEN = 6
+
+
+def refuse_empty_split(run: Run, corpora: list[CorpusBlocks]) -> None:
+    """Find by counting, before any work, that no document falls to a split."""
+    fraction = run.data.validation.fraction
+    documents = corpora[0].documents
+    held_out = int(corpora[0].source.held_out(0, documents).sum())
+    if fraction is None or 0 < held_out < documents:
+        return
+    raise UserError(
+        f"the {'train' if held_out else 'validation'} split is empty: with "
+        f"data.validation.fraction = {fraction}, {held_out} of {documents} documents are held out",
+        "make more documents of the text with data.document=paragraph or line, or set "
+        "data.validation.fraction nearer to one half",
+    )
+
+
+def refuse_blank_split(manifest: TokenManifest) -> None:
+    """Find that every document of a split was blank."""
+    for split in shards.SPLITS:
+        if not manifest.tokens(split):
+            raise UserError(
+                f"the {split} split is empty: all of its {manifest.blank(split)} documents are "
+                f"blank",
+                "give text with words in it, or choose another data.text_field",
+            )
+
+
+def refuse_too_long(manifest: TokenManifest, run: Run) -> None:
+    """Find that no conversation of a split fits into a sample."""
+    for split in shards.SPLITS:
+        if not manifest.tokens(split) and manifest.dropped(split):
+            raise UserError(
+                f"the {split} split is empty: each of its {manifest.dropped(split)} conversations "
+                f"has more than {run.data.sequence_tokens} tokens, to its first answer or in all",
+                "set data.sequence_tokens higher, or data.long_conversations=cut",
+            )
+
+
+def least_bytes(corpora: list[CorpusBlocks]) -> int:
+    spans = (span for text in corpora for block in text.blocks for span in block.spans)
+    text_bytes = sum(span.stop - span.start for span in spans)
+    return 2 * text_bytes // TEXT_BYTES_PER_TOKEN + 8 * sum(text.documents for text in corpora)
+
+
+def refuse_small_disk(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    present = sum(path.stat().st_size for path in folder.glob("*/*.ds*"))
+    if needed - present > free:
+        raise UserError(
+            f"too little room for the tokens in {folder}: {free:,} bytes free, "
+            f"at least {needed - present:,} needed",
+            "make room, or set folders.prepared to another file system",
+        )

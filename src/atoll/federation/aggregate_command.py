@@ -1,0 +1,78 @@
+"""`atoll aggregate`: the next global model from updates whose senders are known."""
+
+import argparse
+import json
+import resource
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import get_args
+
+from atoll.commands import CommandParser
+from atoll.federation.update_files import read_verified, reason_of
+from atoll.settings.exchange import Codec, UpdateManifest
+from atoll.settings.federation import Rule, checked_settings
+
+THREADS = 2
+
+
+def main(argv: list[str]) -> int:
+    """`atoll aggregate`: the next global model from updates whose senders are known."""
+    arguments = _read(argv)
+    rule = checked_settings(Rule, json.loads(arguments.rule), "rule.", "see settings/federation.py")
+    folders = [] if arguments.hold else arguments.updates
+    with ThreadPoolExecutor(THREADS) as pool:
+        verifying = [(folder, pool.submit(read_verified, folder)) for folder in folders]
+        return _aggregate(arguments, rule, verifying)
+
+
+def _aggregate(
+    arguments: argparse.Namespace, rule: Rule, verifying: list[tuple[Path, Future[UpdateManifest]]]
+) -> int:
+    import torch  # meanwhile files are hashed
+
+    from atoll.federation.aggregate import aggregate, from_base, hold
+    from atoll.federation.cohort import SmallCohort
+    from atoll.federation.global_model import read_global
+
+    torch.set_num_threads(1)  # stretches are worked on side by side
+    bases = [read_global(arguments.base)["digest"], *arguments.older]
+    updates, unreadable = [], dict[str, str]()
+    for folder, manifest in verifying:
+        try:
+            updates.append(from_base(manifest.result(), folder, bases, rule.overlap_rounds))
+        except Exception as error:  # whatever one facility sent, the others go on
+            unreadable[folder.parent.name] = reason_of(error)
+    about = json.loads(arguments.about) | {"unreadable": unreadable}
+    _allow_many_files()
+    base, codec, out = arguments.base, arguments.codec, arguments.out
+    try:
+        if arguments.hold:
+            outcome = hold(base, rule, codec, out, about)
+        else:
+            outcome = aggregate(base, updates, rule, codec, out, about)
+    except SmallCohort as error:
+        facts = {"short": error.found, "rejected": error.rejected}
+        print(json.dumps(facts | {"unreadable": unreadable}))
+        return 0
+    print(json.dumps(asdict(outcome) | {"unreadable": unreadable}))
+    return 0
+
+
+def _read(argv: list[str]) -> argparse.Namespace:
+    parser = CommandParser("aggregate", main.__doc__)
+    parser.add_argument("updates", nargs="*", type=Path)
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--older", action="append", default=[], help="digest of the model before")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rule", default="{}", help="JSON: weigh, combine, update and the rest")
+    parser.add_argument("--codec", default="fp32", choices=get_args(Codec), help="of the delta")
+    parser.add_argument("--about", default="{}", help="JSON: kept in the manifest")
+    parser.add_argument("--hold", action="store_true", help="of no update: the model stays")
+    return parser.read(argv)
+
+
+def _allow_many_files() -> None:
+    """Every file of every update is open at once: more than the usual 1,024 with large models."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

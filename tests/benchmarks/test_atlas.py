@@ -1,0 +1,117 @@
+"""The atlas trains as a campaign does, counts its bytes, and goes on where it stopped."""
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from atoll.federation.error_feedback import encoded_tensors
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+OF_US = ("results", "coordinate_check", "atlas", "atlas_texts", "atlas_rounds", "atlas_report")
+
+
+@pytest.fixture
+def atlas(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, with texts and a model that are small."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    for name in OF_US:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import atlas
+    import atlas_rounds
+    import atlas_texts
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    monkeypatch.setattr(atlas_rounds, "SIZES", atlas_rounds.SIZES | sizes)
+    for name in ("TEST_SAMPLES", "VALIDATION_SAMPLES", "QUESTIONS"):
+        monkeypatch.setattr(atlas_texts, name, 8)
+    return atlas
+
+
+def cell(atlas: ModuleType, update: str, **changes: object) -> object:
+    made = atlas.Cell(update, "fp32", 2, 1, "iid", 1, 6, 4e-3)
+    return replace(made, **changes)
+
+
+def test_one_facility_in_rounds_learns_what_it_learns_in_one_run(atlas: ModuleType) -> None:
+    """Moments, step counts and the schedule go on from round to round."""
+    alone, rounds = (atlas.run_cell(cell(atlas, update)) for update in ("synchronous", "replace"))
+    assert rounds["test"] == pytest.approx(alone["test"], abs=2e-5)
+    assert rounds["answered"] == alone["answered"]
+    assert alone["bytes"] == rounds["bytes"] * 2
+
+
+@pytest.mark.parametrize("codec", ["int8", "sparse"])
+def test_bytes_are_those_of_the_encoded_tensors_both_ways(atlas: ModuleType, codec: str) -> None:
+    import atlas_rounds
+
+    asked = cell(atlas, "replace", codec=codec, facilities=2, steps=4, split="by_language")
+    outcome = atlas.run_cell(asked)
+    model = atlas_rounds.model_of(atlas_rounds.settings(asked))
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+    def size(of: str) -> int:
+        stored = encoded_tensors(shapes, of).values()
+        return sum(dtype.itemsize * length for dtype, (length,) in stored)
+
+    rounds = 2
+    assert outcome["bytes"] == rounds * (size(codec) + size(atlas_rounds.DOWN.get(codec, codec)))
+
+
+def test_facilities_of_a_language_each_read_nothing_that_is_held_out(atlas: ModuleType) -> None:
+    import atlas_texts
+
+    texts = atlas_texts.divided(8, "by_language")
+    half = atlas_texts.LANGUAGE_BYTES / 2
+    assert all(0.8 * half < len(text) < half for text in texts.training)
+    read = [text.numpy().tobytes() for text in texts.training]
+    assert b"#include" in read[1] and b"#include" in read[5] and b"#include" not in read[2]
+    windows = texts.test_BT.to(torch.uint8).numpy()
+    assert not any(window.tobytes() in text for window in windows[::4] for text in read)
+
+
+def test_what_is_done_is_not_done_again_and_rates_are_those_tuned(atlas: ModuleType) -> None:
+    kept = []
+
+    def run(cells: list[object], validation: float) -> None:
+        for each in cells:
+            outcome = {"validation": validation - each.rate, "test": 2.0, "bytes": 8.0}
+            kept.append(json.loads(json.dumps({"cell": asdict(each), **outcome})))
+
+    tuned = list(atlas.tune_inner(500, kept))
+    run(tuned, 3.0)
+    assert atlas.done(kept) == set(tuned)
+    tries = list(atlas.tune_outer(500, kept, updates=("nesterov",), lengths=(50,)))
+    assert {each.rate for each in tries} == {max(atlas.RATES)}
+    run(tries[:1], 4.0)
+    run(tries[1:2], 1.0)
+    compared = list(atlas.compare(500, kept, seeds=(1,), updates=("nesterov",)))
+    rates = {(c.outer_rate, c.beta1) for c in compared if c.update == "nesterov"}
+    assert rates == {(tries[1].outer_rate, tries[1].beta1)}
+    assert all(c.update == "replace" for c in compared if c.codec in atlas.SPARSE)
+    run(compared, 1.0)
+    assert set(atlas.compare(500, kept, seeds=(1,), updates=("nesterov",))) <= atlas.done(kept)
+
+
+def test_the_page_compares_with_the_same_seed_and_says_what_is_missed(atlas: ModuleType) -> None:
+    import atlas_report
+
+    rows = []
+    for seed, synchronous in ((1, 2.0), (2, 2.5)):
+        for update, loss, size in (("synchronous", synchronous, 800.0), ("replace", 1.02, 40.0)):
+            each = asdict(cell(atlas, update, seed=seed, facilities=4, codec="int8"))
+            nats = loss if update == "synchronous" else loss * synchronous
+            facts = {"answered": 0.5, "bytes": size, "parameters": 9, "processor_seconds": 1.0}
+            rows.append({"cell": each, "test": nats, **facts})
+    steps, (point,) = atlas_report.longest(rows)
+    assert steps == 6 and point.gaps == pytest.approx([0.02, 0.02]) and point.fewer_bytes == 20
+    [line] = atlas_report.goals([point])
+    assert line["bytes"] == "1/20 or fewer" and line[""] == "missed by 1.7 points"
+    assert "+2.0 ± 0.0 %, 1/20" in "\n".join(atlas_report.sections(steps, [point], rows))
+    drawn = ElementTree.fromstring(atlas_report.figure("iid", [point]))
+    assert "replace, int8" in " ".join(drawn.itertext())
