@@ -35,7 +35,7 @@ INTERRUPTED = 130  # as a shell says of Ctrl-C
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--folder", type=Path, default=Path("runs/demo-federation"))
     parser.add_argument(
         "--check", action="store_true", help="fail unless it holds what is promised"
