@@ -62,8 +62,8 @@ def questions(
             return
         quick += 1
         waits = state.text == before or quick > QUICK_QUESTIONS
-        left = max(0.0, deadline - time.time())
-        yield min(store.campaign.poll_seconds, left + LOOK_SECONDS) if waits else 0.0
+        left_seconds = max(0.0, deadline - time.time())
+        yield min(store.campaign.poll_seconds, left_seconds + LOOK_SECONDS) if waits else 0.0
 
 
 @contextmanager

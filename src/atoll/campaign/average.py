@@ -31,10 +31,10 @@ def average(store: CampaignStore, number: int) -> bool:
         else:
             outcome = _aggregate(store, number, store.updates(number))
         if "short" in outcome:
-            held = _below_quorum(store, number, outcome)
-            if held is None:
+            instead = _below_quorum(store, number, outcome)
+            if instead is None:
                 return False
-            outcome = held
+            outcome = instead
     store.journal(number).append("averaged", seconds=time.time() - began, **outcome)
     return True
 

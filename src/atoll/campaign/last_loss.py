@@ -75,8 +75,8 @@ def _ask_until_measured(
         if is_silent or failures >= campaign.attempts:
             journal.append("left out", facility=site.name, why=printable(why, SHOWN))
             return
-        left = max(0.0, deadline - time.time())
-        stop.wait(min(campaign.poll_seconds, left + LOOK_SECONDS))
+        left_seconds = max(0.0, deadline - time.time())
+        stop.wait(min(campaign.poll_seconds, left_seconds + LOOK_SECONDS))
 
 
 def _answered(

@@ -54,8 +54,8 @@ def progress_line(store: CampaignStore, number: int, elapsed_seconds: float) -> 
     text = f"round {number}/{store.campaign.rounds}: {parts}"
     if any(share is None for share in shares.values()) or not slowest:
         return text
-    left = elapsed_seconds * ((1 - slowest) + store.campaign.rounds - number) / slowest
-    minutes, seconds = divmod(round(left), 60)
+    left_seconds = elapsed_seconds * ((1 - slowest) + store.campaign.rounds - number) / slowest
+    minutes, seconds = divmod(round(left_seconds), 60)
     return f"{text}; about {minutes}:{seconds:02d} left"
 
 

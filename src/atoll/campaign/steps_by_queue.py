@@ -105,9 +105,9 @@ def _seen(store: CampaignStore, number: int, site: Site) -> Pace | None:
 
 def _stepping_share(node_seconds: Mapping[str, Any]) -> float:
     """Of a job's time, what its steps took; all of it where that is not known."""
-    held = sum(seconds for name, seconds in node_seconds.items() if name != "queue")
+    all_seconds = sum(seconds for name, seconds in node_seconds.items() if name != "queue")
     useful = _of(node_seconds, USEFUL)
-    return useful / held if held and useful else 1.0
+    return useful / all_seconds if all_seconds and useful else 1.0
 
 
 def _of(node_seconds: Mapping[str, Any], names: Sequence[str]) -> float:

@@ -81,8 +81,8 @@ def goodput(run_folder: Path) -> dict[str, float]:
 
 def effective(columns: Mapping[str, float]) -> float:
     """The share of what was held, without the queue, in which the run got on."""
-    held = sum(seconds for name, seconds in columns.items() if name != "queue")
-    return sum(columns[name] for name in USEFUL) / held if held else 0.0
+    all_seconds = sum(seconds for name, seconds in columns.items() if name != "queue")
+    return sum(columns[name] for name in USEFUL) / all_seconds if all_seconds else 0.0
 
 
 def ledger(run_folder: Path) -> list[Line]:

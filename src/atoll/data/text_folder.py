@@ -305,10 +305,10 @@ def _progress(
     """wanted: of this call; what an earlier one left whole is in `documents_in_all` alone."""
     done = documents_in_all - wanted + documents
     left_seconds = round(seconds * (wanted - documents) / documents)
-    left = f", {timedelta(seconds=left_seconds)} left" if documents < wanted else ""
+    time_left = f", {timedelta(seconds=left_seconds)} left" if documents < wanted else ""
     return (
         f"tokenised {done:,} of {documents_in_all:,} documents, {tokens / 1e6:.2f} Mtok, "
-        f"{tokens / 1e6 / seconds:.2f} Mtok/s{left}"
+        f"{tokens / 1e6 / seconds:.2f} Mtok/s{time_left}"
     )
 
 

@@ -179,10 +179,10 @@ def _file(subject: Resource) -> Entity:
 
 def _outside(entry: Resource) -> Entity:
     """What is not in the crate, by its name; of an image or a commit, what is said of it."""
-    said = {**entry.get("digest", {}), **entry.get("annotations", {})}
-    if "sha256" in said:
+    facts = {**entry.get("digest", {}), **entry.get("annotations", {})}
+    if "sha256" in facts:
         return {"@id": f"#{entry['name']}", "@type": "CreativeWork", **_facts(entry)}
-    value = ", ".join(f"{name} {text}" for name, text in said.items())
+    value = ", ".join(f"{name} {text}" for name, text in facts.items())
     named = {"name": entry["name"], "value": value}
     return {"@id": f"#{entry['name']}", "@type": "PropertyValue", **named}
 

@@ -115,11 +115,11 @@ def ask_for_whole_job(rehearsal: Rehearsal, mirror: Mirror) -> Row:
     """Queue the job as typed, held back, and cancel it: does the scheduler take the line."""
     run, environment = rehearsal.run, rehearsal.environment
     folder, batch_file = rehearsal.stage.folder, config_tree().parent / "sbatch" / "train.sbatch"
-    argv, held = {"slurm": (slurm.sbatch_argv, "--hold"), "pbs": (pbs.qsub_argv, "-h")}[
+    argv, hold = {"slurm": (slurm.sbatch_argv, "--hold"), "pbs": (pbs.qsub_argv, "-h")}[
         run.facility.scheduler
     ]
     program, *words = argv(run, batch_file, folder)
-    done = run_command([program, held, *words], environment=environment)
+    done = run_command([program, hold, *words], environment=environment)
     taken = done.returncode == 0
     if taken:
         run_command(["scancel", done.stdout.split(";")[0].strip()], environment=environment)

@@ -104,9 +104,10 @@ def _checkpoints(runs: Sequence[RunMetrics]) -> Curves:
 def _predicted(runs: Sequence[RunMetrics]) -> Curves:
     """What was measured against what was predicted, a point for each run and figure."""
     points: dict[str, list[Point]] = {}
-    for one in (one for run in runs for one in run.outcomes):
-        if one.predicted and one.measured:
-            points.setdefault(one.name, []).append((one.predicted, one.measured))
+    for outcome in (outcome for run in runs for outcome in run.outcomes):
+        if outcome.predicted and outcome.measured:
+            pair = (outcome.predicted, outcome.measured)
+            points.setdefault(outcome.name, []).append(pair)
     places = {name: place for place, name in enumerate(MEASURED)}
     series = [
         Series(

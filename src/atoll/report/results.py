@@ -114,8 +114,8 @@ def _result(run: RunMetrics) -> dict[str, str]:
     energy = known.get("nodes", (sum(value for value, _ in known.values()), ""))[0]
     used = [line["mfu"] for line in run.steady if line.get("mfu") is not None]
     seconds = run.seconds
-    held = sum(value for name, value in run.goodput.items() if name != "queue")
-    node_hours = (held or seconds * run.settings.nodes) / 3600
+    job_seconds = sum(value for name, value in run.goodput.items() if name != "queue")
+    node_hours = (job_seconds or seconds * run.settings.nodes) / 3600
     return {
         **figures,
         "final loss": number(final_loss(run), 4),

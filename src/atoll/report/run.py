@@ -132,13 +132,13 @@ def _outcomes(run: RunMetrics) -> Rows:
         {
             "run": run.name,
             "what": f"{kind.what}, {kind.unit}",
-            "predicted": "" if one.predicted is None else f"{one.predicted:,.4g}",
-            "measured": "" if one.measured is None else f"{one.measured:,.4g}",
-            "error": "" if one.error is None else f"{one.error:+.1%}",
-            "is": one.bound,
+            "predicted": "" if outcome.predicted is None else f"{outcome.predicted:,.4g}",
+            "measured": "" if outcome.measured is None else f"{outcome.measured:,.4g}",
+            "error": "" if outcome.error is None else f"{outcome.error:+.1%}",
+            "is": outcome.bound,
         }
-        for one in run.outcomes
-        for kind in [MEASURED[one.name]]
+        for outcome in run.outcomes
+        for kind in [MEASURED[outcome.name]]
     ]
 
 

@@ -115,8 +115,8 @@ def learning_rate(settings: Optimizer, step: int, total_steps: int, ranks: int) 
     if settings.decay == "inverse_sqrt":  # Vaswani et al. 2017; no step but the warm-up's counts
         share = math.sqrt(max(1, settings.warmup_steps) / step)
         return peak * max(settings.final_fraction, share)
-    held = total_steps - settings.cooldown(total_steps) if settings.decay == "wsd" else 0
-    begin = max(settings.warmup_steps, held)
+    peak_steps = total_steps - settings.cooldown(total_steps) if settings.decay == "wsd" else 0
+    begin = max(settings.warmup_steps, peak_steps)
     if step <= begin:
         return peak
     share = DECAYS[settings.decay](step - begin, max(1, total_steps - begin))

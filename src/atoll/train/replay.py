@@ -170,16 +170,16 @@ def same_bits(device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def first_difference(one: Digests, other: Digests) -> str | None:
+def first_difference(first: Digests, other: Digests) -> str | None:
     """The first name whose digests differ; the host waits for the device once."""
-    if one.keys() != other.keys():
-        return min(one.keys() ^ other.keys())
-    if not one:
+    if first.keys() != other.keys():
+        return min(first.keys() ^ other.keys())
+    if not first:
         return None
-    device = next(iter(one.values())).device
-    pairs = [torch.stack([d[name].to(device) for name in one]) for d in (one, other)]
+    device = next(iter(first.values())).device
+    pairs = [torch.stack([d[name].to(device) for name in first]) for d in (first, other)]
     differs = (pairs[0] != pairs[1]).tolist()
-    return next((name for name, flag in zip(one, differs, strict=True) if flag), None)
+    return next((name for name, flag in zip(first, differs, strict=True) if flag), None)
 
 
 def microbatches_of(share: Share, run: Run) -> Share:

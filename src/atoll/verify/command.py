@@ -29,8 +29,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--identity", default="coordinator", help="who signed, in that file")
     parser.add_argument("--sign", type=Path, metavar="KEY", help="and sign it, if all is as stated")
     parser.add_argument("--quick", action="store_true", help="no shards, checkpoints, aggregation")
-    one = "of a campaign: the updates and the aggregation of one round alone"
-    parser.add_argument("--round", type=int, metavar="N", help=one)
+    about = "of a campaign: the updates and the aggregation of one round alone"
+    parser.add_argument("--round", type=int, metavar="N", help=about)
     words = parser.read(argv)
     folder = words.export.absolute()
     statement = read_statement(folder)

@@ -58,5 +58,5 @@ def resources(entries: list[Resource], places: Mapping[str, Path | None]) -> Ite
 def _by_name(entry: Resource) -> str:
     """Of an image, a commit: what the statement says, of which nothing here is the proof."""
     facts = {**entry.get("digest", {}), **entry.get("annotations", {})}
-    said = ", ".join(f"{name} {value}" for name, value in facts.items())
-    return printable(f"{entry['name']}: said to be {said}", 500)
+    stated = ", ".join(f"{name} {value}" for name, value in facts.items())
+    return printable(f"{entry['name']}: said to be {stated}", 500)

@@ -26,11 +26,11 @@ def made_it(
     export: Path,
     signers: Path | None,
     deep: bool,
-    one: int | None = None,
+    only_round: int | None = None,
 ) -> Iterator[Line]:
     """Everything at hand; `deep`: the aggregation of every kept round is done again.
 
-    one: of this round alone.
+    only_round: of this round alone.
     """
     yield from resources([*materials_of(statement), *logs_of(statement)], {"campaign": folder})
     if folder is None:
@@ -38,11 +38,11 @@ def made_it(
     store = load_store(folder)
     allowed = signers or _allowed(store)
     numbers = rounds(statement)
-    for number in numbers if one is None else [one - 1, one]:
-        if number and one in (None, number):
+    for number in numbers if only_round is None else [only_round - 1, only_round]:
+        if number and only_round in (None, number):
             yield from _updates(store, number, allowed)
         yield _model(store, number)
-        if deep and number and one in (None, number):
+        if deep and number and only_round in (None, number):
             yield _again(store, number, export if number == numbers[-1] else None)
 
 
@@ -111,8 +111,8 @@ def _again(store: CampaignStore, number: int, export: Path | None) -> Line:
 
 def same_bytes(made: Path, stated: Path) -> None:
     """Raise `UserError` unless two files have the same content."""
-    with open(made, "rb") as one, open(stated, "rb") as other:
-        while piece := one.read(4 << 20):
+    with open(made, "rb") as ours, open(stated, "rb") as other:
+        while piece := ours.read(4 << 20):
             if piece != other.read(len(piece)):
                 raise differs(f"{stated} is not what its updates make")
         if other.read(1):
