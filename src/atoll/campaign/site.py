@@ -56,11 +56,8 @@ ANOTHER_IS_AT_IT = "is running already"
 WORK = ".streamflow"
 LIFE_SECONDS = 3.0
 MOST_JOBS = 100  # of a round's run, that the coordinator is told of
-PATIENCE = (
-    "attempts",
-    "keep_checkpoints",
-    "facilities_here",
-)  # of a request: they may change in a round
+# of a request: they may change in a round
+PATIENCE = ("attempts", "keep_checkpoints", "facilities_here")
 # states of a round that come to another one by themselves
 WAITING = ("queued", "running", "retry", "unknown")
 
