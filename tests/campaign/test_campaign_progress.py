@@ -9,7 +9,9 @@ from atoll.config.compose import campaign_values
 
 
 def store_here(*words):
-    campaign = checked_campaign(campaign_values(["federation=demo", "name=c", "rounds=3", *words]))
+    campaign = checked_campaign(
+        campaign_values(["federation=demo", "name=c", "rounds=3", "steps=30", *words])
+    )
     return CampaignStore(campaign, Path("campaigns") / "c")
 
 

@@ -1,12 +1,15 @@
 """What is refused or said before a run is started here, and what machines read of it."""
 
+import io
 import json
 
 import pytest
 
 from atoll.__main__ import main
 from atoll.cluster import submit
+from atoll.cluster.device_here import SIGNS, check_device
 from atoll.config.compose import compose
+from atoll.errors import UserError
 from atoll.monitor.progress import Progress
 
 LAPTOP = ("facility=laptop", "name=x")
@@ -114,13 +117,75 @@ def test_compose_and_plan_as_json(capsys):
     assert all(option["memory_bytes"]["peak"] > 0 for option in plan["options"])
 
 
-def test_a_progress_bar_shows_no_figures_before_there_are_any():
+def test_a_progress_bar_begins_with_the_first_figures(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
     progress = Progress(total_steps=9, first_step=0)
-    progress.bar = progress._bar()
-    progress.started = 0.0
+    progress.before_step(1)
+    assert progress.bar is None and terminal.getvalue() == ""
+    progress.show({"event": "train", "step": 3, "loss": 2.5, "tokens_per_second": 1234.0})
     [task] = progress.bar.tasks
-    assert task.fields["figures"] == ""
-    line = {"event": "train", "step": 3, "loss": 2.5, "tokens_per_second": 1234.0}
-    progress.show(line)
-    assert task.fields["figures"] == "loss 2.5000  1,234 tokens/s"
+    assert task.fields["figures"] == "loss 2.5000  1,234 tokens/s  0:00 left"
     progress.on_end()
+    assert "step 3/9" in terminal.getvalue() and "step 0/9" not in terminal.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def machine(folder, *files):
+    for name in ("dev/kmsg", *files):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+@pytest.fixture
+def no_programs(monkeypatch):
+    monkeypatch.setattr("atoll.cluster.device_here.shutil.which", lambda name: None)
+
+
+@pytest.mark.parametrize("device", SIGNS)
+def test_devices_that_this_machine_has_not_are_refused(device, tmp_path, no_programs):
+    run = compose((*LAPTOP, f"facility.node.device={device}")).run
+    with pytest.raises(UserError) as caught:
+        check_device(run, machine(tmp_path))
+    assert f"this machine has no {device} device" in caught.value.found
+    assert "facility.node.device=cpu" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("device", "file"),
+    [("cuda", "dev/nvidia0"), ("cuda", "dev/dxg"), ("cuda", "dev/nvmap"), ("rocm", "dev/kfd")],
+)
+def test_devices_that_may_be_there_are_not_refused(device, file, tmp_path, no_programs):
+    check_device(compose((*LAPTOP, f"facility.node.device={device}")).run, machine(tmp_path, file))
+
+
+@pytest.mark.parametrize("program", ["sbatch", "qsub", "nvidia-smi"])
+def test_what_another_machine_may_have_is_not_refused(program, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "atoll.cluster.device_here.shutil.which", lambda name: name if name == program else None
+    )
+    run = compose((*LAPTOP, "facility.node.device=cuda")).run
+    check_device(run, machine(tmp_path))
+
+
+def test_devices_of_a_cluster_or_another_container_are_not_known(tmp_path, no_programs):
+    check_device(compose(("facility=leonardo", "name=x")).run, machine(tmp_path / "login"))
+    own_dev = tmp_path / "container"
+    check_device(compose((*LAPTOP, "facility.node.device=cuda")).run, own_dev)
+
+
+def test_absent_devices_end_in_two_lines_before_a_folder_is_written(
+    here, no_programs, monkeypatch, capsys
+):
+    root = machine(here / "root")
+    monkeypatch.setattr(submit, "check_device", lambda run: check_device(run, root))
+    words = ["submit", *LAPTOP, "facility.node.device=cuda"]
+    assert main(words) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    assert not (here / "runs").exists()
+    assert main(["submit", "--dry-run", *words[1:]]) == 0  # may be typed elsewhere

@@ -1,5 +1,6 @@
 """A facility that states devices trains on them, or says on every rank why it cannot."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from atoll.sharding import own_device as module
 from atoll.sharding.process_group import joined
 from atoll.train import train
 
-TWO = [Placement(rank, 2, rank, 2, 0, 1, "127.0.0.1", 1, "local") for rank in range(2)]
+TWO = [Placement(rank, 2, rank, 2, 0, 1, "127.0.0.1", 1, "slurm") for rank in range(2)]
 
 
 def run_with(folder: Path, device: str, **image):
@@ -44,6 +45,16 @@ def test_devices_that_are_asked_for_and_absent_are_refused(
     assert "runs with no flags" in found
     assert f"image.run_flags=[{module.VENDORS[device].run_flag}]" in hint
     assert "facility.node.device=cpu" in hint
+
+
+def test_ranks_of_one_launcher_say_it_once(tmp_path, no_devices):
+    run = run_with(tmp_path, "cuda")
+    first, second = (replace(placement, source="fork") for placement in TWO)
+    with pytest.raises(UserError, match="no cuda device is visible to rank 0"):
+        module.own_device(run, first)
+    with pytest.raises(SystemExit) as caught:
+        module.own_device(run, second)
+    assert caught.value.code == 2
 
 
 def test_a_run_ends_before_anything_is_trained(tmp_path, no_devices):

@@ -37,6 +37,7 @@ def request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
         "inner_state": campaign.inner_state,
         "attempts": campaign.attempts,
         "keep_checkpoints": campaign.keep_checkpoints,
+        "facilities_here": sum(each.host == site.host for each in campaign.sites),
         "signing_key": site.signing_key,
         "overrides": training_words(
             campaign, number, site, store.steps(number, site), store.steps_before(number, site)

@@ -56,7 +56,8 @@ ANOTHER_IS_AT_IT = "is running already"
 WORK = ".streamflow"
 LIFE_SECONDS = 3.0
 MOST_JOBS = 100  # of a round's run, that the coordinator is told of
-PATIENCE = ("attempts", "keep_checkpoints")  # of a request: they may change in a round
+# of a request: they may change in a round
+PATIENCE = ("attempts", "keep_checkpoints", "facilities_here")
 # states of a round that come to another one by themselves
 WAITING = ("queued", "running", "retry", "unknown")
 
@@ -154,7 +155,7 @@ def _advance(
         lines += inner_state_words(folder, here, request, lines)
     run = compose(lines).run
     refuse_outside(run, request["overrides"], folder)
-    state, why = _submitted(here, run, lines, request["attempts"])
+    state, why = _submitted(here, run, lines, request)
     if state != "finished":
         return {"state": state, "why": why}
     if how.measure:
@@ -229,7 +230,7 @@ def _overrides(
     ]
 
 
-def _submitted(here: Path, run: Run, lines: list[str], attempts: int) -> tuple[str, str]:
+def _submitted(here: Path, run: Run, lines: list[str], request: dict[str, Any]) -> tuple[str, str]:
     """State of the round's job, submitted if it was not; one that failed is tried again."""
     folder, journal = run_dir.folder(run), Journal(here)
     why = journal.last("refused").get("why", "")
@@ -238,10 +239,11 @@ def _submitted(here: Path, run: Run, lines: list[str], attempts: int) -> tuple[s
         if state in ("queued", "running", "finished", "unknown"):
             return state, why
     tried = len(journal.records("refused", "accepted"))  # what a kill cut short is none
-    if tried >= attempts:
+    if tried >= request["attempts"]:
         return "failed", f"{tried} attempts: {why or 'no reason was given'}"
     journal.append("submitted", run=str(folder))
-    done = run_command([*atoll_here(), "submit", *lines])
+    threads = threads_of_ranks(run, request["facilities_here"], len(os.sched_getaffinity(0)))
+    done = run_command([*atoll_here(), "submit", *lines], environment=threads | os.environ)
     if done.returncode:
         why, _ = complaint(done.stderr)
         if ANOTHER_IS_AT_IT in done.stderr:
@@ -251,6 +253,13 @@ def _submitted(here: Path, run: Run, lines: list[str], attempts: int) -> tuple[s
     journal.append("accepted")
     state, why = status(folder)
     return "retry" if state == "failed" else state, why  # the next question submits it again
+
+
+def threads_of_ranks(run: Run, facilities_here: int, cores: int) -> dict[str, str]:
+    """Facilities of one machine without a scheduler share its cores; empty: they need not."""
+    if facilities_here == 1 or run.facility.scheduler != "none":
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, cores // (facilities_here * run.ranks_per_node)))}
 
 
 def _make_update(folder: Path, here: Path, run: Run, request: dict[str, Any], base: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from atoll import run_dir
 from atoll.cluster import before_queue, limits, pbs, slurm, then
+from atoll.cluster.device_here import check_device
 from atoll.cluster.fit import check_fit, unknown_fit
 from atoll.cluster.hand_over import hand_over
 from atoll.cluster.job_script import around_job, launch_script, then_head
@@ -95,6 +96,7 @@ def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
     for composition in compositions:
         check(composition.run, here, environment)
         if not arguments.dry_run:  # which may be typed before there is an image
+            check_device(composition.run)
             check_image(composition.run)
             check_environment(composition.run)
             check_data(composition.run)

@@ -23,7 +23,6 @@ class Progress(Observer):
     def before_step(self, step: int) -> None:
         if self.started is None:
             self.started = time.monotonic()
-            self.bar = self._bar() if sys.stdout.isatty() else None
 
     def show(self, record: Record) -> None:
         """Show a record of metrics.jsonl, if it is one of training steps or of the guard."""
@@ -32,18 +31,20 @@ class Progress(Observer):
             print(f"step {record['at_step']}: {record['kind']}, {done}", flush=True)
         if record["event"] != "train" or self.started is None:
             return
-        step, loss, rate = record["step"], record["loss"], record["tokens_per_second"]
-        if self.bar is not None:
-            figures = f"loss {loss:.4f}  {rate:,.0f} tokens/s"
-            self.bar.update(self.bar.task_ids[0], completed=step, figures=figures)
+        step, figures = record["step"], self._figures(record, time.monotonic() - self.started)
+        if not sys.stdout.isatty():
+            print(f"step {step:>6}/{self.total_steps}  {figures}", flush=True)
             return
-        seconds_per_step = (time.monotonic() - self.started) / max(1, step - self.first_step)
+        if self.bar is None:  # not before: there is nothing to show yet
+            self.bar = self._bar()
+        self.bar.update(self.bar.task_ids[0], completed=step, figures=figures)
+        self.bar.start()
+
+    def _figures(self, record: Record, seconds_so_far: float) -> str:
+        step, loss, rate = record["step"], record["loss"], record["tokens_per_second"]
+        seconds_per_step = seconds_so_far / max(1, step - self.first_step)
         minutes, seconds = divmod(int(seconds_per_step * (self.total_steps - step)), 60)
-        print(
-            f"step {step:>6}/{self.total_steps}  loss {loss:.4f}  "
-            f"{rate:,.0f} tokens/s  {minutes}:{seconds:02d} left",
-            flush=True,
-        )
+        return f"loss {loss:.4f}  {rate:,.0f} tokens/s  {minutes}:{seconds:02d} left"
 
     def on_evaluation(self, step: int, figures: dict[str, float], seconds: float) -> None:
         names = [name for name in figures if name not in ("loss", "targets")]
@@ -61,8 +62,6 @@ class Progress(Observer):
             progress.TextColumn("step {task.completed}/{task.total}"),
             progress.BarColumn(),
             progress.TextColumn("{task.fields[figures]}"),
-            progress.TimeRemainingColumn(),
         )
         bar.add_task("", total=self.total_steps, completed=self.first_step, figures="")
-        bar.start()
         return bar

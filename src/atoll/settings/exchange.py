@@ -56,6 +56,8 @@ class SiteRequest(BaseModel):
     inner_state: InnerState = "kept"
     attempts: Annotated[int, Field(ge=1, le=10**6)]
     keep_checkpoints: Annotated[int, Field(ge=1, le=10**6)] = 2
+    # of the campaign's, on the machine of this one, itself too: they share its cores
+    facilities_here: Annotated[int, Field(ge=1, le=1000)] = 1
     signing_key: Annotated[str, Field(max_length=4096)] | None
     overrides: Annotated[
         list[Annotated[str, Field(max_length=10_000)]], Field(max_length=1000)

@@ -36,12 +36,16 @@ VENDORS = {
     ),
 }
 
+# of ranks that one launcher of ours started: where one sees no device, its neighbours see none
+ONE_ENVIRONMENT = ("fork", "local")
+
 
 def own_device(run: Run, placement: Placement) -> torch.device:
     """The device of this rank, made the current one.
 
     Raises `UserError` where the facility states devices and none is visible: a run never goes on
-    on the processors unless facility.node.device=cpu says so.
+    on the processors unless facility.node.device=cpu says so. Where that holds for all ranks of a
+    node, one says it.
     """
     kind = run.facility.node.device
     if kind == "cpu":
@@ -55,6 +59,8 @@ def own_device(run: Run, placement: Placement) -> torch.device:
         )
     count = torch.cuda.device_count() if torch_is_for(kind) else 0
     if not count or not torch.cuda.is_available():
+        if placement.local_rank and placement.source in ONE_ENVIRONMENT:
+            raise SystemExit(2)  # the node's first rank says it, and has the time to
         raise _none_visible(run, placement, os.environ)
     index = device_index(placement.local_rank, placement.local_world_size, count)
     torch.cuda.set_device(index)
