@@ -1,17 +1,23 @@
 """What the federated demo is compared with: the same text, the same tokens, nothing held out."""
 
-import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from atoll.campaign.store import checked_campaign
 from atoll.config.compose import campaign_values, compose
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import federation_against_alone as demo
-
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 ROUNDS, STEPS = 3, 7
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import federation_against_alone
+
+    return federation_against_alone
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +26,7 @@ def campaign():
     return checked_campaign(campaign_values(lines))
 
 
-def test_one_machine_has_all_training_text_and_nothing_held_out(campaign, tmp_path):
+def test_one_machine_has_all_training_text_and_nothing_held_out(demo, campaign, tmp_path):
     demo.write_union(campaign, tmp_path / "start", tmp_path)
     train, held_out = (
         {path.name: path.read_bytes() for path in (tmp_path / part).iterdir()}
@@ -32,7 +38,7 @@ def test_one_machine_has_all_training_text_and_nothing_held_out(campaign, tmp_pa
         assert 0.05 < kept / (own + kept) < 0.3  # data.validation.fraction=0.15
 
 
-def test_one_machine_takes_as_many_tokens_as_the_facilities_together(campaign, tmp_path):
+def test_one_machine_takes_as_many_tokens_as_the_facilities_together(demo, campaign, tmp_path):
     alone = [compose(demo.alone(campaign, site, tmp_path)).run for site in campaign.sites]
     union = compose(demo.one_machine(campaign, tmp_path, tmp_path)).run
     assert union.training.steps == ROUNDS * STEPS
@@ -46,7 +52,7 @@ def test_one_machine_takes_as_many_tokens_as_the_facilities_together(campaign, t
     ("federated", "one_machine", "misses"),
     [(10.1, 10.0, False), (9.0, 10.0, False), (10.3, 10.0, True), (12.1, 12.0, True)],
 )
-def test_what_is_promised(federated, one_machine, misses, capsys):
+def test_what_is_promised(demo, federated, one_machine, misses, capsys):
     union = {"before": 900.0, "a alone": 12.0, "b alone": 13.0}
     union |= {demo.ONE_MACHINE: one_machine, "federated": federated}
     assert demo.missed(union) is misses
