@@ -21,6 +21,7 @@ from math import log
 from typing import Any
 
 import atlas_report
+import atlas_texts
 import results
 import torch
 from atlas_rounds import SYNCHRONOUS, Cell, run_cell
@@ -96,7 +97,8 @@ def timed(cell: Cell) -> Row:
 
 def keep(cell: Cell, outcome: Row, waiting: int) -> None:
     """A line of the file, whole or not at all: it is one write."""
-    row = {"cell": asdict(cell), **outcome, "versions": results.versions()}
+    about = {"texts": atlas_texts.digest(), "versions": results.versions()}
+    row = {"cell": asdict(cell), **outcome, **about}
     with open(KEPT, "a") as file:
         file.write(json.dumps(row) + "\n")
     print(
@@ -108,8 +110,10 @@ def keep(cell: Cell, outcome: Row, waiting: int) -> None:
 
 
 def kept_rows() -> list[Row]:
+    """Those on the texts of this environment: of others nothing can be compared."""
     lines = KEPT.read_text().splitlines() if KEPT.is_file() else []
-    return [json.loads(line) for line in lines]
+    rows = [json.loads(line) for line in lines]
+    return [row for row in rows if row["texts"] == atlas_texts.digest()]
 
 
 def done(rows: Iterable[Row]) -> set[Cell]:

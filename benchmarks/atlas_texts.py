@@ -3,6 +3,7 @@
 Legend: N bytes of a text, B samples, T tokens of a sample.
 """
 
+import hashlib
 import random
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -68,6 +69,13 @@ def _of_few(texts: Sequence[Tensor], place: int, facilities: int) -> Iterator[Te
         return
     sharing = range(place % len(texts), facilities, len(texts))
     yield texts[place % len(texts)].chunk(len(sharing))[place // len(texts)]
+
+
+@cache
+def digest() -> str:
+    """Of all texts: they change with Python and the locked packages."""
+    parts = [part for name in LANGUAGES for part in _language(name)]
+    return hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()[:12]
 
 
 @cache

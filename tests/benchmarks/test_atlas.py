@@ -70,7 +70,8 @@ def test_facilities_of_a_language_each_read_nothing_that_is_held_out(atlas: Modu
     half = atlas_texts.LANGUAGE_BYTES / 2
     assert all(0.8 * half < len(text) < half for text in texts.training)
     read = [text.numpy().tobytes() for text in texts.training]
-    assert b"#include" in read[1] and b"#include" in read[5] and b"#include" not in read[2]
+    includes = [text.count(b"#include") for text in read]
+    assert min(includes[1], includes[5]) > 20 * includes[2]
     windows = texts.test_BT.to(torch.uint8).numpy()
     assert not any(window.tobytes() in text for window in windows[::4] for text in read)
 
