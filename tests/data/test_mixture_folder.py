@@ -230,19 +230,24 @@ def test_a_kill_loses_no_whole_shard_of_any_source(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "atoll", "tokenize", str(settings.parent)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     short = run_dir.prepared_sources(run)[0]
-    while len(list(short.glob("train/*.json"))) < 8:
+
+    def whole_shards() -> set[str]:
+        parts = (short.glob(f"{split}/*.json") for split in ("train", "validation"))
+        train, validation = ({path.stem for path in paths} for paths in parts)
+        return train & validation
+
+    while len(whole_shards()) < 8:
         assert process.poll() is None, "it ended before it could be killed"
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    both = {path.stem for path in short.glob("train/*.json")}
-    both &= {path.stem for path in short.glob("validation/*.json")}
-    kept = [path for path in short.glob("train/*.ds") if path.stem in both]
+    whole = whole_shards()
+    kept = [path for path in short.glob("train/*.ds") if path.stem in whole]
     inodes = {path: path.stat().st_ino for path in kept}
     said: list[str] = []
     prepare(run, said.append)
     assert {path.name: content(path) for path in prepared.iterdir()} == expected
-    assert {path: path.stat().st_ino for path in kept} == inodes and len(kept) >= 7
+    assert {path: path.stat().st_ino for path in kept} == inodes and len(kept) >= 8
     assert any("tokenised 400 of 400 documents" in line for line in said), said
 
 
