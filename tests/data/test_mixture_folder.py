@@ -220,14 +220,14 @@ def test_a_kill_loses_no_whole_shard_of_any_source(tmp_path: Path) -> None:
     write_lines(tmp_path / "short.txt", 400)
     run = mixed_run(tmp_path, sources)
     run = run.model_copy(update={"data": run.data.model_copy(update={"documents_per_shard": 5})})
-    prepare(run, quiet)
-    prepared = run.folders.prepared
-    expected = {path.name: content(path) for path in prepared.iterdir()}
-    prepared.rename(tmp_path / "reference")
     settings = run_dir.settings_file(run_dir.folder(run))
     settings.parent.mkdir(parents=True)
     settings.write_text(yaml.safe_dump(dumped(run)))
     command = [sys.executable, "-m", "atoll", "tokenize", str(settings.parent)]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    prepared = run.folders.prepared
+    expected = {path.name: content(path) for path in prepared.iterdir()}
+    prepared.rename(tmp_path / "reference")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     short = run_dir.prepared_sources(run)[0]
 

@@ -69,7 +69,7 @@ def test_a_campaign_is_told_from_its_files(campaign, capsys):
         (number, name) for number in "12" for name in NAMES
     ]
     assert list(rows[1].values())[2:] == [
-        *("30", "9.0", "1.0", "89.0", "1.0", "1.00", "5.00", "4.0000", "2.5000", "0.75", "")
+        *("15", "9.0", "1.0", "89.0", "1.0", "1.00", "5.00", "4.0000", "2.5000", "0.75", "")
     ]
     assert rows[2]["remarks"] == "left out: no update after 5 minutes"
     rounds = [list(row.values()) for row in tidy(printed, "rounds")]

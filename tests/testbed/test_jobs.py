@@ -69,8 +69,9 @@ def test_nodes_train_together_in_the_container(site, size, reference):
     assert sorted(reference) == [1, 2, 3, 4, 5, 6]
     assert (folder / "export" / "model.safetensors.index.json").exists()
     site.until("static", (folder / "sample.txt").exists)
-    start, preflight = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()[:2])
-    assert preflight["event"] == "preflight"
+    records = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    start = records[0]
+    assert "preflight" in [record["event"] for record in records]
     assert start["ranks"] == (8 if "nodes=4" in size else 4)
     assert re.search(r"finished, 6 steps, loss 6\.\d+, perplexity \d+", site.status("static"))
 
