@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from data_runs import content, make_run, prose, write_lines
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, tokenization_utils_base
 
 from atoll import run_dir
 from atoll.data import vocabulary
@@ -80,6 +80,19 @@ def test_a_tokenizer_is_taken_from_a_folder_or_a_file(tmp_path: Path) -> None:
     run = run_with(tmp_path, tmp_path / "given" / "tokenizer.json")
     prepare(run, quiet)
     assert open_prepared(run).end_id == 0
+
+
+def test_a_tokenizer_is_saved_alike_with_and_without_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tokenizer"
+    words(300, unk_token="<unk>", eos_token="</s>").save_pretrained(str(folder))
+    saved = []
+    for offline in (False, True):
+        monkeypatch.setattr(tokenization_utils_base, "is_offline_mode", lambda value=offline: value)
+        vocabulary.save(AutoTokenizer.from_pretrained(str(folder)), tmp_path / str(offline))
+        saved.append(content(tmp_path / str(offline)))
+    assert saved[0] == saved[1]
 
 
 def test_the_model_brings_its_own_tokenizer(tmp_path: Path) -> None:

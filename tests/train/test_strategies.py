@@ -156,6 +156,39 @@ def test_vectors_that_two_axes_cut_are_saved_whole(
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+DIVIDED = ["shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "full_shard_offload"]
+
+
+@pytest.mark.matrix(always=lambda strategy: strategy == "shard_grad_op")
+@pytest.mark.parametrize("strategy", DIVIDED)
+def test_adapters_learn_however_fsdp_divides_them(
+    ranks: RankPool, folder: Path, strategy: str
+) -> None:
+    model = {"name": "llama", "config": CONFIG, "lora": {"rank": 4}}
+    made = []
+    for name in ("single", strategy):
+        world = 1 if name == "single" else 4
+        shard = {"shard": 2} if name.startswith("hybrid") else {}
+        run = small_run.settings(
+            folder,
+            world,
+            name=f"lora-{strategy}-{world}",
+            model=model,
+            sharding=small_run.sharding(name) | shard,
+            export__dtype="float32",
+            training__steps=4,
+        )
+        made.append(small_run.ready(run))
+        ranks.run(small_run.train_here, run, world=world)
+    alone, divided = made
+    losses = small_run.losses(alone)
+    assert losses[4] < losses[1]
+    assert small_run.losses(divided) == pytest.approx(losses, abs=1e-5)
+    ours, theirs = (stored(run_dir.export(of) / "adapter") for of in (divided, alone))
+    for parameter in theirs:
+        torch.testing.assert_close(ours[parameter], theirs[parameter], atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "full_shard_offload"])
 def test_adapters_beside_sharded_4_bit_weights(
     ranks: RankPool, folder: Path, quantised: Path, strategy: str

@@ -133,7 +133,7 @@ def tokenizer_maker(run: Run, texts: list[Text], folder: Path) -> Callable[[None
         vocabulary.add_tokens(made, run.tokenizer.add_tokens, template or "")
         if template is not None:
             made.chat_template = template
-        made.save_pretrained(str(folder))
+        vocabulary.save(made, folder)
         return vocabulary.describe(folder, run.data.bos)
 
     return make

@@ -157,6 +157,17 @@ def add_tokens(tokenizer: Any, tokens: list[str], chat_template: str = "") -> No
 TRAINED = {"bpe": trained, "wordpiece": wordpiece}
 
 
+def save(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer as Hugging Face does, without how this machine came by it.
+
+    transformers writes down whether it was read from a folder and whether the hub was in reach:
+    the same tokens would have another digest on another machine.
+    """
+    for key in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(key, None)
+    tokenizer.save_pretrained(str(folder))
+
+
 def describe(folder: Path, bos: str = "auto") -> Vocabulary:
     """Read a saved tokenizer's ids and hash; bos: whether documents get a beginning (data.bos).
 
