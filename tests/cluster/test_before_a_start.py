@@ -6,7 +6,7 @@ import json
 import pytest
 
 from atoll.__main__ import main
-from atoll.cluster import submit
+from atoll.cluster import start, submit_checks
 from atoll.cluster.device_here import SIGNS, check_device
 from atoll.config.compose import compose
 from atoll.errors import UserError
@@ -24,7 +24,7 @@ def no_start(monkeypatch):
     def execvp(program, words):
         raise StartedError
 
-    monkeypatch.setattr(submit.os, "execvp", execvp)
+    monkeypatch.setattr(start.os, "execvp", execvp)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_place_that_cannot_be_used_is_named(word, found, here, capsys):
 
 
 def test_an_environment_of_a_login_node_starts_no_training(here, monkeypatch, capsys):
-    monkeypatch.setattr(submit, "find_spec", lambda name: None)
+    monkeypatch.setattr(submit_checks, "find_spec", lambda name: None)
     assert main(["submit", *LAPTOP]) == 2
     found, hint = capsys.readouterr().err.splitlines()
     assert "has no torch" in found and "make setup" in hint
@@ -183,7 +183,7 @@ def test_absent_devices_end_in_two_lines_before_a_folder_is_written(
     here, no_programs, monkeypatch, capsys
 ):
     root = machine(here / "root")
-    monkeypatch.setattr(submit, "check_device", lambda run: check_device(run, root))
+    monkeypatch.setattr(submit_checks, "check_device", lambda run: check_device(run, root))
     words = ["submit", *LAPTOP, "facility.node.device=cuda"]
     assert main(words) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from atoll.cluster.launchers import launch_step
-from atoll.cluster.submit import check, dry_run
+from atoll.cluster.submit import dry_run
+from atoll.cluster.submit_checks import check
 from atoll.config.compose import compose
 from atoll.errors import UserError
 from atoll.settings.capability import runs_on

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from atoll.cluster.fit import check_fit, unknown_fit
-from atoll.cluster.submit import check, main
+from atoll.cluster.submit import main
+from atoll.cluster.submit_checks import check
 from atoll.config.compose import known_shape
 from atoll.errors import UserError
 from atoll.plan.choose import fits

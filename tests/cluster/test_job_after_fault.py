@@ -11,7 +11,7 @@ import pytest
 
 from atoll import run_dir
 from atoll.cluster.job_script import around_job, launch_script
-from atoll.cluster.submit import write_run_folder
+from atoll.cluster.start import write_run_folder
 from atoll.health.exclusions import Exclusion, exclude
 from atoll.health.faults import Fault, add_fault, faults
 

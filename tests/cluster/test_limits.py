@@ -2,7 +2,9 @@
 
 import pytest
 
-from atoll.cluster.submit import check, with_allocated_nodes, write_run_folder
+from atoll.cluster.start import write_run_folder
+from atoll.cluster.submit import with_allocated_nodes
+from atoll.cluster.submit_checks import check
 from atoll.errors import UserError
 
 SLURM = "facility=generic_slurm"

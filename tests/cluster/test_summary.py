@@ -7,7 +7,7 @@ import pytest
 
 from atoll import run_dir
 from atoll.__main__ import main
-from atoll.cluster import submit, summary
+from atoll.cluster import start, summary
 from atoll.config.compose import compose
 
 WORDS = ("facility=laptop", "name=done")
@@ -21,7 +21,7 @@ def event(kind, **figures):
 def finished(here):
     """The folder of a run that has made all that it was asked for."""
     composition = compose(WORDS)
-    folder = submit.write_run_folder(composition)
+    folder = start.write_run_folder(composition)
     steps = [
         event("train", step=step, loss=8.0 - step / 10, tokens_per_second=100.0 + step)
         for step in range(1, 61)
@@ -70,7 +70,7 @@ def test_a_finished_run_is_shown_and_not_started_again(finished, capsys, monkeyp
     def started(*words):
         raise AssertionError(words)
 
-    monkeypatch.setattr(submit.os, "execvp", started)
+    monkeypatch.setattr(start.os, "execvp", started)
     loaded = set(sys.modules)
     assert main(["submit", *WORDS]) == 0
     shown = capsys.readouterr().out
@@ -89,5 +89,5 @@ def test_the_last_command_of_a_run_shows_the_box(finished, capsys):
 
 
 def test_a_run_without_steps_has_a_box_too(here):
-    folder = submit.write_run_folder(compose([*WORDS[:1], "name=empty"]))
+    folder = start.write_run_folder(compose([*WORDS[:1], "name=empty"]))
     assert "empty" in summary.summary(folder)

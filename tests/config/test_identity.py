@@ -3,7 +3,7 @@
 import pytest
 
 from atoll import run_dir
-from atoll.cluster.submit import write_run_folder
+from atoll.cluster.start import write_run_folder
 from atoll.config.identity import check_same_run
 from atoll.errors import UserError
 

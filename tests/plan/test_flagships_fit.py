@@ -4,7 +4,7 @@ import pytest
 import yaml
 from composing import ROOT
 
-from atoll.cluster.submit import check
+from atoll.cluster.submit_checks import check
 from atoll.config.compose import known_shape
 from atoll.plan.choose import fits
 from atoll.plan.memory import memory_of

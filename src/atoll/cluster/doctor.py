@@ -5,7 +5,9 @@ import os
 from dataclasses import asdict
 
 from atoll.cluster.facility_checks import OK, WRONG, Finding, all_findings
-from atoll.cluster.submit import check, start, with_allocated_nodes
+from atoll.cluster.start import start
+from atoll.cluster.submit import with_allocated_nodes
+from atoll.cluster.submit_checks import check
 from atoll.commands import CommandParser
 from atoll.config.compose import Composition, compose, overrides_parser
 from atoll.tables import table

@@ -4,7 +4,8 @@ import os
 from collections.abc import Sequence
 
 from atoll.cluster.doctor import as_probe
-from atoll.cluster.submit import check, start
+from atoll.cluster.start import start
+from atoll.cluster.submit_checks import check
 from atoll.config.compose import Composition, compose
 
 PROBE = "atoll.monitor.rate_probe:main"

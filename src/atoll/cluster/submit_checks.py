@@ -1,0 +1,101 @@
+"""What is refused before a run is queued or started: its nodes, memory, texts and surroundings."""
+
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from atoll import run_dir
+from atoll.cluster import limits
+from atoll.cluster.device_here import check_device
+from atoll.cluster.fit import check_fit
+from atoll.cluster.start import runs_here
+from atoll.config.identity import check_same_run
+from atoll.errors import UserError
+from atoll.images.check import check_image
+from atoll.settings import Data, Run
+from atoll.settings.named_files import named_files, refuse_no_text
+
+
+def check_before_start(run: Run, here: bool, environment: Mapping[str, str]) -> None:
+    """All of `check`, and what a dry run does without: device, image, environment and texts."""
+    check(run, here, environment)
+    check_device(run)
+    check_image(run)
+    check_environment(run)
+    check_data(run)
+
+
+def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
+    """Refuse what the facility, its devices, the allocation or the run's own past do not allow."""
+    limits.check_supported(run)
+    limits.check_nodes(run)
+    if here:
+        limits.check_allocation(run, environment)
+    elif run.facility.scheduler != "none":
+        limits.check_queue(run)
+    if runs_here(run, here):
+        check_source(run)
+    check_fit(run)
+    check_same_run(run, run_dir.folder(run))
+
+
+def check_source(run: Run) -> None:
+    """Refuse a folder that is not on this machine, where the run takes place on it."""
+    source = run.model.source
+    if source is not None and source.startswith("/"):
+        if not Path(source).is_dir():
+            raise UserError(f"no such folder: model.source={source}", "check the path")
+        if not (Path(source) / "config.json").is_file():
+            raise UserError(
+                f"no config.json in model.source={source}",
+                "give the folder of a Hugging Face model",
+            )
+    tasks = run.evaluation.tasks_folder
+    if tasks is not None and not Path(tasks).is_dir():
+        raise UserError(f"no such folder: evaluation.tasks_folder={tasks}", "check the path")
+    for name in ("initial_load_path", "optimizer_load_path"):
+        origin = getattr(run.checkpoint, name)
+        if origin is not None and not origin.is_dir():
+            raise UserError(f"no such folder: checkpoint.{name}={origin}", "check the path")
+
+
+def check_data(run: Run) -> None:
+    """Refuse text files that are not there before a job waits for them, or holds none.
+
+    Where their tokens are made already, the text may have been put away.
+    """
+    if run.folders.bundle is not None or (run_dir.prepared(run) / "manifest.json").is_file():
+        return
+    for data in run.data.each:
+        setting = f"source {data.name}: files" if run.data.sources else "data.files"
+        _check_text(data, setting)
+
+
+def _check_text(data: Data, files: str) -> None:
+    """files: what the setting of its files is called."""
+    if data.source == "hub":
+        return
+    if data.source == "python_stdlib":
+        if named := next((entry for entry in data.files if Path(entry).is_file()), None):
+            raise UserError(
+                f"{files} names {named}, and data={data.name} reads Python's own sources",
+                f"for text of your own: data=text_files data.files={named}",
+            )
+        return
+    for setting, entries in (
+        (files, data.files),
+        (files.replace("files", "validation.files"), data.validation.files),
+    ):
+        if entries:
+            paths = [path for entry in entries for _, path in named_files(entry, setting)]
+            refuse_no_text(paths, setting)
+
+
+def check_environment(run: Run) -> None:
+    """Refuse a job in an environment that is a login node's side alone."""
+    if run.image.file is None and find_spec("torch") is None:
+        raise UserError(
+            f"{sys.executable} has no torch: it composes and submits, and cannot train",
+            "choose an image, as image=cpu, or install the rest: make setup",
+        )
