@@ -1,5 +1,6 @@
 """Three facilities federated, against each alone, and one machine with all: `make demo-federation`.
 
+All go on from one base model, trained first on text that none of the facilities has.
 Each facility alone takes as many steps as in the campaign. So does one machine with the training
 text of all, with the samples of all in each step: as many tokens as they together.
 Prints held-out perplexity of every model on every facility's text, and on the union of them.
@@ -19,7 +20,7 @@ from typing import Any
 
 from atoll import run_dir
 from atoll.campaign.store import CampaignStore, checked_campaign, load_store
-from atoll.config.compose import campaign_values, compose
+from atoll.config.compose import campaign_values, compose, path_word
 from atoll.data.encode import SplitCorpus
 from atoll.data.sources import blocks
 from atoll.data.sources.corpus import train_corpus
@@ -28,6 +29,12 @@ from atoll.settings.federation import Campaign, Site
 # Of each process: three or more share this machine's cores, and threads that wait for each other
 # spin on the cores that the others need. A model of this size is no faster on two.
 ONE_CORE = {"OMP_NUM_THREADS": "1"}
+BASE = [
+    "experiment=demo", "facility=laptop", "name=base", "data.sequence_tokens=128",
+    "data.files=[a*.py,b*.py,f*.py,g*.py,idlelib/*,l*.py,m*.py,n*.py,o*.py,r*.py]",
+    "training.steps=300", "training.device_batch_samples=12", "training.microbatch_samples=12",
+    "generation.prompt=null", "generation.before=false", "checkpoint.every_steps=0",
+]  # fmt: skip
 ONE_MACHINE = "one machine"  # with the text of all of them
 MOST_LOST = 0.02  # of perplexity against it
 INTERRUPTED = 130  # as a shell says of Ctrl-C
@@ -44,25 +51,34 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     os.chdir(arguments.folder)
+    print("1/4 a base model, on text that none of the facilities has", flush=True)
+    side_by_side({"base": BASE}, "submit", 1)
     lines = ["federation=demo", f"rounds={arguments.rounds}", *arguments.settings]
+    lines.append(from_base(checked_campaign(campaign_values(lines))))
     campaign = checked_campaign(campaign_values(lines))
-    print(f"1/3 federated: {campaign.rounds} rounds", flush=True)
+    print(f"2/4 federated: {campaign.rounds} rounds", flush=True)
     argv = [sys.executable, "-m", "atoll", "federate", *lines]
     if code := subprocess.run(argv).returncode:
         return code  # it has said why
     home = Path(campaign.folder).absolute() / campaign.name
     first, last = (home / f"round-{n:03d}" / "global" / "export" for n in (0, campaign.rounds))
-    print("2/3 each facility alone, and one machine with all text, side by side", flush=True)
+    print("3/4 each facility alone, and one machine with all text, side by side", flush=True)
     runs = {f"{site.name} alone": alone(campaign, site, first) for site in campaign.sites}
     write_union(campaign, first, Path("union"))
     runs[ONE_MACHINE] = one_machine(campaign, Path("union").absolute(), first)
     side_by_side(runs, "submit", len(runs))
     exports = {name: run_dir.export(folder_of(words)) for name, words in runs.items()}
     models = {"before": first, **exports, "federated": last}
-    print("3/3 every model on every text", flush=True)
+    print("4/4 every model on every text", flush=True)
     union = show(campaign, judged(campaign, models))
     show_rounds(load_store(home))
     return 1 if missed(union) and arguments.check else 0
+
+
+def from_base(campaign: Campaign) -> str:
+    """The `start` of a campaign that goes on from the base."""
+    source = path_word("model.source", run_dir.export(folder_of(BASE)).absolute())
+    return f"start={json.dumps([*campaign.start, 'model=from_path', source])}"
 
 
 def missed(union: Mapping[str, float]) -> bool:
