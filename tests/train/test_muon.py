@@ -244,6 +244,7 @@ def carried_out(folder: Path, line: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.login_node
 def test_a_whole_run_from_the_command_line(tmp_path: Path) -> None:
     """Trained, saved, exported and sampled from."""
     carried_out(tmp_path, typed(tmp_path, "muon", "training.steps=3"))
@@ -253,6 +254,7 @@ def test_a_whole_run_from_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.login_node
 def test_a_killed_run_is_typed_again_and_goes_on(tmp_path: Path) -> None:
     words = ["training.steps=60", "checkpoint.every_steps=5"]
     carried_out(tmp_path, typed(tmp_path, "whole", *words))
