@@ -27,8 +27,6 @@ from atoll.errors import UserError
 from atoll.settings import Classes, Data, Run
 
 DOCUMENTS_PER_TRAINING_BLOCK = 64
-# Whose tokens are remembered: the library's 10,000 are full after a megabyte of text.
-CACHED_WORDS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,6 @@ def encoder(
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    remember_words(tokenizer)
     if data.classes is not None:
         tokenizer.enable_truncation(data.sequence_tokens, strategy="longest_first")
 
@@ -108,12 +105,6 @@ def encoder(
         return encoded
 
     return encode
-
-
-def remember_words(tokenizer: Any) -> None:
-    """Give a model that remembers words room for those of a large text; some 120 MB when full."""
-    if hasattr(tokenizer.model, "_resize_cache"):
-        tokenizer.model._resize_cache(CACHED_WORDS)
 
 
 def tokenizer_maker(run: Run, texts: list[Text], folder: Path) -> Callable[[None], Vocabulary]:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.data.chat_template import ChatTemplate, Rendered
-from atoll.data.encode import SplitCorpus, WorkItem, remember_words
+from atoll.data.encode import SplitCorpus, WorkItem
 from atoll.data.shard_writer import TokenBlock
 from atoll.data.shards import Split
 from atoll.data.sources import blocks
@@ -42,7 +42,6 @@ class ChatEncoder:
         self.tokenizer: Any = saved.backend_tokenizer
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        remember_words(self.tokenizer)
         # the template writes all tokens; and some take the space in front of a word off its place
         self.tokenizer.post_processor = processors.Sequence([])
 

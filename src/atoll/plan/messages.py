@@ -35,17 +35,24 @@ def _copies(run: Run, shape: Shape) -> dict[str, float]:
     return {"gradients": 2 * (run.world_size - 1) * calls * exchanges}
 
 
+def gathers(run: Run, shape: Shape) -> float:
+    """Of FSDP in a step: one for each block's forward and backward pass, and one for the rest."""
+    if "fsdp" not in run.sharding.layouts:
+        return 0.0
+    blocks = shape.layers / run.axes.pipeline
+    if run.sharding.reshard_after_forward is False:
+        return blocks + 1
+    return run.microbatches * (2 * blocks + 1)
+
+
 def _sharded(run: Run, shape: Shape) -> dict[str, float]:
-    """A gather for each block's forward and backward pass and one for the rest; then scatters."""
+    """What is gathered, then scatters."""
     axes, sharding = run.axes, run.sharding
-    around = axes.shard * axes.context - 1
-    blocks, passes, gathers = shape.layers / axes.pipeline, run.microbatches, 2
-    if sharding.reshard_after_forward is False:
-        gathers = passes = 1
+    around, blocks = axes.shard * axes.context - 1, shape.layers / axes.pipeline
     scatters = run.microbatches if sharding.sync_every_microbatch else 1
     scatter = 2 if run.facility.node.device == "cpu" else 1
     return {
-        "parameters": passes * (gathers * blocks + 1) * around,
+        "parameters": gathers(run, shape) * around,
         "gradients": scatter * scatters * (blocks + 1) * around,
         "copies": 2 * (blocks + 1) * (axes.replicate - 1),
     }

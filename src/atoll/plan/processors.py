@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from atoll.plan.activations import PASSES, block_activations
-from atoll.plan.messages import TENSORS
+from atoll.plan.messages import TENSORS, gathers
 from atoll.plan.shapes import Shape, family_of
 from atoll.plan.weights import BF16, FP32, compute_bytes, weights_of
 from atoll.settings import Run
@@ -23,13 +23,14 @@ ADD_BYTES = 3 * FP32  # of a gradient, added to those of the microbatches before
 COLLECTIVES = {"parameters": "all_gather", "gradients": "reduce_scatter"}
 WITHIN_SAMPLES = ("tensor", "context")  # sent by DTensors in each layer, which takes their own time
 # what is fitted on whole runs: of each part, and the seconds of any step, of a sharded tensor in
-# it, and of a message within samples
+# it, of a gather of FSDP's whatever its bytes, and of a message within samples
 NEUTRAL = {
     "compute": 1.0,
     "memory": 1.0,
     "sent": 1.0,
     "step_seconds": 0.0,
     "tensor_seconds": 0.0,
+    "gather_seconds": 0.0,
     "message_seconds": 0.0,
 }
 
@@ -71,6 +72,7 @@ def memory_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     moved += blocks * 1e-6 / _rate(run, measured, "blocks_per_us")
     own = _factor(measured, "step_seconds")
     own += sharded_tensors(run, shape) * _factor(measured, "tensor_seconds")
+    own += gathers(run, shape) * _factor(measured, "gather_seconds")
     return moved * _factor(measured, "memory") + own
 
 
