@@ -61,6 +61,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"rotary_emb_base": 2e4, "rotary_pct": 0.5},
     ),
+    "qwen3_moe": (
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+        {"num_experts": 4, "rope_theta": 1e6},
+    ),
     "stablelm": (
         {"rope_parameters": {"rope_theta": 3e4, "partial_rotary_factor": 0.5}},
         {"rope_theta": 3e4, "partial_rotary_factor": 0.5},

@@ -161,7 +161,8 @@ def test_lumi_s_masks_are_its_56_cores_once_each(composed):
 
 
 def test_network_variables_belong_to_facilities_alone():
-    inside = [path for path in (ROOT / "containers").rglob("*") if path.is_file()]
+    found = [path for path in (ROOT / "containers").rglob("*") if path.is_file()]
+    inside = [path for path in found if path.suffix != ".pyc"]  # of an earlier run of the tests
     network = re.compile(r"\b(NCCL|FI|GLOO|CCL|UCX)_[A-Z]")
     assert [path for path in inside if network.search(path.read_text())] == []
     with_devices = [name for name in NAMES if values(name)["node"]["device"] == "rocm"]

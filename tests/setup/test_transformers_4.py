@@ -11,7 +11,6 @@ import small_export
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-TRANSFORMERS_4 = ("transformers==4.57.6", "tokenizers==0.22.2", "huggingface-hub==0.36.2")
 READ = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, __version__
@@ -26,15 +25,6 @@ text = tokenizer("the lagoon<|turn|>")["input_ids"]
 generation = GenerationConfig.from_pretrained(folder)
 print(json.dumps([logits, text, tokenizer.all_special_tokens, generation.eos_token_id]))
 """
-
-
-@pytest.fixture(scope="session")
-def transformers_4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with transformers 4: torch is this one's, all that changed is its own."""
-    folder = tmp_path_factory.mktemp("transformers-4")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-    subprocess.run([*pip, *TRANSFORMERS_4], check=True)
-    return folder
 
 
 @pytest.mark.full

@@ -26,8 +26,10 @@ def write_config(folder: Path, config: Any) -> None:
 
 
 def older_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """What transformers 4 reads where 5 has `rope_parameters` and `dtype`."""
+    """What transformers 4 reads where 5 has `rope_parameters`, `dtype` and `num_local_experts`."""
     fields = {"torch_dtype": config["dtype"]} if config.get("dtype") else {}
+    if "num_local_experts" in config:  # of Qwen's mixtures, where 4 takes 128 without a word
+        fields["num_experts"] = config["num_local_experts"]
     rope = config.get("rope_parameters") or {}
     # one for each kind of layer, as in Gemma 3
     whole = rope.get("full_attention", rope)
