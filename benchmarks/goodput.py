@@ -32,6 +32,9 @@ from met_faults import GOES_ON, PATIENCE_SECONDS, Met, come_to, is_live, meet, w
 
 from atoll import run_dir
 from atoll.cluster import goodput
+from atoll.cluster.jobs import sacct
+from atoll.cluster.scheduler import answer_lines
+from atoll.cluster.status import queued_jobs
 
 MEAN_STEPS = (LEAST_STEPS + MOST_STEPS) / 2
 MOST_OFF_SACCT = 0.01  # of a run's node-seconds
@@ -69,6 +72,8 @@ def finished(side: Side, folder: Path) -> None:
     """Let a run come to its end."""
     come_to(side, folder, 10 * STEPS)
     wait(lambda: not is_live(side, folder), PATIENCE_SECONDS)
+    ids = [job for _, job in queued_jobs(folder)]
+    wait(lambda: "Unknown" not in answer_lines(sacct(ids, "End")), PATIENCE_SECONDS)
 
 
 def reference(runs: Path) -> tuple[dict[int, float], float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from atoll import run_dir
-from atoll.cluster.goodput import goodput, job_starts
+from atoll.cluster.goodput import goodput
 from atoll.health.faults import faults
 
 STEPS = 40
@@ -69,9 +69,9 @@ def test_a_spare_node_takes_the_place_of_one_that_hangs(site, reference):
     assert list(json.loads((folder / "excluded.json").read_text())["nodes"]) == [node]
     assert len((folder / "jobs.txt").read_text().splitlines()) == 1  # inside the same job
     assert losses(folder) == reference
+    [start] = site.accounted("spared")
     columns = goodput(folder)  # of three nodes, of which the run had two at a time
     held = sum(seconds for name, seconds in columns.items() if name != "queue")
-    [start] = job_starts(folder)
     assert start.nodes == 3 and held == pytest.approx(start.node_seconds, rel=0.01)
     assert columns["stalled"] > 0 and columns["idle"] >= start.node_seconds / 3
 

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from atoll import run_dir
+from atoll.cluster.goodput import JobStart, job_starts
+from atoll.cluster.jobs import sacct
 from atoll.images.recipe import recipe, stage
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +87,13 @@ class Site:
         self.until(name, lambda: all(path.exists() for path in made), seconds)
         assert ": finished" in (said := self.status(name)), said
         return folder
+
+    def accounted(self, name: str) -> list[JobStart]:
+        """Wait until the accounting has the ends of a run's jobs, a little after it is finished."""
+        folder = self.clone / "runs" / name
+        ids = [line.split()[1] for line in run_dir.jobs_file(folder).read_text().splitlines()]
+        self.until(name, lambda: "Unknown" not in self.type(*sacct(ids, "End")))
+        return job_starts(folder)
 
     def until(self, name: str, ready: Callable[[], bool], seconds: float = 400) -> None:
         """Wait for something that a run does; an AssertionError with its output if it failed."""

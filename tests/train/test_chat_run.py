@@ -139,3 +139,30 @@ def test_a_prompt_goes_through_the_template(
         assert generate.main([*words, *cold, "--out", str(tmp_path / "out.jsonl")]) == 0
         answers.append(json.loads((tmp_path / "out.jsonl").read_text())["text"])
     assert answers[0] == answers[1] == sample.partition("assistant: ")[2].removesuffix("\n")
+
+
+def test_an_answer_ends_where_those_learned_from_do(
+    ranks: RankPool, folder: Path, tmp_path: Path
+) -> None:
+    """The rows of added tokens learn too: without the end's, an answer runs on to the limit."""
+    said = [("who are you", "a small reef"), ("and the tide", "it comes in")]
+    talks = [[turn("user", question), turn("assistant", answer)] for question, answer in said]
+    rows = [json.dumps({"messages": talk}) + "\n" for talk in talks * 40]
+    (tmp_path / "talks.jsonl").write_text("".join(rows))
+    like = chat_run(folder, 1)
+    run = chat_run(
+        folder,
+        1,
+        name="ends",
+        sharding=small_run.sharding("single"),
+        data=like.data.model_dump() | {"files": [str(tmp_path / "talks.jsonl")]},
+        training={"steps": 40, "global_batch_samples": 4, "microbatch_samples": 2},
+        optimizer=like.optimizer.model_dump() | {"learning_rate": 1e-2, "warmup_steps": 4},
+    )
+    run_folder = small_run.ready(run)
+    ranks.run(small_run.train_here, run, world=1)
+    for question, answer in said:
+        out = tmp_path / "out.jsonl"
+        words = [str(run_folder), "--prompt", question, "--temperature", "0.01", "--out", str(out)]
+        assert generate.main(words) == 0
+        assert json.loads(out.read_text().splitlines()[-1])["text"] == answer
