@@ -2,7 +2,7 @@
 
 FITTED: formulas were mended until these were right, so their errors are those of a fit. FORECAST:
 other shapes and other combinations, which no formula was changed for. WHOLE: runs to their end,
-with checkpoints, evaluation and export.
+with checkpoints, evaluation and export. PLAIN: two dozen steps with glibc's heap as it is.
 """
 
 ONE = ["sharding=single", "ranks_per_node=1"]
@@ -140,7 +140,31 @@ WHOLE: dict[str, list[str]] = {
     ],
     "whole run, lora": [*HEAVY, *ONE, LORA],
 }
-CASES = FITTED | FORECAST | WHOLE
+SMALL = [
+    *["model=llama_tiny", "data.sequence_tokens=256", "training.microbatch_samples=4"],
+    *["model.config.hidden_size=320", "model.config.num_hidden_layers=5"],
+    *["model.config.num_attention_heads=4", "model.config.num_key_value_heads=4"],
+    "model.config.intermediate_size=960",
+]
+STEPS_PLAIN = 24
+PLAIN: dict[str, list[str]] = {
+    f"plain heap{name}": [*words, f"training.steps={STEPS_PLAIN}"]
+    for name, words in {
+        "": [*SMALL, *ONE],
+        ", recompute": [*SMALL, *ONE, FULL],
+        ", ddp": [*SMALL, "sharding=ddp"],
+        ", full_shard": [*SMALL, "sharding=full_shard"],
+        ", tensor": [*SMALL, "sharding=full_shard", "sharding.tensor=2"],
+        ", lora": [*SMALL, *ONE, LORA],
+        ", opt": [*OPT, "data.sequence_tokens=256", "training.microbatch_samples=4", *ONE],
+        ", gpt2": [*GPT2, "data.sequence_tokens=256", "training.microbatch_samples=4", *ONE],
+        ", other shape": [*OTHER, *ONE],
+        ", weights": [*HEAVY, *ONE],
+        ", bf16": [*SMALL, *ONE, "precision=bf16"],
+        ", bf16, ddp": [*OTHER, "sharding=ddp", "precision=bf16"],
+    }.items()
+}
+CASES = FITTED | FORECAST | WHOLE | PLAIN
 COMMON = [
     *["facility=laptop", "precision=fp32", "training.steps=3", "override=[fit]"],
     *["training.log_every_steps=1"],

@@ -5,9 +5,10 @@
 Each case is a run of three steps in processes of its own, in turns; `planned` is `atoll plan`'s
 closed form, `measured` the highest peak of its ranks behind the last step but one, before anything
 is saved: it has all moments. Whole runs go on to their end. glibc's heap keeps freed blocks of some
-megabytes; it is told to return them, so that what is measured is what is needed. A run without that
-setting may hold a third more. The rows go to results/plan_memory.jsonl, and with --table from there
-into docs/planner.md and its figure. memory_cases.py says what is run.
+megabytes; it is told to return them, so that what is measured is what is needed. Runs with a plain
+heap are not told so: there the plan has what the heap keeps. The rows go to
+results/plan_memory.jsonl, and with --table from there into docs/planner.md and its figure.
+memory_cases.py says what is run.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from memory_cases import CASES, COMMON, FITTED, FORECAST, WHOLE
+from memory_cases import CASES, COMMON, FITTED, FORECAST, PLAIN, STEPS_PLAIN, WHOLE
 from results import FOLDER, machine, versions
 
 from atoll.config.compose import compose, known_shape
@@ -36,29 +37,31 @@ from atoll.report.html import standalone
 LIMITS = {"median": 0.03, "worst": 0.10}
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, FIGURE = DOCS / "planner.md", DOCS / "images" / "plan_memory.svg"
-KINDS = {"fitted": FITTED, "forecast": FORECAST, "whole runs": WHOLE}
+KINDS = {"fitted": FITTED, "forecast": FORECAST, "whole runs": WHOLE, "plain heap": PLAIN}
 BEGIN, END = "<!-- plan_memory: made by make bench-plan_memory -->", "<!-- plan_memory: end -->"
 
 
-def measured_gib(overrides: list[str], folder: Path, whole: bool) -> float:
-    """The highest peak of the ranks behind the second step, where the run is ended, or behind all.
+def measured_gib(overrides: list[str], folder: Path, name: str) -> float:
+    """The highest peak of the ranks behind the second step, where the run is ended.
 
-    whole: the run goes on to its end.
+    Of a whole run behind all; with a plain heap behind the last step but one.
     """
     command = [sys.executable, "-m", "atoll", "submit", *overrides]
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    returns_blocks = {} if name in PLAIN else {"MALLOC_MMAP_THRESHOLD_": "65536"}
     log = folder / "log.txt"
     with open(log, "w") as file:
         started = subprocess.Popen(
             command,
             cwd=folder,
-            env=environment,
+            env=os.environ | returns_blocks,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     try:
-        return (_to_its_end if whole else _second_step)(started, folder)
+        if name in WHOLE:
+            return _to_its_end(started, folder)
+        return _behind_step(STEPS_PLAIN - 1 if name in PLAIN else 2, started, folder)
     except RuntimeError:
         raise SystemExit(f"{' '.join(overrides)}\n{log.read_text()[-3000:]}") from None
     finally:
@@ -67,7 +70,7 @@ def measured_gib(overrides: list[str], folder: Path, whole: bool) -> float:
         started.wait()
 
 
-def _second_step(started: "subprocess.Popen[bytes]", folder: Path) -> float:
+def _behind_step(number: int, started: "subprocess.Popen[bytes]", folder: Path) -> float:
     while True:
         ended = started.poll() is not None
         for file in folder.glob("runs/*/metrics.jsonl"):
@@ -77,10 +80,10 @@ def _second_step(started: "subprocess.Popen[bytes]", folder: Path) -> float:
                 if line.endswith("\n")
             ]
             steps = [r for r in records if r["event"] == "train"]
-            if len(steps) >= 2:
-                return float(steps[1]["memory_gib"])
+            if len(steps) >= number:
+                return float(steps[number - 1]["memory_gib"])
         if ended:
-            raise RuntimeError("the run ended before its second step")
+            raise RuntimeError(f"the run ended before its step {number}")
         time.sleep(0.1)
 
 
@@ -149,7 +152,7 @@ def row(name: str, folder: Path) -> dict[str, Any]:
     file = "pairs.jsonl" if "task=preference" in words else "text.txt"
     overrides = [*words, f"data.files=[{folder}/{file}]", f"folders.prepared={folder}/prepared"]
     with tempfile.TemporaryDirectory() as cwd:
-        used = measured_gib(overrides, Path(cwd), name in WHOLE)
+        used = measured_gib(overrides, Path(cwd), name)
     terms = {k: round(v / 2**30, 4) for k, v in vars(planned).items()}
     return {
         "case": name,
@@ -160,8 +163,10 @@ def row(name: str, folder: Path) -> dict[str, Any]:
 
 
 def planned_gib(name: str, planned: Memory) -> float:
-    """Of a step, or of all that a whole run does."""
-    return planned.whole_gib if name in WHOLE else planned.peak_gib
+    """Of a step, of all that a whole run does, or with what the heap keeps."""
+    if name in PLAIN:
+        return planned.whole_gib
+    return planned.needed / 2**30 if name in WHOLE else planned.peak_gib
 
 
 def main() -> int:

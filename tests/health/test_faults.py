@@ -1,15 +1,20 @@
 """The faults of a run, written down and read again."""
 
+import time
+from dataclasses import replace
+
 from atoll import run_dir
 from atoll.health.faults import Fault, add_fault, faults, in_a_line
 
 
 def test_faults_come_back_in_order(tmp_path):
     first = Fault("stalled", "node", "stopped for 60 s", "n1", 3, "cuda:3", 12, "compute")
-    second = Fault("died", "code", "KeyError: 'x'", stack=["loop.py:3 loop"])
+    second = Fault("died", "code", "KeyError: 'x'", stack=["loop.py:3 loop"], time=17.5)
     add_fault(tmp_path, first)
     add_fault(tmp_path, second)
-    assert faults(tmp_path) == [first, second]
+    told, later = faults(tmp_path)
+    assert (replace(told, time=0.0), later) == (first, second)
+    assert time.time() - 60 < told.time <= time.time()  # none was given: as it was told
 
 
 def test_a_half_written_fault_is_left_out(tmp_path):

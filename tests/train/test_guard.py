@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -240,6 +241,7 @@ def test_a_state_that_is_no_number_is_not_saved(ranks: RankPool, folder: Path) -
     assert (event["action"], event["step"], event["at_step"]) == ("roll_back", 3, 6)
     (fault,) = faults(run_folder)
     assert "the state of 1 of 2 ranks holds what is no number" in fault.evidence
+    assert time.time() - 600 < fault.time <= time.time()
     assert all(tensor.isfinite().all() for tensor in weights(run_folder).values())
 
 

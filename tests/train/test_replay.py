@@ -1,6 +1,7 @@
 """Flipped bits: in a gradient, in a shard, in a copy; named before a checkpoint has them."""
 
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,7 @@ def test_a_flipped_bit_of_a_gradient_names_its_rank(
         assert f"step 2: corrupted on {HOST}, rank 1: " in found and "computed twice" in found
     (fault,) = faults(run_folder)
     assert (fault.kind, fault.blame, fault.node, fault.rank) == ("corrupted", "node", HOST, 1)
+    assert time.time() - 600 < fault.time <= time.time()
     assert not run_dir.checkpoints(run_folder).exists()
     assert not run_dir.export(run_folder).exists()
 

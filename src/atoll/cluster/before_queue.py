@@ -14,6 +14,7 @@ from atoll.cluster.scheduler import without_outer_job
 from atoll.commands import run_command
 from atoll.config import certificate
 from atoll.errors import UserError
+from atoll.plan.own_processors import as_computed_here
 from atoll.plan.prediction import Prediction, in_a_line, predict, steps_taken
 from atoll.settings import Run
 
@@ -28,7 +29,8 @@ def prediction_of(run: Run) -> Prediction | None:
     shape = shape_known_here(run)
     if shape is None or run.training.steps == 0:
         return None
-    return predict(run, shape, certificate.rates(run), certificate.calibration(run))
+    rates, calibration = certificate.rates(run), certificate.calibration(run)
+    return predict(as_computed_here(run), shape, rates, calibration)
 
 
 def keep_prediction(run: Run) -> None:

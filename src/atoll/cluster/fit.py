@@ -5,6 +5,7 @@ from atoll.errors import UserError
 from atoll.plan.choose import USABLE, fits
 from atoll.plan.memory import memory_of, why_unknown
 from atoll.plan.nearest import nearest
+from atoll.plan.own_processors import as_computed_here
 from atoll.plan.shapes import Shape, known_config, shape_of
 from atoll.settings import Run
 
@@ -17,7 +18,7 @@ def check_fit(run: Run) -> None:
     shape = shape_known_here(run)
     if shape is None or not _is_asked(run) or _unknown(run, shape):
         return
-    memory = memory_of(run, shape)
+    memory = memory_of(as_computed_here(run), shape)
     if fits(run, memory) is False:
         raise _too_large(run, shape, memory.whole_gib)
 

@@ -16,6 +16,7 @@ from atoll.config import certificate
 from atoll.errors import UserError
 from atoll.health.faults import faults
 from atoll.plan.calibration import MOST_RUNS, Sample, calibration_of, strategy_family
+from atoll.plan.own_processors import as_computed_here
 from atoll.plan.prediction import predict
 from atoll.settings import Run, load_run
 
@@ -73,7 +74,7 @@ def _sample(folder: Path, facility: str, rates: dict[str, Any] | None) -> Iterat
         lines = [line for line in run_dir.metrics(folder) if line["event"] == "train"]
         if shape is None or not took or len(lines) < LEAST_LINES:
             return
-        plan = predict(run, shape, rates)
+        plan = predict(as_computed_here(run), shape, rates)
         yield Sample(
             strategy_family(run),
             plan.step_seconds,

@@ -25,6 +25,7 @@ from atoll.config.compose import (
 from atoll.plan.checkpoint_interval import daly_seconds, seconds_between_failures
 from atoll.plan.choose import USABLE, Option, options
 from atoll.plan.memory import gibibytes
+from atoll.plan.own_processors import as_computed_here
 from atoll.plan.search import best_layout
 from atoll.plan.seconds import STATED, explained, rates_of
 from atoll.plan.shapes import Shape
@@ -85,7 +86,7 @@ def main(argv: list[str]) -> int:
         return measure(overrides)
     if arguments.facilities is not None:
         return compare(overrides, arguments.facilities, arguments.json)
-    run = compose(overrides).run
+    run = as_computed_here(compose(overrides).run)
     if arguments.forget:
         print(forget(run))
         return 0

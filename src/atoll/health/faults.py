@@ -4,6 +4,7 @@ The ranks write it, or the job's shell where the first rank is the one at fault;
 the next start of the run read it.
 """
 
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -41,8 +42,9 @@ def faults(run_folder: Path) -> list[Fault]:
 
 
 def add_fault(run_folder: Path, fault: Fault) -> None:
-    """Write one more fault down; several nodes may do so at once."""
-    run_dir.append_record(run_dir.faults_file(run_folder), asdict(fault), is_durable=True)
+    """Write one more fault down, one without a time as of now; several nodes may do so at once."""
+    record = asdict(fault) | {"time": fault.time or round(time.time(), 3)}
+    run_dir.append_record(run_dir.faults_file(run_folder), record, is_durable=True)
 
 
 def in_a_line(fault: Fault) -> str:

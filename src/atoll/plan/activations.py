@@ -45,7 +45,10 @@ def block_activations(run: Run, shape: Shape) -> float:
     if run.axes.expert > 1:  # hidden states as they come to the experts, and as they come back
         gathered += 2 * h * c * all_tokens * shape.active_experts
     # queries, keys, values; what attention gives, and the same put together from its segments
-    attention = (3 * shape.query_width + 2 * shape.kv_width) * c + FP32 * shape.heads
+    kept = 2 * shape.query_width + 2 * shape.kv_width
+    # which processors compute in fp32 in any case: oneDNN would compile bf16 for each length
+    a = FP32 if run.facility.node.device == "cpu" else c
+    attention = kept * a + shape.query_width * c + FP32 * shape.heads
     if family_of(shape.family).gated:
         # each norm keeps its input in fp32, and that normalised, before and after its weight
         norms, mlp = 2 * (FP32 + 2 * c) * h, 4 * i * c * max(1, shape.active_experts)

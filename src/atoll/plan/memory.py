@@ -28,6 +28,10 @@ RUNTIME_GIB = {"cpu": 0.35}
 ADAPTER_RUNTIME_GIB, BITSANDBYTES_RUNTIME_GIB = 0.054, 0.045
 STEP_COPIES_8BIT = 5
 DDP_BROADCAST_BYTES = 250 * 2**20  # what torch's DDP makes one tensor of, as it begins
+# On processors glibc's heap keeps what is freed between blocks in use; what is larger than
+# HEAP_BLOCK_BYTES never lies in it (mallopt(3), M_MMAP_THRESHOLD). The share was fitted on the runs
+# of benchmarks/plan_line.py.
+HEAP_KEEPS, HEAP_BLOCK_BYTES = 1.36, 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,17 @@ class Memory:
     checkpoint: int  # the copy of the state that is being saved, in the node's memory
     host: int  # what offload puts into the node's memory, for each device
     peak: int  # of a step
-    whole: int  # of the run, with its loading, saves and export
+    needed: int  # of the run, with its loading, saves and export
+    heap: int  # what a step leaves free in the heap beside its peak, on processors
 
     @property
     def peak_gib(self) -> float:
         return self.peak / 2**30
+
+    @property
+    def whole(self) -> int:
+        """What a process of the run holds at the most."""
+        return max(self.needed, self.peak + self.heap)
 
     @property
     def whole_gib(self) -> float:
@@ -95,15 +105,16 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     activations = kept[run.training.activation_checkpointing]
     at_most = _highest(run, shape, w, in_flight, activations, logits)
     peak = runtime + (0 if _offloads(run) else state) + gathered + at_most
+    heap = min(at_most, _small_blocks(run, shape, activations, logits)) * HEAP_KEEPS
     if "ddp" in sharding.layouts:
         peak = max(peak, runtime + w.own_bytes + min(w.own_bytes, DDP_BROADCAST_BYTES))
     on_processors = run.facility.node.device == "cpu"
     saved = w.learning * FP32 + moments + bool(run.optimizer.ema_decay) * w.learning * FP32
     export = state + shape.head_parameters * FP32 + on_processors * _file_bytes(run, shape)
     loading = w.own_bytes + w.largest * FP32
-    whole = max(peak, runtime + max(loading, export, state + on_processors * saved))
+    needed = max(peak, runtime + max(loading, export, state + on_processors * saved))
     if on_processors and _saves_between(run):  # the copy is made beside the next step
-        whole = max(whole, peak + saved)
+        needed = max(needed, peak + saved)
     return Memory(
         parameters=round(w.own_bytes),
         gradients=round(gradients + waiting),
@@ -119,7 +130,8 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
         checkpoint=round(saved),
         host=round(state + gradients if _offloads(run) else 0),
         peak=round(peak),
-        whole=round(whole),
+        needed=round(needed),
+        heap=round(heap),
     )
 
 
@@ -171,15 +183,17 @@ def _of_deepspeed(run: Run, shape: Shape) -> Memory:
     words = run.sharding.deepspeed
     zero = zero_parts(words, parameters, run.world_size, c, _offloads(run))
     kept = kept_activations(run, shape, shape.layers)
+    activations = kept[run.training.activation_checkpointing]
     logits, runtime = logits_bytes(run, shape), _runtime(run)
     resident = zero.weights + zero.optimizer + zero.gradients - zero.host
-    forward = kept[run.training.activation_checkpointing] + logits
+    forward = activations + logits
     # behind the backward pass, its own part of the gradients once more, in one piece
     step = zero.buffers + c * parameters / run.world_size + block_activations(run, shape)
     peak = runtime + resident + zero.gathered + max(forward, step)
+    heap = _small_blocks(run, shape, activations, logits) * HEAP_KEEPS
     # parameters and moments are read whole, to be saved and exported
     state = 3 * FP32 * parameters
-    whole = max(peak, runtime + resident + state) if run.facility.node.device == "cpu" else peak
+    needed = max(peak, runtime + resident + state) if run.facility.node.device == "cpu" else peak
     return Memory(
         parameters=round(zero.weights),
         gradients=round(zero.gradients),
@@ -195,8 +209,21 @@ def _of_deepspeed(run: Run, shape: Shape) -> Memory:
         checkpoint=round(state),
         host=round(zero.host),
         peak=round(peak),
-        whole=round(whole),
+        needed=round(needed),
+        heap=round(heap),
     )
+
+
+def _small_blocks(run: Run, shape: Shape, activations: float, logits: float) -> float:
+    """Of what a step keeps, and a chunk's logits, that which lies in the heap of a processor."""
+    if run.facility.node.device != "cpu":
+        return 0
+    c, training = compute_bytes(run), run.training
+    tokens = training.microbatch_samples * run.data.sequence_tokens / run.axes.tokens
+    largest = tokens * max(shape.hidden, shape.intermediate) * c
+    chunk = min(training.loss_chunk_tokens, tokens) * shape.vocabulary * FP32
+    sizes = ((activations, largest), (logits, chunk))
+    return sum(size for size, block in sizes if block <= HEAP_BLOCK_BYTES)
 
 
 def _offloads(run: Run) -> bool:

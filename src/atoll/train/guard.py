@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from atoll.health.faults import Blame, Fault, add_fault
+from atoll.health.judge import job_of
 from atoll.monitor.observers import Observers
 from atoll.sharding.process_group import World, run_on_all_ranks
 from atoll.train.assemble import TrainState
@@ -249,10 +250,14 @@ def note(
     for observer in observers:
         observer.on_record(record)
     evidence = f"{trouble.what}; {ABOUT_ACTION[action]} (samples {before} to {behind - 1})"
+    world, folder = train_state.world, train_state.run_folder
     fault = Fault(
-        trouble.kind, blame, evidence, rank=trouble.rank, step=trouble.step, phase="optimizer"
+        trouble.kind,
+        blame,
+        evidence,
+        rank=trouble.rank,
+        step=trouble.step,
+        phase="optimizer",
+        job=job_of(folder),
     )
-    world = train_state.world
-    run_on_all_ranks(
-        world, lambda: add_fault(train_state.run_folder, fault) if world.rank == 0 else None
-    )
+    run_on_all_ranks(world, lambda: add_fault(folder, fault) if world.rank == 0 else None)

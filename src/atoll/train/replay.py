@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from atoll.data.loader import Share
 from atoll.health.faults import Fault, add_fault
+from atoll.health.judge import job_of
 from atoll.models.parts import blocks_of
 from atoll.settings import Run
 from atoll.sharding.process_group import SharedError, World, gathered, run_on_all_ranks, say
@@ -290,6 +291,7 @@ def refuse(train_state: TrainState, step: int, findings: list[Finding], what: st
     ranks = ", ".join(str(number) for number, _ in wrong)
     evidence = what.format(first.name) + ("" if len(wrong) == 1 else f", on ranks {ranks}")
     is_known = len(nodes) == 1
+    folder = train_state.run_folder
     fault = Fault(
         "corrupted",
         "node" if is_known else "unknown",
@@ -299,8 +301,8 @@ def refuse(train_state: TrainState, step: int, findings: list[Finding], what: st
         device=first.device if len(wrong) == 1 else "",
         step=step,
         phase="compute",
+        job=job_of(folder),
     )
-    folder = train_state.run_folder
     run_on_all_ranks(world, lambda: add_fault(folder, fault) if world.rank == 0 else None)
     raise SharedError(
         f"step {step}: corrupted on {', '.join(nodes)}, rank {ranks}: {evidence}",
