@@ -2,7 +2,8 @@
 
 FITTED: formulas were mended until these were right, so their errors are those of a fit. FORECAST:
 other shapes and other combinations, which no formula was changed for. WHOLE: runs to their end,
-with checkpoints, evaluation and export. PLAIN: two dozen steps with glibc's heap as it is.
+with checkpoints, evaluation and export. PLAIN: two dozen steps with glibc's heap as it is;
+what it keeps was fitted on them.
 """
 
 ONE = ["sharding=single", "ranks_per_node=1"]

@@ -163,9 +163,9 @@ def row(name: str, folder: Path) -> dict[str, Any]:
 
 
 def planned_gib(name: str, planned: Memory) -> float:
-    """Of a step, of all that a whole run does, or with what the heap keeps."""
+    """Of a step, of all that a whole run does, or of a step with what the heap keeps."""
     if name in PLAIN:
-        return planned.whole_gib
+        return (planned.peak + planned.heap) / 2**30
     return planned.needed / 2**30 if name in WHOLE else planned.peak_gib
 
 
