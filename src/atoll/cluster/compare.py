@@ -15,6 +15,7 @@ from atoll.config import certificate
 from atoll.config.compose import compose, config_tree, known_shape, shardings
 from atoll.errors import UserError
 from atoll.plan.choose import choose, options
+from atoll.plan.own_processors import as_computed_here
 from atoll.plan.prediction import length, predict, steps_taken
 from atoll.settings import Run
 from atoll.tables import table
@@ -108,7 +109,8 @@ def estimate(run: Run, overrides: Sequence[str], tokens: int) -> Estimate:
     except UserError as error:
         nothing = (None, "", None, None, None, None, "")
         return Estimate(name, run.job_nodes, run.world_size, (), *nothing, why=error.found)
-    plan = predict(run, known_shape(run), certificate.rates(run), certificate.calibration(run))
+    rates, calibration = certificate.rates(run), certificate.calibration(run)
+    plan = predict(as_computed_here(run), known_shape(run), rates, calibration)
     same = tokens / tokens_of(run)
     queue, whose = queue_hours(run)
     times = f"{plan.runs} runs there" if plan.runs else plan.rates.source

@@ -47,6 +47,7 @@ from atoll.config.provenance import DERIVED, annotated, changed, leaves, origins
 from atoll.config.working_folder import source_folder
 from atoll.errors import UserError
 from atoll.plan.gguf_architectures import check_gguf
+from atoll.plan.own_processors import as_computed_here
 from atoll.plan.search import best_layout
 from atoll.plan.shapes import (
     Shape,
@@ -265,7 +266,7 @@ def known_shape(run: Run) -> Shape:
 
 def _planned(overrides: list[str], tree: Path, clone: Path | None) -> Composition:
     """The run with the strategy that the planner chooses for it."""
-    run = compose(overrides, tree).run
+    run = as_computed_here(compose(overrides, tree).run)
     best = best_layout(run, known_shape(run), shardings(tree), rates(run), overrides)
     return compose([*overrides, *best.overrides], tree, clone)
 
