@@ -72,7 +72,7 @@ def samples_of(turn: Turn) -> list[Tensor]:
     """The training samples that ours reads, each a row of tokens."""
     import numpy as np
 
-    from atoll.data.loader import open_samples
+    from atoll.data.samples import open_samples
     from atoll.run_dir import prepared
 
     samples = open_samples(turn.run.data, prepared(turn.run), "train")

@@ -85,8 +85,8 @@ def batches(run: Any, placement: Any) -> Any:
     import numpy as np
     import torch
 
-    from atoll.data.loader import open_samples
     from atoll.data.order import sample_ids
+    from atoll.data.samples import open_samples
     from atoll.run_dir import prepared
 
     samples = open_samples(run.data, prepared(run), "train")

@@ -224,7 +224,8 @@ def run_steps(case: Case, folder: Path, steps: int) -> list[float]:
     """Seconds of each step behind the first ones of a whole run, which is ended then."""
     words = [f"data.files=[{folder}/text.txt]", f"folders.prepared={folder}/prepared"]
     command = [sys.executable, "-m", "atoll", "submit", *case.overrides, *words]
-    with tempfile.TemporaryDirectory() as cwd:
+    # a process of the killed run may write one more file while its folder is cleared
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cwd:
         log = Path(cwd) / "log.txt"
         with open(log, "w") as out:
             started = subprocess.Popen(

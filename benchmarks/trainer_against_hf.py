@@ -212,7 +212,7 @@ def hf_trainer(run_folder: Path, placement: Any) -> int:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
-    from atoll.data.loader import open_samples
+    from atoll.data.samples import open_samples
     from atoll.run_dir import prepared
     from atoll.settings import load_run
     from atoll.train.precision import compute_dtype

@@ -72,6 +72,11 @@ def restart_file(run_folder: Path) -> Path:
     return run_folder / "restart"
 
 
+def preparing_file(run_folder: Path) -> Path:
+    """While a job prepares tokens beside its ranks: starting, running or failed."""
+    return run_folder / "preparing"
+
+
 def jobs_file(run_folder: Path) -> Path:
     """The jobs of a run: in each line a scheduler, an id, and `refused` if another held the run."""
     return run_folder / "jobs.txt"
@@ -296,7 +301,7 @@ def prepared_digest(run: Run) -> str:
 
     Nor on the sequence length, but for rows that are cut to it: with labels, and conversations.
     """
-    free = {"batching", "packing", "workers"}
+    free = {"batching", "packing", "window_shards", "workers"}
     is_cut = run.data.classes is not None or run.data.holds_conversations
     free |= set() if is_cut else {"sequence_tokens"}
     data = run.data.model_dump(mode="json", exclude=free, exclude_defaults=True)

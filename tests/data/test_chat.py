@@ -14,7 +14,7 @@ from test_chat_template import speaking
 
 from atoll import run_dir
 from atoll.data import shards
-from atoll.data.loader import Samples, open_samples
+from atoll.data.samples import Samples, open_samples
 from atoll.data.sources import blocks
 from atoll.data.sources.conversations import Conversation, conversation_of
 from atoll.data.sources.corpus import train_corpus

@@ -15,7 +15,7 @@ from data_runs import make_run
 from atoll import run_dir
 from atoll.config.compose import compose
 from atoll.data import shards
-from atoll.data.loader import open_samples
+from atoll.data.samples import open_samples
 from atoll.data.sources import blocks, corpus
 from atoll.data.tokenize import open_prepared, prepare
 from atoll.errors import UserError

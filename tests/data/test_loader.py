@@ -11,8 +11,10 @@ import pytest
 import torch
 from data_runs import make_run, prose
 
-from atoll.data import loader, shards
-from atoll.data.loader import Samples, batches_ahead, open_samples
+from atoll.data import samples as samples_module
+from atoll.data import shards
+from atoll.data.loader import batches_ahead
+from atoll.data.samples import Samples, open_samples
 from atoll.data.tokenize import prepare
 from atoll.errors import UserError
 from atoll.settings import Run
@@ -113,7 +115,7 @@ def test_few_open_files_serve_many_shards(
 ) -> None:
     ids = np.arange(8)
     expected = opened(prepared, WAYS[0]).batch(ids).tokens_BT
-    monkeypatch.setattr(loader, "OPEN_SHARDS", 1)
+    monkeypatch.setattr(samples_module, "OPEN_SHARDS", 1)
     assert torch.equal(opened(prepared, WAYS[0]).batch(ids).tokens_BT, expected)
 
 

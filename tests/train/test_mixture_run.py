@@ -12,7 +12,7 @@ from test_train import stop_after
 
 from atoll import run_dir
 from atoll.__main__ import main
-from atoll.data.loader import samples_of
+from atoll.data.samples import samples_of
 from atoll.report.contents import of_runs
 from atoll.report.run import read
 from atoll.settings import Run

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from atoll import run_dir
 from atoll.data import shards
-from atoll.data.loader import open_samples
+from atoll.data.samples import open_samples
 from atoll.data.sources.conversations import pair_of
 from atoll.data.tokenize import prepare
 from atoll.errors import UserError

@@ -20,7 +20,7 @@ from rank_pool import RankPool
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from atoll import run_dir
-from atoll.data.loader import open_samples
+from atoll.data.samples import open_samples
 from atoll.errors import UserError
 from atoll.settings import Run
 from atoll.sharding.process_group import World

@@ -15,7 +15,7 @@ from test_preference import PAIRS, pair, pair_run
 from test_preference import folder as pairs
 
 from atoll import run_dir
-from atoll.data.loader import open_samples
+from atoll.data.samples import open_samples
 from atoll.settings import Run
 
 __all__ = ["folder", "pairs"]

@@ -4,6 +4,7 @@
 # shellcheck shell=bash
 run_folder=$1 scheduler=$2 clock_seconds=${3:-}
 stop_file=$run_folder/stop restart_file=$run_folder/restart lease_folder=$run_folder/lease
+preparing_file=$run_folder/preparing preparation=''
 faults_file=$run_folder/faults.jsonl ending_faults='"kind": "(died|stalled|unfit)"'
 excluded_file=$run_folder/excluded.json
 renew_seconds=10 watch_seconds=60 ending_seconds=25 lease='' fault='' cancelled='' excluded=''
@@ -182,6 +183,30 @@ wait_for() {
     kill "$watcher" 2> /dev/null || true
     trap 'exit 143' TERM
     return "$code"
+}
+# --- Tokens, where training begins with the first of them (data.window_shards). Whoever prepares is
+# polite to the ranks beside it; they read in preparing_file how it stands.
+
+prepare() { # COMMAND
+    local task code=0
+    nice -n 10 "$@" &
+    task=$!
+    trap 'kill -TERM "$task" 2> /dev/null || true' TERM
+    while kill -0 "$task" 2> /dev/null; do wait "$task" || true; done
+    wait "$task" || code=$?
+    if ((code == 0)); then rm -f "$preparing_file"; else printf 'failed\n' > "$preparing_file"; fi
+}
+prepare_beside() { # COMMAND
+    printf 'starting\n' > "$preparing_file"
+    prepare "$@" &
+    preparation=$!
+}
+end_preparation() { # what is left is for another run
+    [[ -n $preparation ]] || return 0
+    kill -TERM "$preparation" 2> /dev/null || true
+    wait "$preparation" || true
+    preparation=''
+    rm -f "$preparing_file"
 }
 note_job() { # OUTPUT of sbatch or qsub: the last line that is a job's id is the next job's
     local line next=
@@ -381,6 +406,7 @@ queue_again() {
 }
 at_end() {
     local code=$?
+    end_preparation
     if [[ -n ${lease:-} ]] && (($(newest_lease) <= ${lease##*/})); then
         write_lease "$owner ended" || true
         (printf 'ended\n' >&"$pipe") 2> /dev/null || true # it may be gone

@@ -73,9 +73,12 @@ def preparation(run: Run, run_folder: Path) -> list[list[str]]:
 def training(run: Run, run_folder: Path) -> list[list[str]]:
     """The commands of a training job: prepare the tokens, train, sample, say where."""
     atoll, both = atoll_command(run), ["--both"] if run.generation.before else []
+    tokenize = [*atoll, "tokenize", str(run_folder)]
+    in_windows = run.data.window_shards is not None
     return [
-        [*atoll, "tokenize", str(run_folder)],
+        ["prepare_beside", *tokenize] if in_windows else tokenize,
         _ranks(run, run_folder, None),
+        *([["end_preparation"]] if in_windows else []),
         *([[*atoll, "generate", str(run_folder), *both]] if writes_text(run) else []),
         _last_words(run, run_folder),
     ]

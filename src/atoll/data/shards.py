@@ -71,6 +71,7 @@ class TokenPlan(Record):
     end_id: int | None
     pad_id: int
     dtype: Literal["uint16", "uint32"]
+    shard_counts: dict[Split, int] = {}  # of each split; none: of an earlier version
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -31,12 +31,18 @@ from atoll.errors import UserError
 from atoll.settings import Run
 
 Log = Callable[[str], None]
+Planned = Callable[[], None]
 SECONDS_BETWEEN_LINES = 5.0
 
 
-def prepare_text(run: Run, folder: Path, log: Log) -> None:
+def no_one() -> None:
+    """Waits for a plan."""
+
+
+def prepare_text(run: Run, folder: Path, log: Log, planned: Planned = no_one) -> None:
     """Tokenise the one text of a run into a folder, unless that is done already.
 
+    planned: called once the plan of its shards is written, before the first of them.
     What an interrupted call left whole is kept. Raises `UserError` for missing or empty data,
     an unusable tokenizer, an empty split, or a full disk.
     """
@@ -62,7 +68,10 @@ def prepare_text(run: Run, folder: Path, log: Log) -> None:
         needed = refusals.least_bytes(corpora)
         refusals.refuse_small_disk(folder, needed)
         with shard_writer.naming_a_full_disk(folder, needed):
-            plan = plan or _new_plan(folder, run, identity, corpora, log)
+            plan = _with_counts(
+                folder, plan or _new_plan(folder, run, identity, corpora, log), corpora
+            )
+            planned()
             _write_shards(folder, run, plan, corpora, log)
             manifest = _manifest(folder, plan, corpora)
             refusals.refuse_too_long(manifest, run)
@@ -178,10 +187,10 @@ def _interrupted_plan(folder: Path, identity: dict[str, Any]) -> TokenPlan | Non
 def _new_plan(
     folder: Path, run: Run, identity: dict[str, Any], corpora: list[CorpusBlocks], log: Log
 ) -> TokenPlan:
-    """Clear the folder, make the tokenizer and write the plan of its tokens."""
+    """Clear the folder, make the tokenizer, and plan its tokens."""
     shard_writer.clear(folder)
     made = save_tokenizer(folder, run, [(run.data, corpora)], log)
-    plan = TokenPlan(
+    return TokenPlan(
         **identity,
         tokenizer_sha256=made.sha256,
         vocabulary_tokens=made.tokens,
@@ -190,7 +199,14 @@ def _new_plan(
         pad_id=made.pad_id,
         dtype=made.dtype,
     )
-    plan.write(shards.plan_file(folder))
+
+
+def _with_counts(folder: Path, plan: TokenPlan, corpora: list[CorpusBlocks]) -> TokenPlan:
+    """The plan with the number of shards, which whoever reads it before they are whole needs."""
+    counts = {split: text.shard_count for text in corpora for split in text.source.splits}
+    if plan.shard_counts != counts:
+        plan = plan.model_copy(update={"shard_counts": counts})
+        plan.write(shards.plan_file(folder))
     return plan
 
 
@@ -217,7 +233,8 @@ def _write_shards(
     """Encode the blocks of every shard that is not whole yet."""
     items = [
         WorkItem(number, block)
-        for number, text in enumerate(corpora)
+        # held-out files first: a run may begin with them and the first shards
+        for number, text in reversed(list(enumerate(corpora)))
         for block in _missing(folder, plan, text)
     ]
     if not items:

@@ -1,13 +1,22 @@
 """`atoll tokenize RUN_FOLDER`: text becomes token shards, once for all runs that share it."""
 
+from functools import partial
 from pathlib import Path
 
 from atoll import run_dir
 from atoll.commands import CommandParser
-from atoll.data import encode, vocabulary
+from atoll.data import encode, vocabulary, windows
 from atoll.data.mixture_folder import open_mixture, prepare_mixture
 from atoll.data.shards import TokenManifest
-from atoll.data.text_folder import Log, in_blocks, open_text, prepare_text, split_corpora
+from atoll.data.text_folder import (
+    Log,
+    Planned,
+    in_blocks,
+    no_one,
+    open_text,
+    prepare_text,
+    split_corpora,
+)
 from atoll.data.text_report import text_report
 from atoll.settings import Run, load_run
 
@@ -21,7 +30,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--report", action="store_true", help=told)
     arguments = parser.read(argv)
     run = load_run(run_dir.settings_file(arguments.run_folder))
-    prepare(run, lambda line: print(line, flush=True))
+    begin = partial(_let_ranks_begin, arguments.run_folder)
+    prepare(run, lambda line: print(line, flush=True), begin)
     if arguments.verify:
         open_prepared(run, verify=True)
         print("every shard matches its sha256", flush=True)
@@ -32,9 +42,16 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def prepare(run: Run, log: Log) -> Path:
+def _let_ranks_begin(run_folder: Path) -> None:
+    """Tell ranks that job.sh starts beside this: the plan they find is the one of their run."""
+    if windows.preparation_state(run_folder) == windows.STARTING:
+        run_dir.write_whole(run_dir.preparing_file(run_folder), windows.RUNNING + "\n")
+
+
+def prepare(run: Run, log: Log, planned: Planned = no_one) -> Path:
     """Tokenise the data of a run, unless that is done already, and give the folder.
 
+    planned: called of one text once its plan is written, before the first shard.
     What an interrupted call left whole is kept. Raises `UserError` for missing or empty data,
     an unusable tokenizer, an empty split, or a full disk.
     """
@@ -44,7 +61,7 @@ def prepare(run: Run, log: Log) -> Path:
     elif run.data.sources:
         prepare_mixture(run, folder, log)
     else:
-        prepare_text(run, folder, log)
+        prepare_text(run, folder, log, planned)
     return folder
 
 

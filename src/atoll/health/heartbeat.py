@@ -81,6 +81,11 @@ class Heartbeat:
         self._go(_NUMBER[phase])
         return _Stay(self, before)
 
+    def waits_for_input(self) -> None:
+        """From any thread: the rank has nothing to do, and that is in order."""
+        if self.phase in ("start", "input"):
+            self._floats[_MOVED] = time.monotonic()
+
     def step(self, number: int) -> None:
         """Step `number` begins."""
         now = time.monotonic()

@@ -1,8 +1,9 @@
 """What a facility's finished runs teach its next ones: few factors, each a median of runs.
 
 Of a step there is one for each strategy family and size of a step, since a tiny model's runs say
-nothing of a large one's; sizes are quarters of a power of ten. A factor stays within bounds,
-whatever runs measured.
+nothing of a large one's; sizes are quarters of a power of ten. Of memory there is one for each
+family and planned peak: a job that ran here before is known by its plan, others take the median of
+their family's. A factor stays within bounds, whatever runs measured.
 """
 
 import math
@@ -16,6 +17,7 @@ STEP_BOUNDS = (0.25, 20.0)  # a peak is never beaten fourfold; small kernels sta
 MEMORY_BOUNDS = (0.5, 4.0)
 SIZES = 4  # of steps, in a power of ten
 MOST_APART = SIZES  # sizes between a step and the runs that teach it
+SAME_PLAN = 0.01  # of memory: peaks this near are of one job, typed again
 MOST_RUNS = 20  # of a facility, the newest
 Calibration = Mapping[str, Any]  # `calibration` of a certificate
 
@@ -62,14 +64,14 @@ def size_of(seconds: float) -> int:
 def calibration_of(samples: Sequence[Sample]) -> dict[str, Any]:
     """The factors of a certificate, from a facility's newest finished runs."""
     steps: dict[tuple[str, int], list[float]] = {}
-    memory: dict[str, list[float]] = {}
+    memory: dict[tuple[str, float], list[float]] = {}
     for sample in samples:
         if sample.planned_seconds:
             key = (sample.family, size_of(sample.planned_seconds))
             steps.setdefault(key, []).append(sample.measured_seconds / sample.planned_seconds)
         if sample.planned_gib:
-            ratio = sample.measured_gib / sample.planned_gib
-            memory.setdefault(sample.family, []).append(ratio)
+            peak = (sample.family, float(f"{sample.planned_gib:.3g}"))
+            memory.setdefault(peak, []).append(sample.measured_gib / sample.planned_gib)
     starts = [sample.start_seconds for sample in samples if sample.start_seconds is not None]
     return {
         "step": [
@@ -77,8 +79,8 @@ def calibration_of(samples: Sequence[Sample]) -> dict[str, Any]:
             for (family, size), ratios in sorted(steps.items())
         ],
         "memory": [
-            {"family": family} | _median(ratios, MEMORY_BOUNDS)
-            for family, ratios in sorted(memory.items())
+            {"family": family, "planned_gib": peak} | _median(ratios, MEMORY_BOUNDS)
+            for (family, peak), ratios in sorted(memory.items())
         ],
         "start_seconds": statistics.median(starts) if starts else None,
         "start_runs": len(starts),
@@ -98,11 +100,16 @@ def step_factor(calibration: Calibration | None, family: str, seconds: float) ->
     return Factor(row["factor"], row["runs"])
 
 
-def memory_factor(calibration: Calibration | None, family: str) -> Factor | None:
-    for row in _rows(calibration, "memory"):
-        if row["family"] == family:
-            return Factor(row["factor"], row["runs"])
-    return None
+def memory_factor(calibration: Calibration | None, family: str, gib: float) -> Factor | None:
+    """Of runs with this planned peak, else the median of the family's; None: there are none."""
+    own = [row for row in _rows(calibration, "memory") if row["family"] == family]
+    # a certificate of an earlier version has no peaks
+    same = [row for row in own if abs(row.get("planned_gib", 0.0) / gib - 1) <= SAME_PLAN]
+    chosen = same or own
+    if not chosen:
+        return None
+    factor = statistics.median(row["factor"] for row in chosen)
+    return Factor(factor, sum(row["runs"] for row in chosen))
 
 
 def _rows(calibration: Calibration | None, name: str) -> Iterable[Mapping[str, Any]]:

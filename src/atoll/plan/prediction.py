@@ -117,8 +117,9 @@ def predict(
 
 def _memory_gib(run: Run, shape: Shape, calibration: Calibration | None) -> float:
     """Of its steps; on processors of all that it does, since a process keeps its highest."""
-    factor, memory = memory_factor(calibration, strategy_family(run)), memory_of(run, shape)
+    memory = memory_of(run, shape)
     needed = memory.whole_gib if run.facility.node.device == "cpu" else memory.peak_gib
+    factor = memory_factor(calibration, strategy_family(run), needed)
     return needed * (1.0 if factor is None else factor.value)
 
 

@@ -144,6 +144,9 @@ class Data(Settings):
     # of the files of tokens; an interrupted preparation loses one at most
     documents_per_shard: Count = 5_000
     workers: Count | None = None  # threads that tokenise; null: one for each core
+    # training begins with so many shards while the rest is made, and mixes samples within as many;
+    # null: with all of them
+    window_shards: Count | None = None
 
     @model_validator(mode="after")
     def _template_holds_text(self) -> "Data":
@@ -201,6 +204,22 @@ class Data(Settings):
                 f"data.format={self.format} with {wrong[0]}: a conversation is a whole row, and "
                 "the chat template alone says what stands around it",
                 f"leave {wrong[0].partition('=')[0]} out, or set data.format=text",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _windows_are_of_one_text(self) -> "Data":
+        unfit = {
+            "data.sources": bool(self.sources),
+            "data.classes": self.classes is not None,
+            f"data.format={self.format}": self.format == "preference",
+        }
+        wrong = [name for name, present in unfit.items() if present]
+        if self.window_shards is not None and wrong:
+            raise ValueError(
+                f"data.window_shards={self.window_shards} with {wrong[0]}: training can begin with "
+                "the first shards of one text or its conversations alone",
+                "data.window_shards=null",
             )
         return self
 

@@ -125,6 +125,29 @@ class Run(Settings):
         return self
 
     @model_validator(mode="after")
+    def _windows_are_read_by_steps(self) -> "Run":
+        every, epochs = self.evaluation.every_epochs, self.training.epochs
+        if self.data.window_shards is None or (epochs is None and not every):
+            return self
+        what = f"training.epochs={epochs:g}" if epochs else f"evaluation.every_epochs={every}"
+        raise ValueError(
+            f"{what} with data.window_shards={self.data.window_shards}: how long an epoch is, is "
+            "not known when training begins",
+            "training.steps=NUMBER training.epochs=null" if epochs else "evaluation.every_steps",
+        )
+
+    @model_validator(mode="after")
+    def _windows_begin_with_a_batch(self) -> "Run":
+        consumed, size = self.training.consumed_samples, self.training.global_batch_samples
+        if self.data.window_shards is not None and consumed % size:
+            raise ValueError(
+                f"data.window_shards behind {consumed} samples, which are no whole batches of "
+                f"{size}",
+                "the training.global_batch_samples of the run that this one goes on from",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _epochs_are_of_one_source(self) -> "Run":
         every, epochs = self.evaluation.every_epochs, self.training.epochs
         if self.data.sources and (epochs is not None or every):

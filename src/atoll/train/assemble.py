@@ -13,8 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from atoll import run_dir
 from atoll.data.harness_tasks import HarnessTasks, tasks_of
-from atoll.data.loader import Samples, refuse_early_end, samples_of
+from atoll.data.loader import refuse_early_end
+from atoll.data.samples import Samples, samples_of
+from atoll.data.shards import TokenManifest
 from atoll.data.tokenize import open_prepared
+from atoll.data.windows import Windows, wait_for_plan, waits_for_job
 from atoll.errors import UserError
 from atoll.health.heartbeat import Heartbeat, unwatched
 from atoll.models.adapter import adapt, adapted_reader, check_device, fill_int8
@@ -55,7 +58,7 @@ class TrainState:
     wrapped: nn.Module  # as called; the same, or inside DDP
     plan: StepPlan
     optimizer: NamedOptimizer
-    training: Samples
+    training: Samples | Windows
     validation: Samples
     total_steps: int
     communication_bytes: Sent  # expected, sent by one rank in a step
@@ -77,13 +80,10 @@ def assemble(
     run: Run, run_folder: Path, world: World, heartbeat: Heartbeat | None = None
 ) -> TrainState:
     """Data, model and optimizer; a user's mistake ends here, before the first step."""
-    manifest = run_on_all_ranks(
-        world, lambda: open_prepared(run, verify=True, rank=world.rank, world_size=world.size)
-    )
+    heartbeat = heartbeat or unwatched(world.rank)
+    manifest, training, validation = open_text(run, run_folder, world, heartbeat)
     prepared = run_dir.prepared(run)
-    training = run_on_all_ranks(world, lambda: samples_of(run, "train"))
-    validation = run_on_all_ranks(world, lambda: samples_of(run, "validation"))
-    steps = total_steps(run, len(training))
+    steps = total_steps(run, training)
     run_on_all_ranks(world, lambda: refuse_early_end(training, run, steps))
     tasks = run_on_all_ranks(world, lambda: tasks_of(run.evaluation, run_dir.bundled_tasks(run)))
     task = TASKS[run.task.name]
@@ -124,9 +124,29 @@ def assemble(
         total_steps=steps,
         communication_bytes=bytes_sent(as_computed(run, dtype), shape),
         shape=shape,
-        heartbeat=heartbeat or unwatched(world.rank),
+        heartbeat=heartbeat,
         scored_tasks=tasks,
     )
+
+
+def open_text(
+    run: Run, run_folder: Path, world: World, heartbeat: Heartbeat
+) -> tuple[TokenManifest, Samples | Windows, Samples]:
+    """The tokens of a run, its training samples and those it holds out.
+
+    In windows: as soon as the first is there, while the job prepares the others.
+    """
+    rank, world_size = world.rank, world.size
+    if run.data.window_shards is None:
+        manifest = run_on_all_ranks(
+            world, lambda: open_prepared(run, verify=True, rank=rank, world_size=world_size)
+        )
+        training = run_on_all_ranks(world, lambda: samples_of(run, "train"))
+        return manifest, training, run_on_all_ranks(world, lambda: samples_of(run, "validation"))
+    wait = waits_for_job(run_folder, heartbeat.waits_for_input, lambda line: say(world, line))
+    run_on_all_ranks(world, lambda: wait_for_plan(run_folder, wait))
+    windows = run_on_all_ranks(world, lambda: Windows(run, wait, rank, world_size))
+    return windows.manifest, windows, run_on_all_ranks(world, windows.validation)
 
 
 def as_computed(run: Run, dtype: torch.dtype) -> Run:
@@ -187,9 +207,9 @@ def check_compiler(world: World) -> None:
         )
 
 
-def total_steps(run: Run, samples: int) -> int:
+def total_steps(run: Run, samples: Samples | Windows) -> int:
     """Optimizer steps of the run, from training.steps or training.epochs."""
     if run.training.steps is not None:
         return run.training.steps
-    assert run.training.epochs is not None
-    return max(1, math.ceil(run.training.epochs * samples / run.training.global_batch_samples))
+    assert run.training.epochs is not None and isinstance(samples, Samples)
+    return max(1, math.ceil(run.training.epochs * len(samples) / run.training.global_batch_samples))

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atoll.data.loader import SourceSamples
 from atoll.data.order import Ints, sample_ids
+from atoll.data.samples import SourceSamples
 from atoll.monitor.observers import Observers
 from atoll.sharding.engines import FORWARDS
 from atoll.sharding.process_group import World, gathered_by_first, summed

@@ -11,6 +11,7 @@ from torch import Tensor
 from atoll import run_dir
 from atoll.data.batch import Batch
 from atoll.data.loader import Share, batches_ahead
+from atoll.data.windows import Windows
 from atoll.monitor.observers import Observers, StepRecord
 from atoll.settings import Run
 from atoll.sharding.engines import ENGINES
@@ -148,9 +149,10 @@ def is_due(step: int, every: int) -> bool:
 def is_evaluation_due(train_state: TrainState, step: int) -> bool:
     """After so many steps, or with the step that ends so many epochs."""
     every, size = train_state.run.evaluation, train_state.run.training.global_batch_samples
+    if is_due(step, every.every_steps) or isinstance(train_state.training, Windows):
+        return is_due(step, every.every_steps)
     before, now = ((s * size) // len(train_state.training) for s in (step - 1, step))
-    ends_epochs = now > before and is_due(now, every.every_epochs)
-    return ends_epochs or is_due(step, every.every_steps)
+    return now > before and is_due(now, every.every_epochs)
 
 
 def on_device(batches: list[Batch], run: Run, step: int, world: World) -> list[Batch]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from atoll import run_dir
-from atoll.data.loader import Samples
+from atoll.data.samples import Samples
 from atoll.sharding.engines import FORWARDS
 from atoll.sharding.process_group import run_on_all_ranks, run_on_first_rank, say, summed
 from atoll.train.assemble import TrainState
@@ -22,6 +22,7 @@ def set_reference(train_state: TrainState) -> None:
     run, world = train_state.run, train_state.world
     if run.task.name != "preference" or run.task.loss != "dpo":
         return
+    assert isinstance(train_state.training, Samples), "settings let pairs in windows through"
     path = run_dir.reference_file(train_state.run_folder)
     if not run_on_first_rank(world, path.is_file):
         say(world, "log-probabilities of the reference: once for all pairs …")

@@ -14,6 +14,7 @@ from transformers.utils import logging
 from atoll import run_dir
 from atoll.data.shards import tokenizer_folder
 from atoll.data.tokenize import open_prepared
+from atoll.data.windows import Windows, refuse_missing
 from atoll.errors import UserError
 from atoll.models.adapter import adapt, adapted_reader
 from atoll.models.build import weights_for
@@ -102,7 +103,8 @@ def from_checkpoint(path: Path, run: Run) -> TextGenerator:
 
     cpu = torch.device("cpu")
     alone = World(0, 1, cpu)
-    manifest = open_prepared(run)
+    is_whole = run.data.window_shards is None
+    manifest = open_prepared(run) if is_whole else Windows(run, refuse_missing).manifest
     task = TASKS[run.task.name]
     config = task.config(run, manifest.vocabulary)
     model = task.model(config, run, manifest.vocabulary)
