@@ -36,6 +36,7 @@ from atoll.plan.seconds import StepSeconds, rates_of, step_seconds
 
 LIMITS = {"median error": 0.10, "worst error": 0.25}
 LEAST_TAU = 0.9
+ALL_TAU = "tau of all pairs within a shape"
 TOWARDS_MEASURED = 0.02  # as a squared relative error: how much a factor far from 1 costs
 STEPS, WARM_UP, QUICK_STEPS, TURNS = 10, 3, 4, 2
 LONGEST_SECONDS = 240.0  # of one run
@@ -305,27 +306,30 @@ def shown(row: Mapping[str, Any]) -> str:
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     rows = [each for each in rows if "planned_seconds" in each]
     sizes = [abs(error(each)) for each in rows]
-    taus = {}
+    orders = {}
     for shape in SHAPES:
         own = [row for row in rows if row["shape"] == shape]
-        if len(own) > 1:
-            taus[f"tau of {shape}"] = tau(
-                [row["planned_seconds"] for row in own], [row["turn_seconds"] for row in own]
-            )
+        planned, turns = ([row[name] for row in own] for name in ("planned_seconds", "turn_seconds"))
+        if order := orders_kept(planned, turns):
+            orders[shape] = order
+    taus = {f"tau of {shape}": statistics.fmean(order) for shape, order in orders.items()}
+    if orders:
+        taus[ALL_TAU] = statistics.fmean([kept for order in orders.values() for kept in order])
     return {"median error": statistics.median(sizes), "worst error": max(sizes), **taus}
 
 
-def tau(planned: Sequence[float], turns: Sequence[Sequence[float]]) -> float:
-    """Kendall's, over pairs whose order was measured (with ties left out, Goodman and Kruskal's).
+def orders_kept(planned: Sequence[float], turns: Sequence[Sequence[float]]) -> list[int]:
+    """Of each pair whose order was measured, 1 where it was planned, -1 where the other was.
+
+    Their mean is Kendall's tau (with ties left out, Goodman and Kruskal's gamma).
 
     turns: seconds of each case in its turns; cases whose turns overlap are tied.
     """
-    same = [
+    return [
         sign * ((planned[i] > planned[j]) - (planned[i] < planned[j]))
         for i, j, sign in pairs_of(turns)
         if sign
     ]
-    return sum(same) / len(same) if same else 0.0
 
 
 def pairs_of(turns: Sequence[Sequence[float]]) -> list[tuple[int, int, int]]:
@@ -348,6 +352,7 @@ def keep(rows: Sequence[dict[str, Any]]) -> None:
     held = [
         results.row(name, "", [value], "limit", [LIMITS.get(name, LEAST_TAU)], better, 1.0)
         for name, value in found.items()
+        if name in (*LIMITS, ALL_TAU)
         for better in ["lower" if name in LIMITS else "higher"]
     ]
     results.record("plan_time", held)
@@ -370,7 +375,7 @@ def write_table() -> bool:
         lines.append(f"| {each['case']} | {planned:.4f} | {used:.4f} | {error(each):+.1%} |")
     taus = ", ".join(f"{name} {value:.2f}" for name, value in found.items() if "tau" in name)
     held = [found[name] <= limit for name, limit in LIMITS.items()]
-    held += [value >= LEAST_TAU for name, value in found.items() if "tau" in name]
+    held.append(found[ALL_TAU] >= LEAST_TAU)
     pairs = [
         pair
         for shape in SHAPES

@@ -3,7 +3,8 @@
 Of a step there is one for each strategy family and size of a step, since a tiny model's runs say
 nothing of a large one's; sizes are quarters of a power of ten. Of memory there is one for each
 family and planned peak: a job that ran here before is known by its plan, others take the median of
-their family's. A factor stays within bounds, whatever runs measured.
+their family's; the plan itself counts as one run, since peaks of one job differ by a tenth on
+processors. A factor stays within bounds, whatever runs measured.
 """
 
 import math
@@ -17,7 +18,7 @@ STEP_BOUNDS = (0.25, 20.0)  # a peak is never beaten fourfold; small kernels sta
 MEMORY_BOUNDS = (0.5, 4.0)
 SIZES = 4  # of steps, in a power of ten
 MOST_APART = SIZES  # sizes between a step and the runs that teach it
-SAME_PLAN = 0.01  # of memory: peaks this near are of one job, typed again
+SAME_PLAN = 1e-4  # of memory: peaks this near are of one job, typed again
 MOST_RUNS = 20  # of a facility, the newest
 Calibration = Mapping[str, Any]  # `calibration` of a certificate
 
@@ -70,7 +71,7 @@ def calibration_of(samples: Sequence[Sample]) -> dict[str, Any]:
             key = (sample.family, size_of(sample.planned_seconds))
             steps.setdefault(key, []).append(sample.measured_seconds / sample.planned_seconds)
         if sample.planned_gib:
-            peak = (sample.family, float(f"{sample.planned_gib:.3g}"))
+            peak = (sample.family, float(f"{sample.planned_gib:.6g}"))
             memory.setdefault(peak, []).append(sample.measured_gib / sample.planned_gib)
     starts = [sample.start_seconds for sample in samples if sample.start_seconds is not None]
     return {
@@ -108,8 +109,9 @@ def memory_factor(calibration: Calibration | None, family: str, gib: float) -> F
     chosen = same or own
     if not chosen:
         return None
-    factor = statistics.median(row["factor"] for row in chosen)
-    return Factor(factor, sum(row["runs"] for row in chosen))
+    runs = sum(row["runs"] for row in chosen)
+    median = statistics.median(row["factor"] for row in chosen)
+    return Factor((1.0 + runs * median) / (1 + runs), runs)
 
 
 def _rows(calibration: Calibration | None, name: str) -> Iterable[Mapping[str, Any]]:
