@@ -7,18 +7,21 @@ from typing import Any
 
 import defaults
 import pytest
+import small_run
 import tiny
 import torch
+from rank_pool import RankPool
 
 from atoll import run_dir
 from atoll.errors import UserError
 from atoll.models.build import build_config, build_model
-from atoll.monitor import metrics_file, mfu
+from atoll.monitor import metrics, metrics_file, mfu
 from atoll.monitor.comm_profile import _covered
 from atoll.monitor.progress import Progress
 from atoll.monitor.watch import writing
 from atoll.plan.shapes import shape_of
-from atoll.settings import Model, Node, Training
+from atoll.settings import Model, Node, Run, Training
+from atoll.sharding.process_group import World
 
 CPU = torch.device("cpu")
 
@@ -97,3 +100,17 @@ def test_a_full_disk_while_lines_are_written_is_two_lines(tmp_path):
         with pytest.raises(UserError, match="No space left on device") as error:
             write({"event": "train", "step": 8})
     assert "it resumes" in error.value.hint
+
+
+def train_with_more_on_the_last_rank(world: World, run: Run) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "memory_gib", lambda device: 1.0 + world.rank)
+        small_run.train_here(world, run)
+
+
+def test_the_memory_of_a_line_is_that_of_the_fullest_rank(ranks: RankPool, tmp_path: Path) -> None:
+    small_run.write_text(tmp_path)
+    run = small_run.settings(tmp_path, 2, training__steps=2)
+    folder = small_run.ready(run)
+    ranks.run(train_with_more_on_the_last_rank, run, world=2)
+    assert [line["memory_gib"] for line in small_run.records(folder, "train")] == [2.0, 2.0]

@@ -12,7 +12,7 @@ from atoll.monitor.mfu import MFU_FORMULA, flops_per_token, mean_context_tokens,
 from atoll.monitor.observers import Observer, Record, StepRecord, WatchedRun, Write
 from atoll.monitor.provenance import made_of
 from atoll.plan.traffic import rounded, total
-from atoll.sharding.process_group import World, say, summed
+from atoll.sharding.process_group import World, gathered, say, summed
 
 
 class Metrics(Observer):
@@ -100,7 +100,7 @@ class Metrics(Observer):
             "tokens_per_second": rate,
             "tokens_per_second_per_device": per_device,
             **utilisation,
-            "memory_gib": memory_gib(world.device),
+            "memory_gib": max(gathered(world, memory_gib(world.device))),  # stages differ
             "step_seconds": seconds / len(updates),
             "communication_bytes": total(rounded(self.watched.communication_bytes)),
             "communication_seconds": self.communication and self.communication.seconds,
