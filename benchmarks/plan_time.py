@@ -309,7 +309,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     orders = {}
     for shape in SHAPES:
         own = [row for row in rows if row["shape"] == shape]
-        planned, turns = ([row[name] for row in own] for name in ("planned_seconds", "turn_seconds"))
+        planned, turns = (
+            [row[name] for row in own] for name in ("planned_seconds", "turn_seconds")
+        )
         if order := orders_kept(planned, turns):
             orders[shape] = order
     taus = {f"tau of {shape}": statistics.fmean(order) for shape, order in orders.items()}

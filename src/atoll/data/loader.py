@@ -27,12 +27,14 @@ class Share:
     """One rank's part of a global batch, and what the whole batch counts.
 
     epochs: of several sources, how often each was read through behind the batch.
+    opens_window: ranks may have had to wait for it.
     """
 
     microbatches: list[Batch]
     global_targets: int
     global_useful: int
     epochs: dict[str, float] = field(default_factory=dict)
+    opens_window: bool = False
 
 
 def mixture_of(samples: Samples, run: Run) -> Mixture | None:
@@ -100,7 +102,7 @@ def batches_ahead(
     draw = samples.draw if isinstance(samples, Windows) else order_of(samples, run)
 
     def share(step: int) -> Share:
-        held, ids, epochs = draw(position + step * size)
+        held, ids, epochs, opens_window = draw(position + step * size)
         own = rank_share(ids, rank, run.axes.data, microbatch)
         batches = [held.batch(part) for part in own]
         return Share(
@@ -108,6 +110,7 @@ def batches_ahead(
             int(held.targets(ids).sum()),
             int(held.useful(ids).sum()),
             epochs,
+            opens_window,
         )
 
     with ThreadPoolExecutor(1, "batches-ahead") as pool:

@@ -33,12 +33,20 @@ SETTLE_SECONDS = 60.0  # so long a node's cache may hide what another one wrote
 STARTING, RUNNING, FAILED = "starting", "running", "failed"  # of a preparation beside ranks
 
 
+class TimeIsOver(UserError):
+    """The job's time is nearly over, and what a rank waits for is still being prepared."""
+
+
 class Drawn(NamedTuple):
-    """A global batch: the samples that hold it, which of them, and epochs of each source."""
+    """A global batch: the samples that hold it, which of them, and epochs of each source.
+
+    opens_window: it is the first of its window, which ranks may have to wait for.
+    """
 
     samples: Samples
     ids: Ints
     epochs: dict[str, float]
+    opens_window: bool = False
 
 
 class Windows:
@@ -91,7 +99,7 @@ class Windows:
         samples = self.opened(number)
         seed = int(keyed(self.run.seed, np.array([number], dtype=np.uint64))[0])
         first = epoch * len(samples) + inside * size
-        return Drawn(samples, sample_ids(seed, len(samples), first, size), {})
+        return Drawn(samples, sample_ids(seed, len(samples), first, size), {}, inside == 0)
 
     def _find(self, batch: int) -> tuple[int, int, int]:
         """The epoch and window of a batch, and the batches before it there."""
@@ -185,6 +193,11 @@ def waits_for_job(run_folder: Path, alive: Callable[[], None], log: Callable[[st
             raise UserError(
                 f"{missing} is missing, and its preparation failed",
                 f"mend what `atoll tokenize {run_folder}` says, and submit the same line again",
+            )
+        if run_dir.stop_file(run_folder).exists():
+            raise TimeIsOver(
+                f"the time of the job is nearly over, and {missing} is still being prepared",
+                "submit the same line again: preparation goes on with what is whole",
             )
         if missing != said:
             log(f"waiting for {missing}: it is being prepared …")

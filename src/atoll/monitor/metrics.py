@@ -65,6 +65,12 @@ class Metrics(Observer):
             self.write(self.train_record())
             self.updates, self.started = [], time.monotonic()
 
+    def on_end(self) -> None:
+        """Steps behind the last line, where the run stops before it is due."""
+        if self.updates:
+            self.write(self.train_record())
+            self.updates = []
+
     def on_checkpoint(self, step: int, save_seconds: float, blocked_seconds: float) -> None:
         times = {"save_seconds": save_seconds, "blocked_seconds": blocked_seconds}
         self.write({"event": "checkpoint", "step": step} | times)

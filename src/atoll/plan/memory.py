@@ -31,7 +31,7 @@ DDP_BROADCAST_BYTES = 250 * 2**20  # what torch's DDP makes one tensor of, as it
 # On processors glibc's heap keeps what is freed between blocks in use; what is larger than
 # HEAP_BLOCK_BYTES never lies in it (mallopt(3), M_MMAP_THRESHOLD). The shares, of one rank and of
 # several, were fitted on the runs of benchmarks/plan_line.py and on those with a plain heap.
-HEAP_KEEPS, HEAP_BLOCK_BYTES = (0.5, 1.55), 32 * 2**20
+HEAP_KEEPS, HEAP_BLOCK_BYTES = (0.65, 1.55), 32 * 2**20
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from torch import Tensor
 from atoll import run_dir
 from atoll.data.batch import Batch
 from atoll.data.loader import Share, batches_ahead
-from atoll.data.windows import Windows
+from atoll.data.windows import TimeIsOver, Windows
 from atoll.monitor.observers import Observers, StepRecord
 from atoll.settings import Run
 from atoll.sharding.engines import ENGINES
-from atoll.sharding.process_group import World
+from atoll.sharding.process_group import World, gathered
 from atoll.train.assemble import TrainState
 from atoll.train.checkpoint import Progress
 from atoll.train.checkpoint_saver import CheckpointSaver
@@ -24,7 +24,7 @@ from atoll.train.guard import Guard, Trouble
 from atoll.train.optimizer import clear_gradients, learning_rate
 from atoll.train.replay import Replay, microbatches_of
 from atoll.train.state_dict import update
-from atoll.train.stop_signals import StopCode, exchanged_stop_code
+from atoll.train.stop_signals import TIME_IS_OVER, StopCode, exchanged_stop_code
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def loop(
     heartbeat = train_state.heartbeat
     guard, replay = Guard(train_state, start), Replay(train_state)
     saver = CheckpointSaver(train_state, start.step, guard, observers)
-    tokens = start.tokens
+    tokens, is_saved = start.tokens, True
     clear_gradients(train_state.optimizer)
     with remaining_batches(train_state, start) as batches:
         for step in range(start.step + 1, total_steps + 1):
@@ -56,6 +56,12 @@ def loop(
             for observer in observers:
                 observer.before_step(step)
             record = train_step(train_state, batches, step, tokens, guard, replay, saver)
+            if record is None:
+                step, code = step - 1, max(code_of_all(), TIME_IS_OVER)
+                trouble = guard.settle(observers, wait=True)
+                if trouble is None and not is_saved:
+                    trouble = saver.save(step, tokens)
+                break
             tokens = record.total_tokens
             last = step == total_steps
             heartbeat.at("communication")
@@ -86,12 +92,17 @@ def train_step(
     guard: Guard,
     replay: Replay,
     saver: CheckpointSaver,
-) -> StepRecord:
-    """One optimizer step behind so many tokens: batch, gradients, update."""
+) -> StepRecord | None:
+    """One optimizer step behind so many tokens: batch, gradients, update.
+
+    None where the job's time is over before its batch is there.
+    """
     run, heartbeat = train_state.run, train_state.heartbeat
     heartbeat.at("input")
     started = time.monotonic()
-    share = next(batches)
+    share = taken(batches, train_state.world)
+    if share is None:
+        return None
     data_wait_seconds = time.monotonic() - started
     heartbeat.at("compute")
     if replay.is_due(step):
@@ -118,6 +129,20 @@ def train_step(
         checkpoint_seconds=saver.take_blocked_seconds(),
         skipped=guard.skipped,
     )
+
+
+def taken(batches: Iterator[Share], world: World) -> Share | None:
+    """The next share; None where any rank was told to stop while it waited for a window.
+
+    All ranks open a window with the same step, so they agree at each that does.
+    """
+    try:
+        share = next(batches)
+    except TimeIsOver:
+        share = None
+    if share is not None and not share.opens_window:
+        return share
+    return None if any(gathered(world, share is None)) else share
 
 
 def accumulate_gradients(train_state: TrainState, share: Share, step: int) -> Tensor:
