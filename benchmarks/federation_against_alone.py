@@ -32,7 +32,7 @@ ONE_CORE = {"OMP_NUM_THREADS": "1"}
 BASE = [
     "experiment=demo", "facility=laptop", "name=base", "data.sequence_tokens=128",
     "data.files=[a*.py,b*.py,f*.py,g*.py,idlelib/*,l*.py,m*.py,n*.py,o*.py,r*.py]",
-    "training.steps=300", "training.device_batch_samples=12", "training.microbatch_samples=12",
+    "training.steps=900", "training.device_batch_samples=8", "training.microbatch_samples=8",
     "generation.prompt=null", "generation.before=false", "checkpoint.every_steps=0",
 ]  # fmt: skip
 ONE_MACHINE = "one machine"  # with the text of all of them

@@ -172,6 +172,8 @@ def test_what_cannot_be_is_refused_with_the_numbers(
     large = run.training.model_copy(update={"global_batch_samples": 400})
     with pytest.raises(UserError, match=r"a window of 3 shards has \d+ samples, a batch takes 400"):
         Windows(run.model_copy(update={"training": large}), refuse_missing)
+    with pytest.raises(UserError, match="6 samples were taken, which are no whole batches of 4"):
+        Windows(run, refuse_missing).draw(6)
     run, _ = under_way(2)
     with pytest.raises(UserError, match=r"shard 3 of 10 \(validation\) of .* is missing"):
         Windows(run, refuse_missing)

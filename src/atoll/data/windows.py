@@ -93,8 +93,17 @@ class Windows:
         return Samples([held_out], "validation")
 
     def draw(self, position: int) -> Drawn:
-        """The global batch behind so many samples of the endless order; waits for its window."""
+        """The global batch behind so many samples of the endless order; waits for its window.
+
+        Raises `UserError` where those were no whole batches.
+        """
         size = self.run.training.global_batch_samples
+        if position % size:
+            raise UserError(
+                f"{position} samples were taken, which are no whole batches of {size}: with "
+                "data.window_shards a batch lies in one window",
+                "the training.global_batch_samples that the run began with",
+            )
         epoch, number, inside = self._find(position // size)
         samples = self.opened(number)
         seed = int(keyed(self.run.seed, np.array([number], dtype=np.uint64))[0])
@@ -148,7 +157,7 @@ class Windows:
         )
 
     def _refuse_small_window(self) -> NoReturn:
-        samples = len(self.opened(0)) if self.manifest.shards("train") else 0
+        samples = len(self.opened(0)) if self._manifest(0).shards("train") else 0
         raise UserError(
             f"a window of {self.run.data.window_shards} shards has {samples} samples, a batch "
             f"takes {self.run.training.global_batch_samples}",
