@@ -147,8 +147,14 @@ SMALL = [
     *["model.config.num_attention_heads=4", "model.config.num_key_value_heads=4"],
     "model.config.intermediate_size=960",
 ]
+WIDE = [
+    *["model=llama_tiny", "data.sequence_tokens=384", "training.microbatch_samples=3"],
+    *["model.config.hidden_size=448", "model.config.num_hidden_layers=4"],
+    *["model.config.num_attention_heads=7", "model.config.num_key_value_heads=7"],
+    *["model.config.intermediate_size=1216", "model.config.vocab_size=6144"],
+]
 STEPS_PLAIN = 24
-PLAIN: dict[str, list[str]] = {
+PLAIN_FITTED: dict[str, list[str]] = {
     f"plain heap{name}": [*words, f"training.steps={STEPS_PLAIN}"]
     for name, words in {
         "": [*SMALL, *ONE],
@@ -165,6 +171,16 @@ PLAIN: dict[str, list[str]] = {
         ", bf16, ddp": [*OTHER, "sharding=ddp", "precision=bf16"],
     }.items()
 }
+# of which nothing was fitted
+PLAIN_FORECAST: dict[str, list[str]] = {
+    f"plain heap, wide{name}": [*WIDE, *words, f"training.steps={STEPS_PLAIN}"]
+    for name, words in {
+        "": [*ONE],
+        ", ddp": ["sharding=ddp"],
+        ", full_shard, recompute": ["sharding=full_shard", FULL],
+    }.items()
+}
+PLAIN = PLAIN_FITTED | PLAIN_FORECAST
 CASES = FITTED | FORECAST | WHOLE | PLAIN
 COMMON = [
     *["facility=laptop", "precision=fp32", "training.steps=3", "override=[fit]"],

@@ -26,7 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from memory_cases import CASES, COMMON, FITTED, FORECAST, PLAIN, STEPS_PLAIN, WHOLE
+from memory_cases import (
+    CASES,
+    COMMON,
+    FITTED,
+    FORECAST,
+    PLAIN,
+    PLAIN_FITTED,
+    PLAIN_FORECAST,
+    STEPS_PLAIN,
+    WHOLE,
+)
 from results import FOLDER, machine, versions
 
 from atoll.config.compose import compose, known_shape
@@ -37,7 +47,13 @@ from atoll.report.html import standalone
 LIMITS = {"median": 0.03, "worst": 0.10}
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, FIGURE = DOCS / "planner.md", DOCS / "images" / "plan_memory.svg"
-KINDS = {"fitted": FITTED, "forecast": FORECAST, "whole runs": WHOLE, "plain heap": PLAIN}
+KINDS = {
+    "fitted": FITTED,
+    "forecast": FORECAST,
+    "whole runs": WHOLE,
+    "plain heap": PLAIN_FITTED,
+    "plain heap, forecast": PLAIN_FORECAST,
+}
 BEGIN, END = "<!-- plan_memory: made by make bench-plan_memory -->", "<!-- plan_memory: end -->"
 
 

@@ -21,9 +21,9 @@ def campaign(tmp_path, monkeypatch):
     """One round that ended without west, one under way."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "campaigns" / "c"
-    values = checked_campaign(campaign_values(["federation=demo", "name=c"])).model_dump(
-        mode="json"
-    )
+    values = checked_campaign(
+        campaign_values(["federation=demo", "name=c", "steps=15"])
+    ).model_dump(mode="json")
     write(folder / "campaign.json", values)
     first = folder / "round-001"
     lines = [{"event": "began", "time": 1000.0}]
