@@ -27,9 +27,9 @@ from testbed import CLUSTERS, Cluster
 from testbed_site import HOW, is_ready, staged_site
 
 from atoll.campaign.average import aggregate_words
-from atoll.campaign.journal import round_name
 from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.campaign.transfer import atoll_here, run_atoll
+from atoll.run_dir import sha256_of
 
 EVERY_SECONDS = (45.0, 120.0)  # between two faults
 DEADLINE_MINUTES = 3.0
@@ -243,11 +243,13 @@ def account(scene: Scene) -> dict[str, Any]:
         held += not manifest["weights"]
         for name in manifest["weights"]:
             update = store.update(number, store.site(name))
-            asked = int(json.loads((update / "manifest.json").read_text())["round"])
-            in_model[name, asked] = number
-            cluster = next(cluster for cluster in CLUSTERS if cluster.name == name)
-            there = scene.folder(cluster) / "rounds" / round_name(asked) / "update"
-            damaged += there in scene.flipped
+            about = json.loads((update / "manifest.json").read_text())
+            in_model[name, int(about["round"])] = number
+            # of what was fetched: the facility's own file may be flipped behind that, or made anew
+            damaged += any(
+                sha256_of(update / file) != facts["sha256"]
+                for file, facts in about["files"].items()
+            )
     seconds, kept = job_seconds(scene, in_model)
     return {
         "kept": kept / seconds if seconds else 0.0,
