@@ -15,7 +15,6 @@ import pytest
 import small_run
 
 from atoll import run_dir
-from atoll.data import shards
 
 SECONDS = 90.0
 DOCUMENTS, LONG = 110, 60  # from so many on a document takes a while
@@ -59,10 +58,7 @@ class Submitted:
         return any(self.folder.glob(f"prepared/*/train/{number:05d}.json"))
 
     def is_whole(self) -> bool:
-        return any(map(shards.manifest_file(Path()).name.__eq__, self.names()))
-
-    def names(self) -> list[str]:
-        return [path.name for path in self.folder.glob("prepared/*/*")]
+        return any(self.folder.glob("prepared/*/manifest.json"))
 
     def preparing(self) -> int:
         """The process of `atoll tokenize`."""

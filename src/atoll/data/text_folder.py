@@ -35,11 +35,7 @@ Planned = Callable[[], None]
 SECONDS_BETWEEN_LINES = 5.0
 
 
-def no_one() -> None:
-    """Waits for a plan."""
-
-
-def prepare_text(run: Run, folder: Path, log: Log, planned: Planned = no_one) -> None:
+def prepare_text(run: Run, folder: Path, log: Log, planned: Planned = lambda: None) -> None:
     """Tokenise the one text of a run into a folder, unless that is done already.
 
     planned: called once the plan of its shards is written, before the first of them.

@@ -12,7 +12,6 @@ from atoll.data.text_folder import (
     Log,
     Planned,
     in_blocks,
-    no_one,
     open_text,
     prepare_text,
     split_corpora,
@@ -48,7 +47,7 @@ def _let_ranks_begin(run_folder: Path) -> None:
         run_dir.write_whole(run_dir.preparing_file(run_folder), windows.RUNNING + "\n")
 
 
-def prepare(run: Run, log: Log, planned: Planned = no_one) -> Path:
+def prepare(run: Run, log: Log, planned: Planned = lambda: None) -> Path:
     """Tokenise the data of a run, unless that is done already, and give the folder.
 
     planned: called of one text once its plan is written, before the first shard.

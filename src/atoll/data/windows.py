@@ -21,7 +21,7 @@ from atoll.data import shards
 from atoll.data.keyed_hash import keyed
 from atoll.data.order import sample_ids
 from atoll.data.pack import Ints, PackingPlan
-from atoll.data.samples import Samples, SourceSamples, source_samples
+from atoll.data.samples import Samples, source_samples
 from atoll.data.shards import Split, TokenManifest, TokenPlan, TokenShard
 from atoll.errors import UserError
 from atoll.settings import Run
@@ -130,7 +130,7 @@ class Windows:
 
     def _open(self, number: int) -> Samples:
         source = source_samples(self.run.data, self.folder, "train", self._manifest(number))
-        return Samples([SourceSamples(self.folder, source.manifest, source.plan)], "train")
+        return Samples([source], "train")
 
     def _manifest(self, number: int) -> TokenManifest:
         """The shards of a window; those that are held out with the first one alone."""
