@@ -25,17 +25,21 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, path = random.Random(3), tmp_path_factory.mktemp("text") / "text.txt"
     words = [" ".join(source.choice(small_run.WORDS) for _ in range(60)) for _ in range(DOCUMENTS)]
     long = " ".join(source.choice(small_run.WORDS) + str(n) for n in range(400_000))
+    path.with_name("short.txt").write_text("\n".join(words[65:]))
     path.write_text("\n".join(w if n < LONG else f"{w} {long}" for n, w in enumerate(words[:65])))
     return path
 
 
 class Submitted:
-    """`atoll submit` of a run on two ranks, whose text takes longer than their start."""
+    """`atoll submit` of two ranks on two texts, one of which takes longer than they do to start."""
 
     def __init__(self, folder: Path, text: Path) -> None:
         self.folder, self.run_folder = folder, folder / "runs" / "early"
         words = ["name=early", "facility=laptop", "ranks_per_node=2", "sharding=ddp"]
-        words += ["data=text_files", f"data.files=[{text}]", "data.document=line"]
+        sources = (
+            f"{{name: long, files: {text}}}, {{name: short, files: {text.with_name('short.txt')}}}"
+        )
+        words += ["data=mixture", f"data.sources=[{sources}]", "data.document=line"]
         words += ["data.documents_per_shard=10", "data.window_shards=2", "data.workers=1"]
         words += ["data.sequence_tokens=32", "tokenizer.vocabulary_tokens=300"]
         words += ["tokenizer.training_documents=20", "model=llama_tiny", "precision=fp32"]
@@ -55,10 +59,10 @@ class Submitted:
         return {line["step"]: line["loss"] for line in lines if line["event"] == "train"}
 
     def shard(self, number: int) -> bool:
-        return any(self.folder.glob(f"prepared/*/train/{number:05d}.json"))
+        return any(self.folder.glob(f"prepared/long-*/train/{number:05d}.json"))
 
     def is_whole(self) -> bool:
-        return any(self.folder.glob("prepared/*/manifest.json"))
+        return any(self.folder.glob("prepared/long-*/manifest.json"))
 
     def preparing(self) -> int:
         """The process of `atoll tokenize`."""

@@ -18,7 +18,8 @@ from data_runs import content, make_run, prose, write_lines
 from atoll import run_dir
 from atoll.config.bundle import with_bundle
 from atoll.data import shards
-from atoll.data.loader import batches_ahead, mixture_of, refuse_early_end
+from atoll.data.loader import batches_ahead, refuse_early_end
+from atoll.data.mixture import mixture_of
 from atoll.data.samples import open_samples, samples_of
 from atoll.data.tokenize import open_prepared, prepare
 from atoll.errors import UserError

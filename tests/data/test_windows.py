@@ -1,4 +1,4 @@
-"""Samples in windows of shards: one order whatever is ready, whole batches, and waits that end."""
+"""Samples in windows of shards: one order whatever is ready, of one text or several."""
 
 import shutil
 from collections.abc import Callable
@@ -9,10 +9,11 @@ import pytest
 from data_runs import make_run, prose
 
 from atoll import run_dir
-from atoll.data import shards, windows
+from atoll.data import shards, waits
 from atoll.data.loader import batches_ahead
 from atoll.data.tokenize import prepare
-from atoll.data.windows import Windows, refuse_missing, waits_for_job
+from atoll.data.waits import refuse_missing, waits_for_job
+from atoll.data.windows import TextWindows, Windows
 from atoll.errors import UserError
 from atoll.health.heartbeat import unwatched
 from atoll.settings import Run
@@ -60,37 +61,32 @@ def drawn(opened: Windows, batches: range) -> list[list[list[int]]]:
     return [batch.samples.batch(batch.ids).tokens_BT.tolist() for batch in each]
 
 
-def batches_of(opened: Windows) -> list[int]:
-    """Of each window."""
-    opened._find(10**6)
-    return opened._batches
+def sizes_of(text: TextWindows) -> list[int]:
+    """The samples of each window."""
+    text.find(10**6)
+    return [text.size(n) for n in range(text.count)]
 
 
-def test_an_epoch_takes_whole_batches_of_each_window_and_no_sample_twice(
-    whole: tuple[Run, Path],
-) -> None:
+def test_windows_follow_one_another_and_each_gives_all_its_samples(whole: tuple[Run, Path]) -> None:
     run, _ = whole
-    opened = Windows(run, refuse_missing)
-    counts = batches_of(opened)
-    assert opened.count == 4 == len(counts) and counts[0] > counts[3] > 0
-    assert counts == [len(opened.opened(n)) // BATCH for n in range(4)]
-    begin = 0
-    for number, count in enumerate(counts):
-        batches = [opened.draw(BATCH * n) for n in range(begin, begin + count)]
-        assert {id(batch.samples) for batch in batches} == {id(opened.opened(number))}
-        ids = np.concatenate([batch.ids for batch in batches])
-        assert len(set(ids)) == len(ids) == BATCH * count
-        assert ids.tolist() != sorted(ids)
-        begin += count
-    first, second = opened.draw(0).ids.tolist(), opened.draw(BATCH * begin).ids.tolist()
-    assert first != second
+    [text] = Windows(run, refuse_missing).texts
+    sizes = sizes_of(text)
+    assert text.count == 4 == len(sizes) and sizes[0] > sizes[3] > 0
+    assert [len(part) for _, part in text.take(0, sum(sizes))] == sizes
+    for window, ids in text.take(0, sum(sizes)):
+        assert sorted(ids) == list(range(sizes[window])) != ids.tolist()
+    [(_, first)], [(_, again)] = text.take(0, 9), text.take(sum(sizes), 9)
+    assert first.tolist() != again.tolist(), "each epoch has an order of its own"
+    inside = text.take(sizes[0] - 2, 5)
+    assert [(window, len(ids)) for window, ids in inside] == [(0, 2), (1, 3)]
+    assert text.epochs(sum(sizes)) == 1.0 and text.epochs(sum(sizes[:2])) == 0.6
 
 
 def test_the_order_is_the_same_whatever_is_ready_and_wherever_a_run_begins(
     whole: tuple[Run, Path], under_way: Callable[[int], tuple[Run, Path]]
 ) -> None:
     run, _ = whole
-    in_all = sum(batches_of(Windows(run, refuse_missing)))
+    in_all = sum(sizes_of(Windows(run, refuse_missing).texts[0])) // BATCH
     expected = drawn(Windows(run, refuse_missing), range(2 * in_all))
     early, folder = under_way(3)
 
@@ -146,7 +142,7 @@ def test_tokens_of_an_earlier_version_are_read_too(
     try:
         for file, record in files.items():
             record.model_copy(update=old).write(file(folder))
-        assert batches_of(Windows(run, refuse_missing))[3] > 0
+        assert sizes_of(Windows(run, refuse_missing).texts[0])[3] > 0
     finally:
         for file, record in files.items():
             record.write(file(folder))
@@ -162,18 +158,12 @@ def test_a_shard_that_changed_ends_the_rank_that_looks_at_it(
     path.write_bytes(content)
     opened = Windows(run, refuse_missing)
     with pytest.raises(UserError, match=r"00004\.ds is corrupted"):
-        batches_of(opened)
+        sizes_of(opened.texts[0])
 
 
-def test_what_cannot_be_is_refused_with_the_numbers(
-    whole: tuple[Run, Path], under_way: Callable[[int], tuple[Run, Path]]
+def test_a_shard_that_nobody_makes_is_named(
+    under_way: Callable[[int], tuple[Run, Path]],
 ) -> None:
-    run, _ = whole
-    large = run.training.model_copy(update={"global_batch_samples": 400})
-    with pytest.raises(UserError, match=r"a window of 3 shards has \d+ samples, a batch takes 400"):
-        Windows(run.model_copy(update={"training": large}), refuse_missing)
-    with pytest.raises(UserError, match="6 samples were taken, which are no whole batches of 4"):
-        Windows(run, refuse_missing).draw(6)
     run, _ = under_way(2)
     with pytest.raises(UserError, match=r"shard 3 of 10 \(validation\) of .* is missing"):
         Windows(run, refuse_missing)
@@ -182,11 +172,14 @@ def test_what_cannot_be_is_refused_with_the_numbers(
 @pytest.mark.parametrize(
     ("data", "others", "words"),
     [
-        ({"sources": [{"name": "a", "files": "b.txt"}], "files": []}, {}, "with data.sources"),
+        (
+            {"sources": [{"name": "a", "files": "b.txt", "max_epochs": 1}], "files": []},
+            {},
+            "with max_epochs of source a",
+        ),
         ({"format": "preference"}, {}, "with data.format=preference"),
         ({}, {"training": {"epochs": 2, "steps": None}}, "training.epochs=2 with"),
         ({}, {"evaluation": {"every_epochs": 1}}, "evaluation.every_epochs=1 with"),
-        ({}, {"training": {"consumed_samples": 6}}, "behind 6 samples"),
     ],
 )
 def test_settings_that_do_not_go_with_windows(
@@ -209,7 +202,7 @@ def test_tokens_do_not_depend_on_the_window(whole: tuple[Run, Path]) -> None:
 def test_a_rank_waits_as_long_as_the_job_prepares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(waits, "POLL_SECONDS", 0.0)
     said: list[str] = []
     alive: list[int] = []
     wait = waits_for_job(tmp_path, lambda: alive.append(1), said.append)
@@ -227,10 +220,10 @@ def test_a_rank_waits_as_long_as_the_job_prepares(
 def test_a_rank_gives_another_node_time_to_show_what_it_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(waits, "POLL_SECONDS", 0.0)
     wait = waits_for_job(tmp_path, lambda: None, lambda line: None)
     wait("shard 3")
-    monkeypatch.setattr(windows, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(waits, "SETTLE_SECONDS", 0.0)
     with pytest.raises(UserError, match="shard 3 is missing"):
         wait("shard 3")
 

@@ -18,10 +18,17 @@ from atoll.train.train import train
 STEPS = 18
 
 
-def windowed(folder: Path, ranks: int, **changes: Any) -> Run:
-    """The small run in windows of four shards, of twelve."""
+def windowed(folder: Path, ranks: int, sources: bool = False, **changes: Any) -> Run:
+    """The small run in windows of four shards, of twelve; or on two texts, the second of six."""
     if not (folder / "text.txt").exists():
         small_run.write_text(folder)
+    if sources:
+        changes["data__files"] = []
+        (folder / "half.txt").write_text("".join(lines_of(folder / "text.txt")[::2]))
+        changes["data__sources"] = [
+            {"name": "all", "files": str(folder / "text.txt"), "weight": 2},
+            {"name": "half", "files": str(folder / "half.txt"), "weight": {0: 1, 9: 3}},
+        ]
     changes = {"training__log_every_steps": 5, "checkpoint__every_steps": 0} | changes
     return small_run.settings(
         folder,
@@ -34,20 +41,32 @@ def windowed(folder: Path, ranks: int, **changes: Any) -> Run:
     )
 
 
+def lines_of(path: Path) -> list[str]:
+    return path.read_text().splitlines(keepends=True)
+
+
 def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in small_run.records(folder, "train")}
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["text", "sources"])
+def sources(request: pytest.FixtureRequest) -> bool:
+    """Whether the runs read two texts."""
+    return bool(request.param)
+
+
 @pytest.fixture(scope="module")
-def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = windowed(tmp_path_factory.mktemp("whole"), 2)
+def whole(ranks: RankPool, sources: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = windowed(tmp_path_factory.mktemp("whole"), 2, sources)
     folder = small_run.ready(run)
     ranks.run(small_run.train_here, run, world=2)
     return folder
 
 
-def test_losses_are_those_of_one_rank(ranks: RankPool, whole: Path, tmp_path: Path) -> None:
-    run = windowed(tmp_path, 1, sharding=small_run.sharding("single"))
+def test_losses_are_those_of_one_rank(
+    ranks: RankPool, sources: bool, whole: Path, tmp_path: Path
+) -> None:
+    run = windowed(tmp_path, 1, sources, sharding=small_run.sharding("single"))
     folder = small_run.ready(run)
     ranks.run(small_run.train_here, run, world=1)
     assert losses(folder) == pytest.approx(losses(whole), abs=1e-5)
@@ -59,10 +78,10 @@ def stopped_code(world: World, run: Run) -> None:
 
 
 def test_a_job_whose_time_ends_while_ranks_wait_saves_and_goes_on(
-    ranks: RankPool, whole: Path, tmp_path: Path
+    ranks: RankPool, sources: bool, whole: Path, tmp_path: Path
 ) -> None:
-    run = windowed(tmp_path, 2)
-    folder, prepared = small_run.ready(run), run_dir.prepared(run)
+    run = windowed(tmp_path, 2, sources)
+    folder, prepared = small_run.ready(run), run_dir.prepared_sources(run)[0]
     kept = tmp_path / "kept"
     shutil.copytree(prepared, kept)
     shards.manifest_file(prepared).unlink()

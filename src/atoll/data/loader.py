@@ -7,12 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from atoll.data.batch import TENSORS, Batch
-from atoll.data.mixture import Mixture, mixture
-from atoll.data.order import rank_share, sample_ids
+from atoll.data.mixture import mixture_of
+from atoll.data.order import rank_share
 from atoll.data.samples import Samples
 from atoll.data.windows import Drawn, Windows
 from atoll.data.workers import in_order
@@ -37,28 +36,13 @@ class Share:
     opens_window: bool = False
 
 
-def mixture_of(samples: Samples, run: Run) -> Mixture | None:
-    """The order of the training samples of several sources; None where there is one."""
-    if not run.data.sources:
-        return None
-    return mixture(
-        run.seed,
-        run.training.global_batch_samples,
-        run.data.curriculum,
-        [int(samples.useful(ids).sum(dtype=np.int64)) for ids in samples.ids_of_sources],
-        [len(ids) for ids in samples.ids_of_sources],
-    )
-
-
 def order_of(samples: Samples, run: Run) -> Callable[[int], Drawn]:
     """The global batch behind so many samples of the endless order, of one text or a mixture."""
     mixed, size = mixture_of(samples, run), run.training.global_batch_samples
-    names = [source.name for source in samples.sources]
+    names = [source.name for source in run.data.sources]
 
     def draw(position: int) -> Drawn:
-        if mixed is None:
-            return Drawn(samples, sample_ids(run.seed, len(samples), position, size), {})
-        epochs = dict(zip(names, mixed.epochs(position + size), strict=True))
+        epochs = dict(zip(names, mixed.epochs(position + size), strict=False))
         return Drawn(samples, mixed.ids(position, size), epochs)
 
     return draw
@@ -70,9 +54,9 @@ def refuse_early_end(samples: Samples | Windows, run: Run, steps: int) -> None:
     Named with the step that its last pass ends before.
     """
     before = run.training.consumed_samples
-    if isinstance(samples, Windows) or (mixed := mixture_of(samples, run)) is None:
+    if isinstance(samples, Windows):
         return
-    size = run.training.global_batch_samples
+    mixed, size = mixture_of(samples, run), run.training.global_batch_samples
     for number, source in enumerate(run.data.sources):
         most = source.max_epochs or math.inf
         epochs = mixed.epochs(before + size * steps)[number]

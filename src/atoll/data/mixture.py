@@ -16,7 +16,9 @@ from itertools import pairwise
 import numpy as np
 
 from atoll.data.order import Ints, sample_ids
+from atoll.data.samples import Samples
 from atoll.run_dir import digest
+from atoll.settings import Run
 
 BITS = 32  # of a step's place in the van der Corput sequence
 
@@ -118,6 +120,17 @@ def mixture(
         key = int(digest(["mixture", seed, step], 15), 16)
         phases.append(Phase(step * step_samples, key, borders))
     return Mixture(seed, step_samples, tuple(source_samples), tuple(phases))
+
+
+def mixture_of(samples: Samples, run: Run) -> Mixture:
+    """The order of the training samples of all sources of a run; one text is a mixture of one."""
+    return mixture(
+        run.seed,
+        run.training.global_batch_samples,
+        run.data.curriculum or [(0, [1.0])],
+        [int(samples.useful(ids).sum(dtype=np.int64)) for ids in samples.ids_of_sources],
+        [len(ids) for ids in samples.ids_of_sources],
+    )
 
 
 def van_der_corput(numbers: Ints) -> Ints:

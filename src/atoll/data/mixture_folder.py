@@ -7,6 +7,9 @@ FOLDER/
 The tokens of a source lie in a folder of its own, as if a run had it alone.
 """
 
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -18,15 +21,18 @@ from atoll.data.shards import FORMAT_VERSION, Record
 from atoll.data.sources.parts import naming
 from atoll.data.text_folder import (
     Log,
+    Steps,
     in_blocks,
     locked,
-    prepare_text,
+    preparing,
     save_tokenizer,
     split_corpora,
 )
 from atoll.errors import UserError
 from atoll.run_dir import sha256_of
 from atoll.settings import Run
+
+NEVER_READ = 1e-9  # stands for the weight of such a source
 
 
 class MixturePlan(Record):
@@ -46,18 +52,19 @@ class MixtureManifest(Record):
     sources: dict[str, str]
 
 
-def prepare_mixture(run: Run, folder: Path, log: Log) -> None:
-    """Make the shared tokenizer, then the tokens of every source; what is whole is kept."""
+def prepare_mixture(run: Run, folder: Path, log: Log, planned: Callable[[], None]) -> None:
+    """Make the shared tokenizer, then the tokens of every source; what is whole is kept.
+
+    planned: with data.window_shards called once the plans of all sources are written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, log):
         tokenizer_sha256 = _shared_tokenizer(run, folder, log)
         digests = {}
-        for source, own in zip(
-            run_dir.source_runs(run), run_dir.prepared_sources(run), strict=True
-        ):
-            name = source.data.name
-            with naming(name):
-                prepare_text(source, own, partial(_log_of, name, log))
+        in_windows = run.data.window_shards is not None
+        begin = partial(_in_turns, planned=planned) if in_windows else _one_by_one
+        begin(run, log)
+        for name, own in _folders(run).items():
             if shards.read_manifest(own).tokenizer_sha256 != tokenizer_sha256:
                 raise UserError(
                     f"source {name}: its tokens in {own} are of another tokenizer than {folder}",
@@ -91,6 +98,50 @@ def open_mixture(run: Run, folder: Path) -> MixtureManifest:
             state = "is no more as it was" if path.is_file() else "is missing"
             raise UserError(f"source {data.name}: {path} {state}", hint)
     return manifest
+
+
+def _folders(run: Run) -> dict[str, Path]:
+    """The folder of each source."""
+    names = [source.name for source in run.data.sources]
+    return dict(zip(names, run_dir.prepared_sources(run), strict=True))
+
+
+def _begun(run: Run, log: Log) -> dict[str, Steps]:
+    """The preparation of each source, to be taken step by step."""
+    runs = zip(run_dir.source_runs(run), _folders(run).items(), strict=True)
+    return {
+        name: preparing(source, folder, partial(_log_of, name, log))
+        for source, (name, folder) in runs
+    }
+
+
+def _one_by_one(run: Run, log: Log) -> None:
+    for name, steps in _begun(run, log).items():
+        with naming(name):
+            deque(steps, maxlen=0)
+
+
+def _in_turns(run: Run, log: Log, planned: Callable[[], None]) -> None:
+    """Prepare a window of each source, then of whichever training will need next.
+
+    All folders are locked until the end, one after another in the same order in every process.
+    """
+    folders, begun = _folders(run), _begun(run, log)
+    with ExitStack() as stack:
+        for name in sorted(begun, key=folders.__getitem__):
+            stack.enter_context(closing(begun[name]))
+            with naming(name):
+                next(begun[name], 0)
+        planned()
+        windows = dict.fromkeys(begun, 0)
+        heaviest = {s.name: max(s.weights.values()) or NEVER_READ for s in run.data.sources}
+        while begun:
+            name = min(begun, key=lambda name: (windows[name] > 0, windows[name] / heaviest[name]))
+            windows[name] += 1
+            behind = windows[name] * (run.data.window_shards or 1)
+            with naming(name):
+                if not any(whole >= behind for whole in begun[name]):
+                    del begun[name]
 
 
 def _log_of(source: str, log: Log, line: str) -> None:

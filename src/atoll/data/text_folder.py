@@ -10,7 +10,7 @@ import fcntl
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -31,16 +31,16 @@ from atoll.errors import UserError
 from atoll.settings import Run
 
 Log = Callable[[str], None]
-Planned = Callable[[], None]
+Steps = Generator[int, None, None]
 SECONDS_BETWEEN_LINES = 5.0
 
 
-def prepare_text(run: Run, folder: Path, log: Log, planned: Planned = lambda: None) -> None:
+def preparing(run: Run, folder: Path, log: Log) -> Steps:
     """Tokenise the one text of a run into a folder, unless that is done already.
 
-    planned: called once the plan of its shards is written, before the first of them.
-    What an interrupted call left whole is kept. Raises `UserError` for missing or empty data,
-    an unusable tokenizer, an empty split, or a full disk.
+    Yields 0 once the plan of its shards is written, then how many shards to train on are whole,
+    with each that is. What an interrupted call left whole is kept. Raises `UserError` for missing
+    or empty data, an unusable tokenizer, an empty split, or a full disk.
     """
     try:
         sources = split_corpora(run)
@@ -67,8 +67,8 @@ def prepare_text(run: Run, folder: Path, log: Log, planned: Planned = lambda: No
             plan = _with_counts(
                 folder, plan or _new_plan(folder, run, identity, corpora, log), corpora
             )
-            planned()
-            _write_shards(folder, run, plan, corpora, log)
+            yield 0
+            yield from _write_shards(folder, run, plan, corpora, log)
             manifest = _manifest(folder, plan, corpora)
             refusals.refuse_too_long(manifest, run)
             refusals.refuse_blank_split(manifest)
@@ -225,7 +225,7 @@ def save_tokenizer(folder: Path, run: Run, texts: list[Text], log: Log) -> Vocab
 
 def _write_shards(
     folder: Path, run: Run, plan: TokenPlan, corpora: list[CorpusBlocks], log: Log
-) -> None:
+) -> Steps:
     """Encode the blocks of every shard that is not whole yet."""
     items = [
         WorkItem(number, block)
@@ -250,6 +250,7 @@ def _write_shards(
         for (number, shard), group in groupby(zip(items, counted, strict=True), key=_shard_of):
             splits = corpora[number].source.splits
             _write_shard(folder, plan, splits, shard, (encoded for _, encoded in group))
+            yield shard + 1 if "train" in splits else 0
 
 
 def _shard_of(pair: tuple[WorkItem, Any]) -> tuple[int, int]:

@@ -1,21 +1,15 @@
 """`atoll tokenize RUN_FOLDER`: text becomes token shards, once for all runs that share it."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from atoll import run_dir
 from atoll.commands import CommandParser
-from atoll.data import encode, vocabulary, windows
+from atoll.data import encode, vocabulary, waits
 from atoll.data.mixture_folder import open_mixture, prepare_mixture
 from atoll.data.shards import TokenManifest
-from atoll.data.text_folder import (
-    Log,
-    Planned,
-    in_blocks,
-    open_text,
-    prepare_text,
-    split_corpora,
-)
+from atoll.data.text_folder import Log, in_blocks, open_text, preparing, split_corpora
 from atoll.data.text_report import text_report
 from atoll.settings import Run, load_run
 
@@ -43,14 +37,15 @@ def main(argv: list[str]) -> int:
 
 def _let_ranks_begin(run_folder: Path) -> None:
     """Tell ranks that job.sh starts beside this: the plan they find is the one of their run."""
-    if windows.preparation_state(run_folder) == windows.STARTING:
-        run_dir.write_whole(run_dir.preparing_file(run_folder), windows.RUNNING + "\n")
+    if waits.preparation_state(run_folder) == waits.STARTING:
+        run_dir.write_whole(run_dir.preparing_file(run_folder), waits.RUNNING + "\n")
 
 
-def prepare(run: Run, log: Log, planned: Planned = lambda: None) -> Path:
+def prepare(run: Run, log: Log, planned: Callable[[], None] = lambda: None) -> Path:
     """Tokenise the data of a run, unless that is done already, and give the folder.
 
-    planned: called of one text once its plan is written, before the first shard.
+    planned: called once all plans are written, before the first shard; of several sources with
+    data.window_shards alone.
     What an interrupted call left whole is kept. Raises `UserError` for missing or empty data,
     an unusable tokenizer, an empty split, or a full disk.
     """
@@ -58,9 +53,11 @@ def prepare(run: Run, log: Log, planned: Planned = lambda: None) -> Path:
     if run.folders.bundle is not None and run_dir.bundle_manifest(run.folders.bundle).is_file():
         log(f"tokens are ready: {folder}")  # as they were when the bundle was made
     elif run.data.sources:
-        prepare_mixture(run, folder, log)
+        prepare_mixture(run, folder, log, planned)
     else:
-        prepare_text(run, folder, log, planned)
+        for shards_whole in preparing(run, folder, log):
+            if shards_whole == 0:
+                planned()
     return folder
 
 

@@ -1,46 +1,35 @@
 """Samples in windows of shards, so that training begins while the rest of its text is prepared.
 
-A window is `data.window_shards` shards in a row. Its documents are packed by themselves, its
-samples are drawn in an order of their own, and windows follow one another: the order depends on the
-settings and the text alone, whatever was ready when. Of each window whole batches are taken; what
-is left over, less than one, is another part of it in each epoch.
+A window is `data.window_shards` shards in a row of one text. Its documents are packed by
+themselves, its samples are drawn in an order of their own, and windows follow one another. Several
+texts are mixed as whole ones are, each read window by window. So the order depends on the settings
+and the text alone, whatever was ready when.
 """
 
-import time
 from bisect import bisect_right
-from collections.abc import Callable
-from functools import lru_cache
-from itertools import accumulate
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from atoll import run_dir
 from atoll.data import shards
 from atoll.data.keyed_hash import keyed
+from atoll.data.mixture import mixture_of
 from atoll.data.order import sample_ids
-from atoll.data.pack import Ints, PackingPlan
-from atoll.data.samples import Samples, source_samples
+from atoll.data.pack import Ints
+from atoll.data.samples import Samples, SourceSamples, source_samples
 from atoll.data.shards import Split, TokenManifest, TokenPlan, TokenShard
+from atoll.data.waits import Wait, awaited
 from atoll.errors import UserError
 from atoll.settings import Run
-
-T = TypeVar("T")
-Wait = Callable[[str], None]  # for what is missing: a moment; raises where nobody makes it
-POLL_SECONDS = 0.5
-SETTLE_SECONDS = 60.0  # so long a node's cache may hide what another one wrote
-STARTING, RUNNING, FAILED = "starting", "running", "failed"  # of a preparation beside ranks
-
-
-class TimeIsOver(UserError):
-    """The job's time is nearly over, and what a rank waits for is still being prepared."""
 
 
 class Drawn(NamedTuple):
     """A global batch: the samples that hold it, which of them, and epochs of each source.
 
-    opens_window: it is the first of its window, which ranks may have to wait for.
+    opens_window: it is the first to need a window, which ranks may have to wait for.
     """
 
     samples: Samples
@@ -49,120 +38,178 @@ class Drawn(NamedTuple):
     opens_window: bool = False
 
 
-class Windows:
+class Place(NamedTuple):
+    """Of a position in the endless order of a text."""
+
+    epoch: int
+    window: int
+    inside: int  # samples of the window before it
+
+
+class TextWindows:
     """The training samples of one text, window by window; of use to one thread at a time.
 
     Raises `UserError` where a shard is missing and `wait` says that nobody makes it, or one is
     corrupted.
     """
 
-    def __init__(self, run: Run, wait: Wait, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, run: Run, folder: Path, wait: Wait, own_part: tuple[int, int]) -> None:
         assert run.data.window_shards is not None
-        self.run, self.wait = run, wait
-        self.folder = run_dir.prepared(run)
-        self._own_part = rank, world_size
-        self._text = _awaited(lambda: _plan(self.folder), wait, f"{self.folder}/plan.json")
-        shards.refuse_wrong_tokenizer(self.folder, self._text)
-        self.count = -(-self._text.shard_counts["train"] // run.data.window_shards)
-        self._batches: list[int] = []  # that a window gives, of those opened so far
+        self.data, self.seed, self.folder, self.wait = run.data, run.seed, folder, wait
+        self._own_part, self._per_window = own_part, run.data.window_shards
+        self.text = awaited(lambda: _plan(folder), wait, f"{folder}/plan.json")
+        shards.refuse_wrong_tokenizer(folder, self.text)
+        self.count = -(-self.text.shard_counts["train"] // self._per_window)
+        self.ends = [0]  # of the windows looked at so far: the samples up to the end of each
         self.opened = lru_cache(maxsize=2)(self._open)
-        if self._next_batches() == 0:
-            self._refuse_small_window()
 
-    @property
-    def manifest(self) -> TokenManifest:
-        """Of the first window."""
-        return self.opened(0).sources[0].manifest
-
-    @property
-    def plan(self) -> PackingPlan:
-        """How the documents of the first window fill its samples."""
-        return self.opened(0).plan
-
-    def validation(self) -> Samples:
-        """Held-out documents of the first window's shards, or all where they have their own files.
-
-        Raises `UserError` where those hold out nothing.
-        """
-        if not self.manifest.documents("validation"):
+    def find(self, position: int) -> Place:
+        """The epoch and window behind so many samples of the endless order; waits for it."""
+        while position >= self.ends[-1] and len(self.ends) <= self.count:
+            self._look_at_next()
+        if not self.ends[-1]:
             raise UserError(
-                f"the first window ({self.run.data.window_shards} shards) holds out no document",
-                "a larger data.window_shards, or data.validation.files",
+                f"the train split in {self.folder} holds no documents",
+                f"delete {self.folder}, then run `atoll tokenize RUN_FOLDER`",
             )
-        held_out = source_samples(self.run.data, self.folder, "validation", self.manifest)
-        return Samples([held_out], "validation")
+        epoch, rest = divmod(position, self.ends[-1])
+        window = bisect_right(self.ends, rest) - 1
+        return Place(epoch, window, rest - self.ends[window])
 
-    def draw(self, position: int) -> Drawn:
-        """The global batch behind so many samples of the endless order; waits for its window.
+    def take(self, position: int, count: int) -> list[tuple[int, Ints]]:
+        """The next samples of the endless order: of each window in turn, which of its own."""
+        parts = []
+        while count:
+            epoch, window, inside = self.find(position)
+            size = self.size(window)
+            taken = min(count, size - inside)
+            seed = int(keyed(self.seed, np.array([window], dtype=np.uint64))[0])
+            parts.append((window, sample_ids(seed, size, epoch * size + inside, taken)))
+            position, count = position + taken, count - taken
+        return parts
 
-        Raises `UserError` where those were no whole batches.
-        """
-        size = self.run.training.global_batch_samples
-        if position % size:
-            raise UserError(
-                f"{position} samples were taken, which are no whole batches of {size}: with "
-                "data.window_shards a batch lies in one window",
-                "the training.global_batch_samples that the run began with",
-            )
-        epoch, number, inside = self._find(position // size)
-        samples = self.opened(number)
-        seed = int(keyed(self.run.seed, np.array([number], dtype=np.uint64))[0])
-        first = epoch * len(samples) + inside * size
-        return Drawn(samples, sample_ids(seed, len(samples), first, size), {}, inside == 0)
+    def epochs(self, position: int) -> float:
+        """How often the text was read through before a position, its shards as equal parts."""
+        if position == 0:
+            return 0.0
+        epoch, window, inside = self.find(position - 1)
+        first, last = self._train_shards(window)
+        read = first + (last - first) * (inside + 1) / self.size(window)
+        return epoch + read / self.text.shard_counts["train"]
 
-    def _find(self, batch: int) -> tuple[int, int, int]:
-        """The epoch and window of a batch, and the batches before it there."""
-        while batch >= sum(self._batches) and len(self._batches) < self.count:
-            self._next_batches()
-        ends = list(accumulate(self._batches))
-        epoch, batch = divmod(batch, ends[-1])
-        number = bisect_right(ends, batch)
-        return epoch, number, batch - (ends[number - 1] if number else 0)
+    def size(self, window: int) -> int:
+        """The samples of a window that was looked at."""
+        return self.ends[window + 1] - self.ends[window]
 
-    def _next_batches(self) -> int:
-        """Open the next window; the whole batches in it."""
-        number, size = len(self._batches), self.run.training.global_batch_samples
-        manifest = self._manifest(number)
-        shards.refuse_wrong_content(self.folder, manifest, *self._own_part)
-        has_documents = bool(manifest.shards("train"))
-        self._batches.append(len(self.opened(number)) // size if has_documents else 0)
-        return self._batches[-1]
-
-    def _open(self, number: int) -> Samples:
-        source = source_samples(self.run.data, self.folder, "train", self._manifest(number))
-        return Samples([source], "train")
-
-    def _manifest(self, number: int) -> TokenManifest:
+    def manifest(self, window: int) -> TokenManifest:
         """The shards of a window; those that are held out with the first one alone."""
-        per_window, counts = self.run.data.window_shards or 1, self._text.shard_counts
-        first = number * per_window
-        last = min(first + per_window, counts["train"])
+        first, last = self._train_shards(window)
         held_out = range(0)
-        if number == 0:
-            of_same_documents = self.run.data.validation.fraction is not None
-            held_out = range(last if of_same_documents else counts["validation"])
+        if window == 0:
+            of_same_documents = self.data.validation.fraction is not None
+            held_out = range(last if of_same_documents else self.text.shard_counts["validation"])
         return TokenManifest(
-            **self._text.model_dump(),
+            **self.text.model_dump(),
             validation=[self._shard("validation", n) for n in held_out],
             train=[self._shard("train", n) for n in range(first, last)],
         )
 
-    def _shard(self, split: Split, number: int) -> TokenShard:
-        dtype = self._text.dtype
-        count = self._text.shard_counts[split]
-        return _awaited(
-            lambda: shards.finished_shard(self.folder, split, number, dtype),
-            self.wait,
-            f"shard {number + 1} of {count} ({split}) of {self.folder}",
-        )
+    def held_out(self) -> SourceSamples:
+        """Held-out documents of the first window's shards, or all where they have their own files.
 
-    def _refuse_small_window(self) -> NoReturn:
-        samples = len(self.opened(0)) if self._manifest(0).shards("train") else 0
-        raise UserError(
-            f"a window of {self.run.data.window_shards} shards has {samples} samples, a batch "
-            f"takes {self.run.training.global_batch_samples}",
-            "a larger data.window_shards, or a smaller training.global_batch_samples",
-        )
+        Raises `UserError` where those hold out nothing.
+        """
+        manifest = self.manifest(0)
+        if not manifest.documents("validation"):
+            raise UserError(
+                f"the first window ({self._per_window} shards) of {self.folder} holds out no "
+                "document",
+                "a larger data.window_shards, or data.validation.files",
+            )
+        return source_samples(self.data, self.folder, "validation", manifest, self.data.name)
+
+    def _train_shards(self, window: int) -> tuple[int, int]:
+        first = window * self._per_window
+        return first, min(first + self._per_window, self.text.shard_counts["train"])
+
+    def _look_at_next(self) -> None:
+        window = len(self.ends) - 1
+        manifest = self.manifest(window)
+        shards.refuse_wrong_content(self.folder, manifest, *self._own_part)
+        samples = self.opened(window).plan.samples if manifest.shards("train") else 0
+        self.ends.append(self.ends[-1] + samples)
+
+    def _open(self, window: int) -> SourceSamples:
+        manifest = self.manifest(window)
+        return source_samples(self.data, self.folder, "train", manifest, self.data.name)
+
+    def _shard(self, split: Split, number: int) -> TokenShard:
+        find = partial(shards.finished_shard, self.folder, split, number, self.text.dtype)
+        count = self.text.shard_counts[split]
+        return awaited(find, self.wait, f"shard {number + 1} of {count} ({split}) of {self.folder}")
+
+
+class Windows:
+    """The training samples of one text or several; of use to one thread at a time.
+
+    Raises `UserError` as `TextWindows` does, and where texts are of different tokenizers.
+    """
+
+    def __init__(self, run: Run, wait: Wait, rank: int = 0, world_size: int = 1) -> None:
+        self.run, part = run, (rank, world_size)
+        own = zip(run_dir.source_runs(run), run_dir.prepared_sources(run), strict=True)
+        self.texts = [TextWindows(source, folder, wait, part) for source, folder in own]
+        for text in self.texts:
+            shards.refuse_wrong_tokenizer(run_dir.prepared(run), text.text)
+        self._size = run.training.global_batch_samples
+        self._joined = lru_cache(maxsize=2)(self._join)
+        first = self._join(tuple((n, text.find(0).window) for n, text in enumerate(self.texts)))
+        self.plan = first.plan  # how documents of the first windows fill their samples
+        # how many tokens a sample of a text has is taken from there
+        self.order = mixture_of(first, run)
+
+    @property
+    def manifest(self) -> TokenManifest:
+        """Of the first window of the first text."""
+        return self.texts[0].manifest(0)
+
+    def validation(self) -> Samples:
+        """What each text holds out, of its first window's shards or of its own files."""
+        return Samples([text.held_out() for text in self.texts], "validation")
+
+    def draw(self, position: int) -> Drawn:
+        """The global batch behind so many samples of the endless order; waits for its windows."""
+        looked_at = self._looked_at()
+        sources, before = self.order.sources_at(position, self._size), self.order.consumed(position)
+        parts = []
+        for number, text in enumerate(self.texts):
+            places = np.flatnonzero(sources == number)
+            for window, own in text.take(before[number], len(places)):
+                parts.append(((number, window), places[: len(own)], own))
+                places = places[len(own) :]
+        held = tuple(sorted({key for key, _, _ in parts}))
+        samples = self._joined(held)
+        ids_of = dict(zip(held, samples.ids_of_sources, strict=True))
+        ids = np.empty(self._size, dtype=np.int64)
+        for key, places, own in parts:
+            ids[places] = ids_of[key][own]
+        epochs = self._epochs(position + self._size)
+        return Drawn(samples, ids, epochs, self._looked_at() > looked_at)
+
+    def _join(self, windows: tuple[tuple[int, int], ...]) -> Samples:
+        """The samples of windows, each of a text of this number, end to end."""
+        return Samples([self.texts[text].opened(window) for text, window in windows], "train")
+
+    def _looked_at(self) -> int:
+        return sum(len(text.ends) for text in self.texts)
+
+    def _epochs(self, position: int) -> dict[str, float]:
+        """Of each of several sources, behind so many samples."""
+        if not self.run.data.sources:
+            return {}
+        consumed = self.order.consumed(position)
+        each = zip(self.texts, consumed, strict=True)
+        return {text.data.name: text.epochs(samples) for text, samples in each}
 
 
 def _plan(folder: Path) -> TokenPlan | None:
@@ -175,60 +222,3 @@ def _plan(folder: Path) -> TokenPlan | None:
     whole = shards.read_manifest(folder)
     counts = {"train": len(whole.train), "validation": len(whole.validation)}
     return plan.model_copy(update={"shard_counts": counts})
-
-
-def _awaited(find: Callable[[], T | None], wait: Wait, missing: str) -> T:
-    while (found := find()) is None:
-        wait(missing)
-    return found
-
-
-def refuse_missing(missing: str) -> NoReturn:
-    """A `Wait` where nobody prepares the text."""
-    raise UserError(f"{missing} is missing", "run `atoll tokenize RUN_FOLDER`")
-
-
-def waits_for_job(run_folder: Path, alive: Callable[[], None], log: Callable[[str], None]) -> Wait:
-    """A `Wait` beside the job's own preparation, as long as that goes on.
-
-    alive: called at each look; log: told of each thing that is waited for, once.
-    """
-    said, quiet_since = "", 0.0
-
-    def wait(missing: str) -> None:
-        nonlocal said, quiet_since
-        state, now = preparation_state(run_folder), time.monotonic()
-        if state == FAILED:
-            raise UserError(
-                f"{missing} is missing, and its preparation failed",
-                f"mend what `atoll tokenize {run_folder}` says, and submit the same line again",
-            )
-        if run_dir.stop_file(run_folder).exists():
-            raise TimeIsOver(
-                f"the time of the job is nearly over, and {missing} is still being prepared",
-                "submit the same line again: preparation goes on with what is whole",
-            )
-        if missing != said:
-            log(f"waiting for {missing}: it is being prepared …")
-            said, quiet_since = missing, now
-        if state is not None:
-            quiet_since = now
-        elif now - quiet_since > SETTLE_SECONDS:
-            refuse_missing(missing)
-        alive()
-        time.sleep(POLL_SECONDS)
-
-    return wait
-
-
-def wait_for_plan(run_folder: Path, wait: Wait) -> None:
-    """Until the job's preparation says that the plan in the folder is of this run's text."""
-    _awaited(lambda: preparation_state(run_folder) != STARTING or None, wait, "the plan of tokens")
-
-
-def preparation_state(run_folder: Path) -> str | None:
-    """What job.sh wrote of the preparation beside the ranks; None: there is none."""
-    try:
-        return run_dir.preparing_file(run_folder).read_text().strip()
-    except FileNotFoundError:
-        return None

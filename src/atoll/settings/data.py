@@ -208,17 +208,18 @@ class Data(Settings):
         return self
 
     @model_validator(mode="after")
-    def _windows_are_of_one_text(self) -> "Data":
+    def _windows_are_read_as_they_come(self) -> "Data":
+        bounded = [source.name for source in self.sources if source.max_epochs is not None]
         unfit = {
-            "data.sources": bool(self.sources),
             "data.classes": self.classes is not None,
             f"data.format={self.format}": self.format == "preference",
+            f"max_epochs of source {', '.join(bounded)}": bool(bounded),
         }
         wrong = [name for name, present in unfit.items() if present]
         if self.window_shards is not None and wrong:
             raise ValueError(
-                f"data.window_shards={self.window_shards} with {wrong[0]}: training can begin with "
-                "the first shards of one text or its conversations alone",
+                f"data.window_shards={self.window_shards} with {wrong[0]}: that needs the number "
+                "of all rows before training begins",
                 "data.window_shards=null",
             )
         return self

@@ -137,17 +137,6 @@ class Run(Settings):
         )
 
     @model_validator(mode="after")
-    def _windows_begin_with_a_batch(self) -> "Run":
-        consumed, size = self.training.consumed_samples, self.training.global_batch_samples
-        if self.data.window_shards is not None and consumed % size:
-            raise ValueError(
-                f"data.window_shards behind {consumed} samples, which are no whole batches of "
-                f"{size}",
-                "the training.global_batch_samples of the run that this one goes on from",
-            )
-        return self
-
-    @model_validator(mode="after")
     def _epochs_are_of_one_source(self) -> "Run":
         every, epochs = self.evaluation.every_epochs, self.training.epochs
         if self.data.sources and (epochs is not None or every):

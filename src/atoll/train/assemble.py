@@ -17,7 +17,8 @@ from atoll.data.loader import refuse_early_end
 from atoll.data.samples import Samples, samples_of
 from atoll.data.shards import TokenManifest
 from atoll.data.tokenize import open_prepared
-from atoll.data.windows import Windows, wait_for_plan, waits_for_job
+from atoll.data.waits import wait_for_plan, waits_for_job
+from atoll.data.windows import Windows
 from atoll.errors import UserError
 from atoll.health.heartbeat import Heartbeat, unwatched
 from atoll.models.adapter import adapt, adapted_reader, check_device, fill_int8

@@ -11,7 +11,8 @@ from torch import Tensor
 from atoll import run_dir
 from atoll.data.batch import Batch
 from atoll.data.loader import Share, batches_ahead
-from atoll.data.windows import TimeIsOver, Windows
+from atoll.data.waits import TimeIsOver
+from atoll.data.windows import Windows
 from atoll.monitor.observers import Observers, StepRecord
 from atoll.settings import Run
 from atoll.sharding.engines import ENGINES

@@ -14,7 +14,8 @@ from transformers.utils import logging
 from atoll import run_dir
 from atoll.data.shards import tokenizer_folder
 from atoll.data.tokenize import open_prepared
-from atoll.data.windows import Windows, refuse_missing
+from atoll.data.waits import refuse_missing
+from atoll.data.windows import Windows
 from atoll.errors import UserError
 from atoll.models.adapter import adapt, adapted_reader
 from atoll.models.build import weights_for
