@@ -78,8 +78,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def exported(folder: Path, family: str) -> Path:
-    """An export of random weights, as a run writes it, with the source's generation settings."""
+def exported(folder: Path, family: str, words: Any = None) -> Path:
+    """An export of random weights, as a run writes it, with the source's generation settings.
+
+    words: its tokenizer, saved as it is; else a small one of its own.
+    """
     config = AutoConfig.for_model(family, **SMALL | FAMILIES[family][0])
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -87,10 +90,7 @@ def exported(folder: Path, family: str) -> Path:
     own = {name: p.detach() for name, p in hf.state_dict().items() if name not in tied}
     weights = as_stored(hf, own)
     tokenizer, source = folder / "tokenizer", folder / "source"
-    made = vocabulary.trained(["the ring of islands around one lagoon"] * 3, 290)
-    made.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
-    made.chat_template = "{{ messages[0]['content'] }}"
-    made.save_pretrained(str(tokenizer))
+    vocabulary.save(words or small_words(), tokenizer)
     source.mkdir()
     (source / "generation_config.json").write_text('{"eos_token_id": [1, 7], "temperature": 0.6}')
     final = folder / "export"
@@ -101,3 +101,11 @@ def exported(folder: Path, family: str) -> Path:
         final, config, architecture, torch.float32, [list(weights)], 1, tokenizer, source
     )
     return final
+
+
+def small_words() -> Any:
+    """A tokenizer of bytes, with a token and a chat template of its own."""
+    made = vocabulary.trained(["the ring of islands around one lagoon"] * 3, 290)
+    made.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    made.chat_template = "{{ messages[0]['content'] }}"
+    return made

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pieces
 import pytest
 from data_runs import content, make_run, prose, write_lines
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -93,6 +94,14 @@ def test_a_tokenizer_is_saved_alike_with_and_without_the_hub(
         vocabulary.save(AutoTokenizer.from_pretrained(str(folder)), tmp_path / str(offline))
         saved.append(content(tmp_path / str(offline)))
     assert saved[0] == saved[1]
+
+
+def test_a_file_of_pieces_stays_beside_its_tokenizer_and_names_no_place(tmp_path: Path) -> None:
+    folder = pieces.write_gemma(tmp_path / "gemma")
+    vocabulary.save(AutoTokenizer.from_pretrained(str(folder)), tmp_path / "saved")
+    saved = content(tmp_path / "saved")
+    assert saved["tokenizer.model"] == content(folder)["tokenizer.model"]
+    assert str(tmp_path) not in (tmp_path / "saved" / "tokenizer_config.json").read_text()
 
 
 def test_the_model_brings_its_own_tokenizer(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sentencepiece
 import tiny
 import torch
+from pieces import write_pieces
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -203,7 +203,7 @@ def test_metas_llama_gives_the_same_logits(tmp_path: Path, shards: int) -> None:
     assert is_meta_llama(meta)
     with pytest.raises(UserError, match=r"no tokenizer\.model"):
         convert_llama(meta, ours)
-    pieces = write_sentencepiece(meta / "tokenizer.model")
+    pieces = write_pieces(meta / "tokenizer.model")
     convert_llama(meta, ours)
     tokenizer = AutoTokenizer.from_pretrained(ours)
     assert tokenizer.is_fast
@@ -212,17 +212,3 @@ def test_metas_llama_gives_the_same_logits(tmp_path: Path, shards: int) -> None:
     tokens = tiny.batch(1).tokens_BT
     torch.testing.assert_close(loaded(input_ids=tokens).logits, theirs(input_ids=tokens).logits)
     assert all(load_file(path) for path in ours.glob("*.safetensors"))
-
-
-def write_sentencepiece(path: Path) -> Any:
-    """A tokenizer in the form of Meta's, of a few words; what the library itself makes of it."""
-    words = ["a ring of islands", "one lagoon", "a reef of coral in the wind"]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(words * 20),
-        model_prefix=str(path.with_suffix("")),
-        model_type="bpe",
-        vocab_size=90,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    return sentencepiece.SentencePieceProcessor(model_file=str(path))

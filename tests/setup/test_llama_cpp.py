@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pieces
 import pytest
 import small_export
-from gguf import GGUFReader
+from gguf import GGUFReader, TokenType
+from transformers import AutoTokenizer
 
 from atoll.train.write_gguf import write_gguf
 
@@ -39,9 +41,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": ROPE | {"tie_word_embeddings": True},
     "qwen3": small_export.FAMILIES["qwen3"][0],
     "qwen3_moe": small_export.FAMILIES["qwen3_moe"][0] | {"norm_topk_prob": True},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64},
+    "gemma3_text": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 64,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
 }
 # what files say of themselves; how far a model goes, where Mistral's window is ours
-OWN = ("general.", "GGUF.", "llama.context_length")
+SCORES = "tokenizer.ggml.scores"
+OWN = ("general.", "GGUF.", "llama.context_length", SCORES)
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +75,13 @@ def contents(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return {tensor.name: tensor.data for tensor in reader.tensors}, settings
 
 
+def merging(settings: dict[str, Any]) -> list[int]:
+    """The tokens of several characters that stand for themselves, by their scores."""
+    tokens, kinds = (settings[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
+    made = [id for id, token in enumerate(tokens) if kinds[id] == TokenType.NORMAL]
+    return sorted((id for id in made if len(tokens[id]) > 1), key=lambda id: -settings[SCORES][id])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_makes_the_same_file_of_an_export(
@@ -72,7 +92,9 @@ def test_it_makes_the_same_file_of_an_export(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(small_export.FAMILIES, family, (FAMILIES[family], {}))
-    folder = small_export.exported(tmp_path, family)
+    gemma = family.startswith("gemma")
+    words = AutoTokenizer.from_pretrained(pieces.write_gemma(tmp_path / "words")) if gemma else None
+    folder = small_export.exported(tmp_path, family, words)
     paths = (transformers_4, converter, converter / "gguf-py")
     subprocess.run(
         [sys.executable, "-c", CONVERT, folder, "--outfile", tmp_path / "it", "--outtype", "f32"],
@@ -84,5 +106,7 @@ def test_it_makes_the_same_file_of_an_export(
     )
     assert tensors.keys() == ours.keys()
     assert [name for name in tensors if not np.array_equal(tensors[name], ours[name])] == []
+    if SCORES in settings:  # which pair of pieces merges first
+        assert merging(settings) == merging(own) != []
     others = {name: value for name, value in settings.items() if own.get(name) != value}
     assert [name for name in others if not name.startswith(OWN)] == []

@@ -116,7 +116,7 @@ def test_pieces_with_bytes_have_the_scores_of_their_merges(tmp_path: Path) -> No
     content = {"model": model, "added_tokens": [], "pre_tokenizer": None, "normalizer": prepend}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"version": "1.0"}))
     words = read_vocabulary(tmp_path)
-    assert (words.model, words.cut, words.puts_space) == ("llama", None, True)
+    assert (words.model, words.cut, words.puts_space) == ("llama", "default", True)
     assert words.scores == [-2, -2, -2, -2, -2, 0, -1]
     assert words.kinds == [TokenType.UNKNOWN, TokenType.BYTE, *[TokenType.NORMAL] * 5]
 

@@ -1,6 +1,7 @@
 """The tokenizer of a run: given by path or name, the model's own, or trained on the text."""
 
 import hashlib
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -13,6 +14,7 @@ from atoll.settings import Run
 END_OF_TEXT = "<|endoftext|>"
 # How tokenizers call the end of a text, where only their tokenizer.json is there to say it.
 ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
+PIECES = "tokenizer.model"
 # What a tokenizer is read from, in all the forms the hub knows.
 FILES = (
     "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model",
@@ -160,12 +162,16 @@ TRAINED = {"bpe": trained, "wordpiece": wordpiece}
 def save(tokenizer: Any, folder: Path) -> None:
     """Save a tokenizer as Hugging Face does, without how this machine came by it.
 
-    transformers writes down whether it was read from a folder and whether the hub was in reach:
-    the same tokens would have another digest on another machine.
+    transformers writes down where it was read from and whether the hub was in reach: the same
+    tokens would have another digest on another machine. SentencePiece's own file, which
+    llama.cpp's converter asks for, stays beside its tokenizer.json.
     """
-    for key in ("is_local", "local_files_only"):
+    for key in ("is_local", "local_files_only", "vocab_file"):
         tokenizer.init_kwargs.pop(key, None)
+    pieces = Path(getattr(tokenizer, "vocab_file", None) or "")
     tokenizer.save_pretrained(str(folder))
+    if pieces.name == PIECES and pieces.is_file():
+        shutil.copyfile(pieces, folder / PIECES)
 
 
 def describe(folder: Path, bos: str = "auto") -> Vocabulary:

@@ -57,6 +57,10 @@ def write_tokenizer_config(folder: Path) -> None:
     if isinstance(special := stored.get("extra_special_tokens"), list):
         del stored["extra_special_tokens"]
         stored["additional_special_tokens"] = special
+    if (words := folder / "tokenizer.json").is_file():
+        added = json.loads(words.read_text())["added_tokens"]
+        known = {str(token.pop("id")): token for token in added}
+        stored["added_tokens_decoder"] = stored.get("added_tokens_decoder") or known
     _write(path, stored)
 
 

@@ -25,7 +25,7 @@ class GgufVocabulary:
     """What a GGUF file says of a tokenizer, beside its special tokens."""
 
     model: str  # gpt2: merges of bytes; llama: SentencePiece's, by scores
-    cut: str | None  # of gpt2
+    cut: str  # how text is cut before merges; default: of llama
     tokens: list[str]
     kinds: list[int]
     merges: list[str]
@@ -60,7 +60,7 @@ def read_vocabulary(folder: Path) -> GgufVocabulary:
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     return GgufVocabulary(
         model=MODEL_OF[of_pieces],
-        cut=None if of_pieces else _cut(stored),
+        cut="default" if of_pieces else _cut(stored),
         tokens=tokens,
         kinds=kinds,
         merges=[] if of_pieces else merges,
@@ -76,10 +76,10 @@ def _kind(
 
     if id not in by_id:
         return int(TokenType.UNUSED)
-    if token == model.get("unk_token"):
-        return int(TokenType.UNKNOWN)
     if id in added:
         return int(TokenType.CONTROL if added[id]["special"] else TokenType.USER_DEFINED)
+    if token == model.get("unk_token"):
+        return int(TokenType.UNKNOWN)
     if model.get("byte_fallback") and len(token) == 6 and token.startswith("<0x"):
         return int(TokenType.BYTE)
     return int(TokenType.NORMAL)

@@ -245,8 +245,7 @@ def _add_vocabulary(writer: Any, folder: Path, vocab_size: int) -> None:
     words = read_vocabulary(folder)
     missing = range(len(words.tokens), vocab_size)  # rows of the embeddings without a token
     writer.add_tokenizer_model(words.model)
-    if words.cut is not None:
-        writer.add_tokenizer_pre(words.cut)
+    writer.add_tokenizer_pre(words.cut)
     writer.add_token_list([*words.tokens, *(f"[PAD{id}]" for id in missing)][:vocab_size])
     kinds = [*words.kinds, *(int(TokenType.UNUSED) for _ in missing)]
     writer.add_token_types(kinds[:vocab_size])
@@ -257,7 +256,7 @@ def _add_vocabulary(writer: Any, folder: Path, vocab_size: int) -> None:
         writer.add_token_scores([*words.scores, *(lowest for _ in missing)][:vocab_size])
         writer.add_add_space_prefix(words.puts_space)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    for kind in ("bos", "eos", "unk", "pad"):
+    for kind in ("bos", "eos", "unk", "pad", "mask"):
         if (id := getattr(tokenizer, f"{kind}_token_id")) is not None:
             getattr(writer, f"add_{kind}_token_id")(id)
     ids = tokenizer("a")["input_ids"]
