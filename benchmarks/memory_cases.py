@@ -153,15 +153,17 @@ WIDE = [
     *["model.config.num_attention_heads=7", "model.config.num_key_value_heads=7"],
     *["model.config.intermediate_size=1216", "model.config.vocab_size=6144"],
 ]
+DEEP = [*SMALL, "model.config.num_hidden_layers=14"]
 STEPS_PLAIN = 24
+SHARDED = "sharding=full_shard"
 PLAIN_FITTED: dict[str, list[str]] = {
     f"plain heap{name}": [*words, f"training.steps={STEPS_PLAIN}"]
     for name, words in {
         "": [*SMALL, *ONE],
         ", recompute": [*SMALL, *ONE, FULL],
         ", ddp": [*SMALL, "sharding=ddp"],
-        ", full_shard": [*SMALL, "sharding=full_shard"],
-        ", tensor": [*SMALL, "sharding=full_shard", "sharding.tensor=2"],
+        ", full_shard": [*SMALL, SHARDED],
+        ", tensor": [*SMALL, SHARDED, "sharding.tensor=2"],
         ", lora": [*SMALL, *ONE, LORA],
         ", opt": [*OPT, "data.sequence_tokens=256", "training.microbatch_samples=4", *ONE],
         ", gpt2": [*GPT2, "data.sequence_tokens=256", "training.microbatch_samples=4", *ONE],
@@ -169,15 +171,27 @@ PLAIN_FITTED: dict[str, list[str]] = {
         ", weights": [*HEAVY, *ONE],
         ", bf16": [*SMALL, *ONE, "precision=bf16"],
         ", bf16, ddp": [*OTHER, "sharding=ddp", "precision=bf16"],
+        ", ddp, recompute": [*SMALL, "sharding=ddp", FULL],
+        ", full_shard, recompute": [*SMALL, SHARDED, FULL],
+        ", full_shard, selective": [*SMALL, SHARDED, SELECTIVE],
+        ", wide, full_shard": [*WIDE, SHARDED],
+        ", wide, ddp, recompute": [*WIDE, "sharding=ddp", FULL],
+        # a forecast once, 31 % off: the formula was mended by it
+        ", wide, full_shard, recompute": [*WIDE, SHARDED, FULL],
+        ", deep, ddp": [*DEEP, "sharding=ddp"],
+        ", deep, ddp, recompute": [*DEEP, "sharding=ddp", FULL],
     }.items()
 }
 # of which nothing was fitted
 PLAIN_FORECAST: dict[str, list[str]] = {
-    f"plain heap, wide{name}": [*WIDE, *words, f"training.steps={STEPS_PLAIN}"]
+    f"plain heap, {name}": [*words, f"training.steps={STEPS_PLAIN}"]
     for name, words in {
-        "": [*ONE],
-        ", ddp": ["sharding=ddp"],
-        ", full_shard, recompute": ["sharding=full_shard", FULL],
+        "wide": [*WIDE, *ONE],
+        "wide, ddp": [*WIDE, "sharding=ddp"],
+        "deep, recompute": [*DEEP, *ONE, FULL],
+        "deep, full_shard, recompute": [*DEEP, SHARDED, FULL],
+        "other shape, full_shard, selective": [*OTHER, SHARDED, SELECTIVE],
+        "other shape, shard_grad_op": [*OTHER, "sharding=shard_grad_op"],
     }.items()
 }
 PLAIN = PLAIN_FITTED | PLAIN_FORECAST

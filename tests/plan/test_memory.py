@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import small_run
+import tiny
 from transformers import AutoConfig
 
 from atoll.plan.memory import memory_of, why_unknown
@@ -100,6 +101,20 @@ def test_a_processor_s_heap_keeps_small_blocks() -> None:
     node = run.facility.node.model_copy(update={"device": "cuda"})
     facility = run.facility.model_copy(update={"node": node})
     assert memory_of(run.model_copy(update={"facility": facility}), shape).heap == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_recomputing_leaves_as_much_in_the_heap_of_several_ranks(ranks: int) -> None:
+    shape, heaps = shape_of(tiny.CONFIGS["llama"]), {}
+    for sharding in ("ddp", "full_shard"):
+        for recompute in ("none", "full"):
+            words = {"training__activation_checkpointing": recompute}
+            words["sharding"] = small_run.sharding(sharding)
+            memory = memory_of(small_run.settings(Path("/x"), ranks, **words), shape)
+            heaps[sharding, recompute] = memory.heap
+    assert (heaps["ddp", "full"] == heaps["ddp", "none"]) == (ranks > 1)
+    more = heaps["full_shard", "full"] - heaps["ddp", "full"]
+    assert more == pytest.approx(2.2 * (memory.gathered + memory.buffers) * (ranks > 1), abs=2)
 
 
 def test_deepspeed_divides_by_its_stage() -> None:

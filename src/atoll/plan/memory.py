@@ -29,9 +29,11 @@ ADAPTER_RUNTIME_GIB, BITSANDBYTES_RUNTIME_GIB = 0.054, 0.045
 STEP_COPIES_8BIT = 5
 DDP_BROADCAST_BYTES = 250 * 2**20  # what torch's DDP makes one tensor of, as it begins
 # On processors glibc's heap keeps what is freed between blocks in use; what is larger than
-# HEAP_BLOCK_BYTES never lies in it (mallopt(3), M_MMAP_THRESHOLD). The shares, of one rank and of
-# several, were fitted on the runs of benchmarks/plan_line.py and on those with a plain heap.
-HEAP_KEEPS, HEAP_BLOCK_BYTES = (0.65, 1.55), 32 * 2**20
+# HEAP_BLOCK_BYTES never lies in it (mallopt(3), M_MMAP_THRESHOLD). The shares were fitted on the
+# runs of benchmarks/plan_line.py and on those with a plain heap: of one rank; of several, where
+# recomputing frees activations but leaves as much behind; of what FSDP gathers and scatters.
+HEAP_BLOCK_BYTES = 32 * 2**20
+HEAP_KEEPS_ALONE, HEAP_KEEPS, HEAP_KEEPS_GATHERED = 0.65, 1.55, 2.2
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,9 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     activations = kept[run.training.activation_checkpointing]
     at_most = _highest(run, shape, w, in_flight, activations, logits)
     peak = runtime + (0 if _offloads(run) else state) + gathered + at_most
-    heap = min(at_most, _small_blocks(run, shape, activations, logits)) * _heap_keeps(run)
+    heap = _heap(run, shape, kept, logits)
+    if "fsdp" in sharding.layouts:
+        heap += _gathered_in_heap(run, w, gathered + buffers)
     if "ddp" in sharding.layouts:
         peak = max(peak, runtime + w.own_bytes + min(w.own_bytes, DDP_BROADCAST_BYTES))
     on_processors = run.facility.node.device == "cpu"
@@ -190,7 +194,7 @@ def _of_deepspeed(run: Run, shape: Shape) -> Memory:
     # behind the backward pass, its own part of the gradients once more, in one piece
     step = zero.buffers + c * parameters / run.world_size + block_activations(run, shape)
     peak = runtime + resident + zero.gathered + max(forward, step)
-    heap = _small_blocks(run, shape, activations, logits) * _heap_keeps(run)
+    heap = _heap(run, shape, kept, logits)
     # parameters and moments are read whole, to be saved and exported
     state = 3 * FP32 * parameters
     needed = max(peak, runtime + resident + state) if run.facility.node.device == "cpu" else peak
@@ -214,6 +218,21 @@ def _of_deepspeed(run: Run, shape: Shape) -> Memory:
     )
 
 
+def _heap(run: Run, shape: Shape, kept: dict[str, float], logits: float) -> float:
+    """What a processor's heap keeps of activations and logits, beside those in use."""
+    recompute = run.training.activation_checkpointing
+    if run.world_size == 1:
+        return HEAP_KEEPS_ALONE * _small_blocks(run, shape, kept[recompute], logits)
+    return HEAP_KEEPS * _small_blocks(run, shape, kept["none"], logits)
+
+
+def _gathered_in_heap(run: Run, w: Weights, size: float) -> float:
+    """The same of FSDP's gathered weights and gradients on their way."""
+    alone, on_device = run.world_size == 1, run.facility.node.device != "cpu"
+    too_large = w.block_bytes > HEAP_BLOCK_BYTES
+    return 0 if alone or on_device or too_large else HEAP_KEEPS_GATHERED * size
+
+
 def _small_blocks(run: Run, shape: Shape, activations: float, logits: float) -> float:
     """Of what a step keeps, and a chunk's logits, that which lies in the heap of a processor."""
     if run.facility.node.device != "cpu":
@@ -224,10 +243,6 @@ def _small_blocks(run: Run, shape: Shape, activations: float, logits: float) -> 
     chunk = min(training.loss_chunk_tokens, tokens) * shape.vocabulary * FP32
     sizes = ((activations, largest), (logits, chunk))
     return sum(size for size, block in sizes if block <= HEAP_BLOCK_BYTES)
-
-
-def _heap_keeps(run: Run) -> float:
-    return HEAP_KEEPS[run.world_size > 1]
 
 
 def _offloads(run: Run) -> bool:
