@@ -104,7 +104,7 @@ def test_a_processor_s_heap_keeps_small_blocks() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_recomputing_leaves_as_much_in_the_heap_of_several_ranks(ranks: int) -> None:
+def test_recomputing_leaves_blocks_in_the_heap_too(ranks: int) -> None:
     shape, heaps = shape_of(tiny.CONFIGS["llama"]), {}
     for sharding in ("ddp", "full_shard"):
         for recompute in ("none", "full"):
@@ -112,7 +112,8 @@ def test_recomputing_leaves_as_much_in_the_heap_of_several_ranks(ranks: int) -> 
             words["sharding"] = small_run.sharding(sharding)
             memory = memory_of(small_run.settings(Path("/x"), ranks, **words), shape)
             heaps[sharding, recompute] = memory.heap
-    assert (heaps["ddp", "full"] == heaps["ddp", "none"]) == (ranks > 1)
+    left = heaps["ddp", "full"] / heaps["ddp", "none"]
+    assert left == pytest.approx(1 if ranks > 1 else 0.4 / 0.65, rel=1e-4)
     more = heaps["full_shard", "full"] - heaps["ddp", "full"]
     assert more == pytest.approx(2.2 * (memory.gathered + memory.buffers) * (ranks > 1), abs=2)
 

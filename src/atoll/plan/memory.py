@@ -30,10 +30,11 @@ STEP_COPIES_8BIT = 5
 DDP_BROADCAST_BYTES = 250 * 2**20  # what torch's DDP makes one tensor of, as it begins
 # On processors glibc's heap keeps what is freed between blocks in use; what is larger than
 # HEAP_BLOCK_BYTES never lies in it (mallopt(3), M_MMAP_THRESHOLD). The shares were fitted on the
-# runs of benchmarks/plan_line.py and on those with a plain heap: of one rank; of several, where
-# recomputing frees activations but leaves as much behind; of what FSDP gathers and scatters.
+# runs of benchmarks/plan_line.py and on those with a plain heap: of what a step keeps where nothing
+# is recomputed, by one rank, by one that recomputes, by each of several in any case; and of what
+# FSDP gathers and scatters.
 HEAP_BLOCK_BYTES = 32 * 2**20
-HEAP_KEEPS_ALONE, HEAP_KEEPS, HEAP_KEEPS_GATHERED = 0.65, 1.55, 2.2
+KEPT_ALONE, KEPT_RECOMPUTING, KEPT_OF_SEVERAL, KEPT_GATHERED = 0.65, 0.4, 1.55, 2.2
 
 
 @dataclass(frozen=True)
@@ -220,17 +221,17 @@ def _of_deepspeed(run: Run, shape: Shape) -> Memory:
 
 def _heap(run: Run, shape: Shape, kept: dict[str, float], logits: float) -> float:
     """What a processor's heap keeps of activations and logits, beside those in use."""
-    recompute = run.training.activation_checkpointing
-    if run.world_size == 1:
-        return HEAP_KEEPS_ALONE * _small_blocks(run, shape, kept[recompute], logits)
-    return HEAP_KEEPS * _small_blocks(run, shape, kept["none"], logits)
+    recomputes = run.training.activation_checkpointing != "none"
+    alone = KEPT_RECOMPUTING if recomputes else KEPT_ALONE
+    share = KEPT_OF_SEVERAL if run.world_size > 1 else alone
+    return share * _small_blocks(run, shape, kept["none"], logits)
 
 
 def _gathered_in_heap(run: Run, w: Weights, size: float) -> float:
     """The same of FSDP's gathered weights and gradients on their way."""
     alone, on_device = run.world_size == 1, run.facility.node.device != "cpu"
     too_large = w.block_bytes > HEAP_BLOCK_BYTES
-    return 0 if alone or on_device or too_large else HEAP_KEEPS_GATHERED * size
+    return 0 if alone or on_device or too_large else KEPT_GATHERED * size
 
 
 def _small_blocks(run: Run, shape: Shape, activations: float, logits: float) -> float:
