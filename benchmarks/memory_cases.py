@@ -182,6 +182,11 @@ PLAIN_FITTED: dict[str, list[str]] = {
         ", deep, recompute": [*DEEP, *ONE, FULL],
         ", deep, ddp": [*DEEP, "sharding=ddp"],
         ", deep, ddp, recompute": [*DEEP, "sharding=ddp", FULL],
+        ", wide, ddp": [*WIDE, "sharding=ddp"],
+        ", deep, full_shard, recompute": [*DEEP, SHARDED, FULL],
+        # another one, 15 % off
+        ", other shape, full_shard, selective": [*OTHER, SHARDED, SELECTIVE],
+        ", other shape, shard_grad_op": [*OTHER, "sharding=shard_grad_op"],
     }.items()
 }
 # of which nothing was fitted
@@ -189,11 +194,12 @@ PLAIN_FORECAST: dict[str, list[str]] = {
     f"plain heap, {name}": [*words, f"training.steps={STEPS_PLAIN}"]
     for name, words in {
         "wide": [*WIDE, *ONE],
-        "wide, ddp": [*WIDE, "sharding=ddp"],
         "other shape, recompute": [*OTHER, *ONE, FULL],
-        "deep, full_shard, recompute": [*DEEP, SHARDED, FULL],
-        "other shape, full_shard, selective": [*OTHER, SHARDED, SELECTIVE],
-        "other shape, shard_grad_op": [*OTHER, "sharding=shard_grad_op"],
+        "other shape, full_shard": [*OTHER, SHARDED],
+        "other shape, ddp, recompute": [*OTHER, "sharding=ddp", FULL],
+        "wide, shard_grad_op, recompute": [*WIDE, "sharding=shard_grad_op", FULL],
+        "wide, full_shard, selective, bf16": [*WIDE, SHARDED, SELECTIVE, "precision=bf16"],
+        "wide, lora, recompute": [*WIDE, *ONE, LORA, FULL],
     }.items()
 }
 PLAIN = PLAIN_FITTED | PLAIN_FORECAST

@@ -32,9 +32,9 @@ DDP_BROADCAST_BYTES = 250 * 2**20  # what torch's DDP makes one tensor of, as it
 # HEAP_BLOCK_BYTES never lies in it (mallopt(3), M_MMAP_THRESHOLD). The shares were fitted on the
 # runs of benchmarks/plan_line.py and on those with a plain heap: of what a step keeps where nothing
 # is recomputed, by one rank, by one that recomputes, by each of several in any case; and of what
-# FSDP gathers and scatters.
+# FSDP gathers and scatters block by block.
 HEAP_BLOCK_BYTES = 32 * 2**20
-KEPT_ALONE, KEPT_RECOMPUTING, KEPT_OF_SEVERAL, KEPT_GATHERED = 0.65, 0.4, 1.55, 2.2
+KEPT_ALONE, KEPT_RECOMPUTING, KEPT_OF_SEVERAL, KEPT_GATHERED = 0.65, 0.4, 1.5, 3.2
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     peak = runtime + (0 if _offloads(run) else state) + gathered + at_most
     heap = _heap(run, shape, kept, logits)
     if "fsdp" in sharding.layouts:
-        heap += _gathered_in_heap(run, w, gathered + buffers)
+        heap += _gathered_in_heap(run, w, buffers)
     if "ddp" in sharding.layouts:
         peak = max(peak, runtime + w.own_bytes + min(w.own_bytes, DDP_BROADCAST_BYTES))
     on_processors = run.facility.node.device == "cpu"
@@ -227,11 +227,12 @@ def _heap(run: Run, shape: Shape, kept: dict[str, float], logits: float) -> floa
     return share * _small_blocks(run, shape, kept["none"], logits)
 
 
-def _gathered_in_heap(run: Run, w: Weights, size: float) -> float:
-    """The same of FSDP's gathered weights and gradients on their way."""
+def _gathered_in_heap(run: Run, w: Weights, buffers: float) -> float:
+    """The same of FSDP's gathered weights, two blocks at a time, and gradients on their way."""
     alone, on_device = run.world_size == 1, run.facility.node.device != "cpu"
-    too_large = w.block_bytes > HEAP_BLOCK_BYTES
-    return 0 if alone or on_device or too_large else KEPT_GATHERED * size
+    if alone or on_device or w.block_bytes > HEAP_BLOCK_BYTES:
+        return 0
+    return KEPT_GATHERED * (2 * w.block_bytes + w.rest * compute_bytes(run) + buffers)
 
 
 def _small_blocks(run: Run, shape: Shape, activations: float, logits: float) -> float:
