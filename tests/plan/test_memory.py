@@ -118,6 +118,13 @@ def test_recomputing_leaves_blocks_in_the_heap_too(ranks: int) -> None:
     assert more == pytest.approx(3.2 * (memory.gathered + memory.buffers) * (ranks > 1), abs=2)
 
 
+def test_adapters_leave_more_in_the_heap_of_one_rank() -> None:
+    shape, lora = shape_of(tiny.CONFIGS["llama"]), {"rank": 2, "alpha": 4}
+    run = small_run.settings(Path("/x"), 1, sharding=small_run.sharding("single"), model__lora=lora)
+    memory = memory_of(run, shape)
+    assert memory.heap == pytest.approx(1.1 * (memory.activations + memory.logits), abs=2)
+
+
 def test_deepspeed_divides_by_its_stage() -> None:
     shape, ranks = shape_of(LLAMA), 4
     n, sizes = shape.parameters, dict[int, tuple[int, int, int]]()

@@ -30,11 +30,12 @@ STEP_COPIES_8BIT = 5
 DDP_BROADCAST_BYTES = 250 * 2**20  # what torch's DDP makes one tensor of, as it begins
 # On processors glibc's heap keeps what is freed between blocks in use; what is larger than
 # HEAP_BLOCK_BYTES never lies in it (mallopt(3), M_MMAP_THRESHOLD). The shares were fitted on the
-# runs of benchmarks/plan_line.py and on those with a plain heap: of what a step keeps where nothing
-# is recomputed, by one rank, by one that recomputes, by each of several in any case; and of what
-# FSDP gathers and scatters block by block.
+# runs of benchmarks/plan_line.py and on those with a plain heap: of what a step keeps that
+# recomputes nothing, by one rank, one that recomputes, one with adapters, each of several in any
+# case; and of what FSDP gathers and scatters block by block.
 HEAP_BLOCK_BYTES = 32 * 2**20
-KEPT_ALONE, KEPT_RECOMPUTING, KEPT_OF_SEVERAL, KEPT_GATHERED = 0.65, 0.4, 1.5, 3.2
+KEPT_ALONE, KEPT_RECOMPUTING, KEPT_ADAPTED, KEPT_OF_SEVERAL = 0.65, 0.4, 1.1, 1.5
+KEPT_GATHERED = 3.2
 
 
 @dataclass(frozen=True)
@@ -221,8 +222,8 @@ def _of_deepspeed(run: Run, shape: Shape) -> Memory:
 
 def _heap(run: Run, shape: Shape, kept: dict[str, float], logits: float) -> float:
     """What a processor's heap keeps of activations and logits, beside those in use."""
-    recomputes = run.training.activation_checkpointing != "none"
-    alone = KEPT_RECOMPUTING if recomputes else KEPT_ALONE
+    alone = KEPT_ALONE if run.training.activation_checkpointing == "none" else KEPT_RECOMPUTING
+    alone = KEPT_ADAPTED if run.model.lora is not None else alone
     share = KEPT_OF_SEVERAL if run.world_size > 1 else alone
     return share * _small_blocks(run, shape, kept["none"], logits)
 
