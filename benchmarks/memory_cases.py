@@ -184,6 +184,9 @@ PLAIN_FITTED: dict[str, list[str]] = {
         ", deep, ddp, recompute": [*DEEP, "sharding=ddp", FULL],
         # another one, 19 % off
         ", wide, lora, recompute": [*WIDE, *ONE, LORA, FULL],
+        # and two more, 8 and 10 % off
+        ", other shape, lora": [*OTHER, *ONE, LORA],
+        ", deep, lora, recompute": [*DEEP, *ONE, LORA, FULL],
         ", wide, ddp": [*WIDE, "sharding=ddp"],
         ", deep, full_shard, recompute": [*DEEP, SHARDED, FULL],
         # another one, 15 % off
@@ -201,8 +204,6 @@ PLAIN_FORECAST: dict[str, list[str]] = {
         "other shape, ddp, recompute": [*OTHER, "sharding=ddp", FULL],
         "wide, shard_grad_op, recompute": [*WIDE, "sharding=shard_grad_op", FULL],
         "wide, full_shard, selective, bf16": [*WIDE, SHARDED, SELECTIVE, "precision=bf16"],
-        "other shape, lora": [*OTHER, *ONE, LORA],
-        "deep, lora, recompute": [*DEEP, *ONE, LORA, FULL],
     }.items()
 }
 PLAIN = PLAIN_FITTED | PLAIN_FORECAST

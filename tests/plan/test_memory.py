@@ -122,7 +122,7 @@ def test_adapters_leave_more_in_the_heap_of_one_rank() -> None:
     shape, lora = shape_of(tiny.CONFIGS["llama"]), {"rank": 2, "alpha": 4}
     run = small_run.settings(Path("/x"), 1, sharding=small_run.sharding("single"), model__lora=lora)
     memory = memory_of(run, shape)
-    assert memory.heap == pytest.approx(1.1 * (memory.activations + memory.logits), abs=2)
+    assert memory.heap == pytest.approx(0.95 * (memory.activations + memory.logits), abs=2)
 
 
 def test_deepspeed_divides_by_its_stage() -> None:

@@ -34,7 +34,7 @@ DDP_BROADCAST_BYTES = 250 * 2**20  # what torch's DDP makes one tensor of, as it
 # recomputes nothing, by one rank, one that recomputes, one with adapters, each of several in any
 # case; and of what FSDP gathers and scatters block by block.
 HEAP_BLOCK_BYTES = 32 * 2**20
-KEPT_ALONE, KEPT_RECOMPUTING, KEPT_ADAPTED, KEPT_OF_SEVERAL = 0.65, 0.4, 1.1, 1.5
+KEPT_ALONE, KEPT_RECOMPUTING, KEPT_ADAPTED, KEPT_OF_SEVERAL = 0.65, 0.4, 0.95, 1.5
 KEPT_GATHERED = 3.2
 
 
