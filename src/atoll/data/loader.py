@@ -39,7 +39,7 @@ class Share:
 def order_of(samples: Samples, run: Run) -> Callable[[int], Drawn]:
     """The global batch behind so many samples of the endless order, of one text or a mixture."""
     mixed, size = mixture_of(samples, run), run.training.global_batch_samples
-    names = [source.name for source in run.data.sources]
+    names = [source.name for source in run.data.sources]  # none of one text, whose epochs need none
 
     def draw(position: int) -> Drawn:
         epochs = dict(zip(names, mixed.epochs(position + size), strict=False))
