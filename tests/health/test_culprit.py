@@ -224,6 +224,10 @@ def test_of_all_stacks_that_of_the_main_thread_is_kept() -> None:
     ]
     assert main_stack(STACKS, 0x7F0000000001) == ["/a/threading.py:3 in wait"]
     assert main_stack("", 1) == []
+    answers = "".join(
+        f'Stack (most recent call first):\n  File "/a/{n}.py", line {n} in at\n' for n in (1, 2)
+    )
+    assert main_stack(answers, 1) == ["/a/2.py:2 in at"]
     assert fatal_signal(STACKS) == 11 and fatal_signal(STACKS[30:]) == 0
 
 

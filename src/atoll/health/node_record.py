@@ -160,8 +160,11 @@ def memory_kills(cgroup: str, root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def main_stack(text: str, thread: int) -> list[str]:
-    """Of a dump of all threads by faulthandler the calls of one, the innermost last."""
-    blocks = re.split(r"^(?=Thread|Current thread)", text, flags=re.MULTILINE)
+    """The calls of one thread in dumps by faulthandler, the innermost last.
+
+    An answer is of the main thread alone and does not name it; a crash dumps all of them.
+    """
+    blocks = re.split(r"^(?=Thread|Current thread|Stack)", text, flags=re.MULTILINE)
     own = [block for block in blocks if f"0x{thread:016x}" in block.partition("\n")[0]]
     lines = (own or blocks)[-1].splitlines()
     frames = [match for match in map(_FRAME.match, lines) if match]

@@ -87,7 +87,8 @@ def answering(folder: Path, rank: int) -> Iterator[Heartbeat]:
     os.mkfifo(question, 0o600)
     was_enabled = faulthandler.is_enabled()
     with open(stack_file(folder, rank), "w") as stack:
-        faulthandler.register(ANSWER_SIGNAL, file=stack, all_threads=True)
+        # of this thread alone: the others run on meanwhile, and walking their calls can crash
+        faulthandler.register(ANSWER_SIGNAL, file=stack, all_threads=False)
         if not was_enabled:
             faulthandler.enable(stack)
         threading.Thread(target=answer, args=(folder, rank), daemon=True).start()
