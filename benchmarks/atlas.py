@@ -45,6 +45,10 @@ OUTER = {
     "yogi": ((3e-3, 0.9), (1e-2, 0.9), (1e-3, 0.9)),
 }
 TUNED_LENGTHS = (50, 10, 250)
+# fragments, rounds until they are taken, share of a facility's own weights then; each tensor is
+# averaged every WHOLE_STEPS
+FRAGMENTS = ((1, 0, 0.0), (2, 0, 0.0), (3, 0, 0.0), (2, 1, 0.0), (2, 1, 0.5), (3, 1, 0.5))
+WHOLE_STEPS = 48
 Row = dict[str, Any]
 
 
@@ -166,6 +170,25 @@ def compare(
                             yield Cell(update, codec, *sizes, rate, *outer)
 
 
+def in_fragments(
+    steps: int,
+    rows: Sequence[Row],
+    seeds: Sequence[int] = SEEDS,
+    splits: Sequence[str] = ("iid",),
+    updates: Sequence[str] = ("replace", "nesterov"),
+) -> Iterator[Cell]:
+    """The same bytes in all, sent in parts and taken late."""
+    rate = best_rate(steps, rows)
+    for seed in seeds:
+        for split in splits:
+            yield Cell(SYNCHRONOUS, "fp32", 1, 4, split, seed, steps, rate)
+            for update in updates:
+                outer = best_outer(steps, rows, update, WHOLE_STEPS)
+                for fragments, *late in FRAGMENTS:
+                    sizes = (WHOLE_STEPS // fragments, 4, split, seed, steps)
+                    yield Cell(update, "int8", *sizes, rate, *outer, fragments, *late)
+
+
 def best_rate(steps: int, rows: Sequence[Row]) -> float:
     tried = _tuning(steps, rows, SYNCHRONOUS)
     return float(min(tried, key=_validation)["cell"]["rate"]) if tried else RATES[1]
@@ -201,14 +224,22 @@ QUICK_STAGES = (
     partial(compare, seeds=(1,), splits=("iid",), updates=("nesterov",), codecs=("fp32",)),
     partial(compare, seeds=(1,), updates=("replace",), codecs=("int8", "int4"), lengths=(10, 50)),
     partial(compare, seeds=(1,), updates=("replace",), codecs=("int2", "sparse"), lengths=(10, 50)),
+    partial(in_fragments, seeds=(1,)),
     partial(compare, splits=("iid",), updates=("replace",), codecs=("int8",), lengths=(10, 50)),
+    partial(in_fragments, updates=("replace",)),
     partial(compare, seeds=(1,), updates=FEW_UPDATES),
 )
 NIGHT_STAGES = (
     tune_inner,
+    partial(tune_outer, updates=("nesterov",), lengths=(50,)),
+    partial(compare, seeds=(1,), splits=("iid",), updates=("replace",), codecs=("int8",)),
+    partial(compare, seeds=(1,), splits=("iid",), updates=("nesterov",), codecs=("int8",)),
+    partial(compare, seeds=(1,), updates=("replace",), codecs=("int4", "sparse"), lengths=(10, 50)),
+    partial(in_fragments, seeds=(1,), updates=("replace",)),
     partial(tune_outer, updates=UPDATES, lengths=TUNED_LENGTHS),
     partial(compare, seeds=(1,), updates=FEW_UPDATES, codecs=FEW_CODECS),
     partial(compare, updates=FEW_UPDATES, codecs=FEW_CODECS),
+    in_fragments,
     partial(compare, seeds=(1,)),
     partial(compare, seeds=(1,), facilities=(2, 8), updates=FEW_UPDATES, codecs=FEW_CODECS),
     partial(compare, facilities=(4, 2, 8)),

@@ -36,6 +36,9 @@ class Point:
     inner_steps: int
     facilities: int
     split: str
+    fragments: int
+    overlap_rounds: int
+    merge_alpha: float
     rates: str
     gaps: Sequence[float]  # of the loss, a share
     answered: Sequence[float]  # the share of questions, less the synchronous one
@@ -44,6 +47,12 @@ class Point:
     @property
     def gap(self) -> float:
         return statistics.mean(self.gaps)
+
+    @property
+    def fragments_shown(self) -> str:
+        late = f", taken {self.overlap_rounds} round later" if self.overlap_rounds else ""
+        mixed = f", {self.merge_alpha:g} of its own kept" if self.merge_alpha else ""
+        return f"{self.fragments}{late}{mixed}"
 
     def shown(self) -> str:
         """The gap in percent, with its interval where there are seeds enough for one."""
@@ -65,7 +74,8 @@ def write(rows: Sequence[Row]) -> None:
     text = "\n\n".join(sections(steps, points, rows))
     write_whole(page, f"{before}{BEGIN}{text}\n{END}{rest.partition(END)[2]}")
     for split in {point.split for point in points}:
-        write_whole(DOCS / "images" / f"atlas_{split}.svg", figure(split, points))
+        whole = [point for point in points if point.fragments == 1]
+        write_whole(DOCS / "images" / f"atlas_{split}.svg", figure(split, whole))
     print(text)
 
 
@@ -93,7 +103,9 @@ def _texts_of(row: Row) -> tuple[Any, ...]:
 
 def _way_of(row: Row) -> tuple[Any, ...]:
     names = ("update", "codec", "inner_steps", "facilities", "split")
-    return tuple(row["cell"][name] for name in names)
+    of_fragments = {"fragments": 1, "overlap_rounds": 0, "merge_alpha": 0.0}
+    cell = of_fragments | row["cell"]
+    return tuple(cell[name] for name in (*names, *of_fragments))
 
 
 def _point(way: tuple[Any, ...], rows: Sequence[Row], beside: Mapping[Any, Row]) -> Point:
@@ -118,12 +130,16 @@ def sections(steps: int, points: Sequence[Point], rows: Sequence[Row]) -> Iterab
         f"{points_rate(of_steps):g} at its peak."
     )
     yield "## How near to the synchronous run"
-    yield tables.markdown(goals(points))
+    whole = [point for point in points if point.fragments == 1]
+    yield tables.markdown(goals(whole))
     yield "## By encoding and length of a round"
     for split in NAMES:
-        if any(point.split == split for point in points):
+        if any(point.split == split for point in whole):
             yield f"![Loss against bytes, {NAMES[split]}](images/atlas_{split}.svg)"
-    yield tables.markdown(by_length(points))
+    yield tables.markdown(by_length(whole))
+    if lines := in_fragments(points):
+        yield "## In fragments"
+        yield tables.markdown(lines)
     yield "The synchronous runs:"
     yield tables.markdown(synchronous(of_steps))
 
@@ -174,6 +190,30 @@ def by_length(points: Sequence[Point]) -> list[dict[str, str]]:
         cell = f"{point.shown()}, 1/{point.fewer_bytes:.0f}"
         lines.setdefault(way, blank)[str(point.inner_steps)] = cell
     return list(lines.values())
+
+
+def in_fragments(points: Sequence[Point]) -> list[dict[str, str]]:
+    """Each way to send a model in parts, beside the whole model as often and in as many bytes."""
+    divided = [point for point in points if point.fragments > 1]
+    asked = {(p.facilities, p.split, p.update, p.codec, _averaged_every(p)) for p in divided}
+    return [
+        {
+            "facilities": f"{point.facilities}, {NAMES[point.split]}",
+            "update": f"{point.update} ({point.rates}), {point.codec}",
+            "averaged every": f"{_averaged_every(point)} steps",
+            "fragments": point.fragments_shown,
+            "loss": point.shown(),
+            "bytes": f"1/{point.fewer_bytes:.0f}",
+            "seeds": str(len(point.gaps)),
+        }
+        for way in sorted(asked)
+        for point in points
+        if (point.facilities, point.split, point.update, point.codec, _averaged_every(point)) == way
+    ]
+
+
+def _averaged_every(point: Point) -> int:
+    return point.fragments * point.inner_steps
 
 
 def synchronous(rows: Sequence[Row]) -> list[dict[str, str]]:

@@ -20,6 +20,7 @@ from atoll.config.compose import compose
 from atoll.data.batch import Batch
 from atoll.federation.combine import COMBINE
 from atoll.federation.error_feedback import write_encoded
+from atoll.federation.fragments import fragments_of
 from atoll.federation.next_model import RESIDUAL
 from atoll.federation.step import STEPS, fresh_memory
 from atoll.federation.tensors import Stretch
@@ -56,6 +57,9 @@ class Cell:
     rate: float  # AdamW's, at its peak
     outer_rate: float = 1.0
     beta1: float = 0.9  # of the server's step
+    fragments: int = 1  # of which a round sends one, the next in turn
+    overlap_rounds: int = 0  # so many later a facility takes what was averaged
+    merge_alpha: float = 0.0  # of its own weights, in what it takes
 
     @property
     def rule(self) -> Rule:
@@ -120,18 +124,21 @@ def federated(cell: Cell, texts: Texts) -> tuple[Any, float]:
         name: {kind: torch.full((tensor.numel(),), begin) for kind, begin in fresh.items()}
         for name, tensor in weights.items()
     }
+    parts = parts_of(weights, cell.fragments)
     up, down = Sent(), Sent()
-    for begin in range(0, cell.steps, cell.inner_steps):
+    for number, begin in enumerate(range(0, cell.steps, cell.inner_steps)):
         steps = range(begin + 1, min(begin + cell.inner_steps, cell.steps) + 1)
+        taken, sent = number - 1 - cell.overlap_rounds, parts[number % cell.fragments]
         updates = []
         for place, facility in enumerate(facilities):
-            set_weights(facility.model, weights)
+            if taken >= 0:
+                take(facility.model, parts[taken % cell.fragments], cell.merge_alpha)
             for step in steps:
                 backward(facility.model, batch_of(cell, facility.text, place, step), 1)
                 rate = learning_rate(run.optimizer, step, cell.steps, 1)
                 take_step(facility.optimizer, rate, CLIP_NORM)
-            updates.append(encoded_update(facility, weights, cell.codec, up))
-        for name, before in weights.items():
+            updates.append(encoded_update(facility, sent, cell.codec, up))
+        for name, before in sent.items():
             updates_KN = torch.stack([update[name] for update in updates])
             add_update(before, updates_KN, memory[name], cell, down)
     return model, up.bytes / len(facilities) + down.bytes
@@ -139,9 +146,9 @@ def federated(cell: Cell, texts: Texts) -> tuple[Any, float]:
 
 def encoded_update(facility: Facility, weights: Weights, codec: str, sent: Sent) -> Weights:
     """What the coordinator decodes of a facility's change; what is left out waits there."""
-    decoded = {}
-    for name, parameter in facility.model.named_parameters():
-        change_N = (parameter.detach() - weights[name]).flatten()
+    decoded, own = {}, dict(facility.model.named_parameters())
+    for name, before in weights.items():
+        change_N = (own[name].detach() - before).flatten()
         stretch = Stretch(name, 0, len(change_N))
         last_N = facility.residual.get(name)
         decoded[name], facility.residual[name] = write_encoded(
@@ -201,10 +208,19 @@ def facility_of(run: Run, text: Tensor) -> Facility:
     return Facility(model, make_optimizer(run.optimizer, model), text, {})
 
 
+def parts_of(weights: Weights, fragments: int) -> list[Weights]:
+    """The tensors of each fragment, as a campaign divides them; memory is that of the whole."""
+    layout = {"model": {name: tuple(tensor.shape) for name, tensor in weights.items()}}
+    parts = fragments_of(layout, fragments)
+    return [{name: weights[name] for name in part["model"]} for part in parts]
+
+
 @torch.no_grad()
-def set_weights(model: Any, weights: Weights) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights[name])
+def take(model: Any, weights: Weights, merge_alpha: float) -> None:
+    """Put global weights in the place of a facility's own, or between the two."""
+    own = dict(model.named_parameters())
+    for name, tensor in weights.items():
+        own[name].lerp_(tensor, 1 - merge_alpha)
 
 
 def batch_of(cell: Cell, text: Tensor, place: int, step: int) -> Batch:

@@ -63,6 +63,41 @@ def test_bytes_are_those_of_the_encoded_tensors_both_ways(atlas: ModuleType, cod
     assert outcome["bytes"] == rounds * (size(codec) + size(atlas_rounds.DOWN.get(codec, codec)))
 
 
+def test_a_fragment_is_what_its_facility_had_when_it_was_sent(
+    atlas: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import atlas_rounds
+    import atlas_texts
+
+    monkeypatch.setattr(atlas_rounds, "SIZES", atlas_rounds.SIZES | {"num_hidden_layers": 2})
+    texts = atlas_texts.divided(1, "iid")
+    rounds = cell(atlas, "replace", steps=8, fragments=2)
+    alone, _ = atlas_rounds.synchronous(replace(rounds, update="synchronous"), texts)
+    model, sent_bytes = atlas_rounds.federated(rounds, texts)
+    own, weights = (dict(m.named_parameters()) for m in (alone, model))
+    earlier, last = atlas_rounds.parts_of(own, 2)
+    assert earlier.keys() | last.keys() == own.keys() and not earlier.keys() & last.keys()
+    assert all(torch.allclose(weights[name], own[name], atol=1e-5) for name in last)
+    assert not any(torch.allclose(weights[name], own[name], atol=1e-5) for name in earlier)
+    whole = atlas.run_cell(replace(rounds, inner_steps=4, fragments=1))
+    assert sent_bytes == whole["bytes"]
+
+
+def test_what_is_taken_late_lies_between_both(atlas: ModuleType) -> None:
+    import atlas_rounds
+
+    model = torch.nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(4.0)
+    atlas_rounds.take(model, {"weight": torch.tensor([[2.0]])}, 0.25)
+    assert model.weight.item() == 2.5
+    late = cell(atlas, "replace", steps=8, facilities=2)
+    outcomes = [
+        atlas.run_cell(replace(late, fragments=fragments, overlap_rounds=rounds, merge_alpha=alpha))
+        for fragments, rounds, alpha in ((1, 0, 0.0), (1, 0, 0.5))
+    ]
+    assert outcomes[0]["test"] != outcomes[1]["test"]
+
+
 def test_facilities_of_a_language_each_read_nothing_that_is_held_out(atlas: ModuleType) -> None:
     import atlas_texts
 
@@ -109,10 +144,15 @@ def test_the_page_compares_with_the_same_seed_and_says_what_is_missed(atlas: Mod
             nats = loss if update == "synchronous" else loss * synchronous
             facts = {"answered": 0.5, "bytes": size, "parameters": 9, "processor_seconds": 1.0}
             rows.append({"cell": each, "test": nats, **facts})
-    steps, (point,) = atlas_report.longest(rows)
+    late = {"fragments": 2, "overlap_rounds": 1, "merge_alpha": 0.5, "inner_steps": 1}
+    rows += [row | {"cell": row["cell"] | late} for row in rows if "repl" in row["cell"]["update"]]
+    steps, (point, divided) = atlas_report.longest(rows)
     assert steps == 6 and point.gaps == pytest.approx([0.02, 0.02]) and point.fewer_bytes == 20
     [line] = atlas_report.goals([point])
     assert line["bytes"] == "1/20 or fewer" and line[""] == "missed by 1.7 points"
     assert "+2.0 ± 0.0 %, 1/20" in "\n".join(atlas_report.sections(steps, [point], rows))
+    whole, of_two = atlas_report.in_fragments([point, divided])
+    assert whole["averaged every"] == of_two["averaged every"] == "2 steps"
+    assert of_two["fragments"] == "2, taken 1 round later, 0.5 of its own kept"
     drawn = ElementTree.fromstring(atlas_report.figure("iid", [point]))
     assert "replace, int8" in " ".join(drawn.itertext())
