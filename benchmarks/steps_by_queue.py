@@ -1,13 +1,17 @@
 """Time to a target loss with steps_by=queue against fixed steps, in virtual time.
 
     python benchmarks/steps_by_queue.py [--seeds 5] [--rounds 30] [--steps 400] [--quick] [--check]
+    python benchmarks/steps_by_queue.py --real      (as root: make testbed image-cpu; 25 minutes)
 
 Four facilities train one small character model on the Python library's text, once all on all of it,
 once each on modules of its own, and for real: AdamW whose moments stay there, the mean weighed by
 tokens. Their queues and the seconds of a step are drawn, not recorded: waits are log-normal with
 medians from 6 minutes to 2 hours, and what a round waits resembles what the last one did (AR(1),
-0.7). The real code chooses the steps from the journals of earlier rounds. Both ways meet the same
-waits in every round. The target is what fixed steps reach after four fifths of their rounds.
+0.7). The real code chooses the steps from the journals of earlier rounds. All ways meet the same
+waits in every round that a facility begins. The target is what fixed steps reach after four fifths
+of their rounds. `late work`: with a deadline, a tenth above what the medians of queues and work
+need; who is not done then is taken a round later, for less (rule.max_staleness=1).
+`--real`: in real time, between the testbed's two Slurms (steps_by_queue_real.py).
 """
 
 import argparse
@@ -24,9 +28,11 @@ from typing import Any
 import results
 import torch
 
-from atoll.campaign.steps_by_queue import choose_steps
+from atoll.campaign.steps_by_queue import Pace, choose_steps, shared_steps
 from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.config.compose import campaign_values
+from atoll.federation.combine import weights_of
+from atoll.settings.federation import Campaign, Rule
 
 TARGET = 0.80  # of the time with fixed steps: the least that FedQueue publishes is 0.795
 MINUTE = 60.0
@@ -39,9 +45,20 @@ FACILITIES = {
 }
 SPREAD, MEMORY = 0.8, 0.7  # of the logarithm of a wait
 TRANSFER_SECONDS, START_SECONDS = 60.0, 90.0
+WAYS = {  # how steps are chosen, and whether late work is taken a round later
+    "fixed steps": ("fixed", False),
+    "fixed steps, late work": ("fixed", True),
+    "steps by queue": ("queue", False),
+    "steps by queue, late work": ("queue", True),
+}
+PEER = "fixed steps"
+ROOM = 1.1  # a deadline, over what the medians need
+QUORUM = 2
 CONTEXT, WIDTH, BATCH, RATE = 12, 96, 32, 2e-3
 CHARACTERS = 128
 HELD_OUT = 0.1
+REAL_ROUNDS, REAL_STEPS = 5, 600
+TESTBED = Path(__file__).resolve().parents[1] / "tests" / "testbed"
 MOST_ROUNDS = 3  # times those of fixed steps, to reach their loss
 
 
@@ -68,35 +85,66 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--quick", action="store_true", help="one seed, few and short rounds")
     parser.add_argument("--check", action="store_true", help="fail where the target is missed")
+    parser.add_argument("--real", action="store_true", help="between the testbed's two Slurms")
     arguments = parser.parse_args()
+    if arguments.real:
+        return real(arguments.check)
     if arguments.quick:
         arguments.seeds, arguments.rounds, arguments.steps = 1, 10, 60
     torch.set_num_threads(1)
-    rows = [compared(kind, arguments) for kind in ("mixed text", "own modules")]
+    rows = [row for kind in ("mixed text", "own modules") for row in compared(kind, arguments)]
     if arguments.quick:
         return 0
     return int(not results.record("steps_by_queue", rows) and arguments.check)
 
 
-def compared(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Hours to the same loss, by seed; a row of the results."""
+def real(check: bool) -> int:
+    """A row of the results, of one campaign each way."""
+    sys.path.insert(0, str(TESTBED))
+    from steps_by_queue_real import run_real
+
+    found = run_real(REAL_ROUNDS, REAL_STEPS, seed=1)
+    if found is None:
+        return 2
+    case = f"2 Slurms, one of them busy, {REAL_STEPS} steps a round: time to a loss"
+    hours = ([found["queue"]], "fixed steps", [found["fixed"]])
+    row = results.row(case, "h", *hours, "lower", TARGET)
+    row |= {name: found[name] for name in ("loss", "curves", "steps")}
+    return int(not results.record("steps_by_queue", [row]) and check)
+
+
+def compared(kind: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Hours to the same loss, by seed; a row of the results for each way."""
     texts, held_out = all_texts(mixed=kind == "mixed text")
-    hours: dict[str, list[float]] = {"fixed": [], "queue": []}
+    hours: dict[str, list[float]] = {way: [] for way in WAYS}
     for seed in range(1, arguments.seeds + 1):
-        fixed = campaign("fixed", seed, arguments, texts, held_out)
-        target = min(loss for _, loss in fixed[: math.ceil(0.8 * len(fixed))])
-        queue = campaign("queue", seed, arguments, texts, held_out, target)
-        for steps_by, curve in (("fixed", fixed), ("queue", queue)):
-            reached = next((t for t, loss in curve if loss <= target), math.inf)
-            hours[steps_by].append(reached / 3600)
-        print(
-            f"{kind}, seed {seed}: {target:.4f} nats after {hours['queue'][-1]:.1f} h and "
-            f"{len(queue)} rounds; with fixed steps after {hours['fixed'][-1]:.1f} h",
-            flush=True,
+        target = -math.inf
+        for way in WAYS:
+            curve = campaign(way, seed, arguments, texts, held_out, target)
+            if way == PEER:
+                target = min(loss for _, loss in curve[: math.ceil(0.8 * len(curve))])
+            reached = next((t for t, loss in curve if loss <= target), math.inf) / 3600
+            hours[way].append(reached)
+            print(
+                f"{kind}, seed {seed}, {way}: {target:.4f} nats after {reached:.1f} h, "
+                f"{len(curve)} rounds",
+                flush=True,
+            )
+    about = f"{len(texts)} facilities, {kind}, {arguments.steps} steps a round"
+    target_of = TARGET if kind == "mixed text" else None
+    return [
+        results.row(
+            f"{about}: time to a loss, {way}",
+            "h",
+            hours[way],
+            PEER,
+            hours[PEER],
+            "lower",
+            target_of,
         )
-    case = f"{len(texts)} facilities, {kind}, {arguments.steps} steps a round: time to a loss"
-    values = ("h", hours["queue"], "fixed steps", hours["fixed"])
-    return results.row(case, *values, "lower", TARGET if kind == "mixed text" else None)
+        for way in WAYS
+        if way != PEER
+    ]
 
 
 def all_texts(mixed: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -116,57 +164,138 @@ def all_texts(mixed: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return texts, torch.cat(held_out)
 
 
+@dataclass
+class Work:
+    """What a facility is at: its change of the weights it began with, and when it is over."""
+
+    change: dict[str, torch.Tensor]
+    steps: int
+    asked: int  # the round that asked for it
+    submitted: float
+    waited: float
+    step_seconds: float
+
+    @property
+    def ended(self) -> float:
+        working = self.steps * self.step_seconds
+        return self.submitted + self.waited + START_SECONDS + working
+
+    @property
+    def taken(self) -> float:
+        return self.ended + TRANSFER_SECONDS
+
+
 def campaign(
-    steps_by: str,
+    way: str,
     seed: int,
     arguments: argparse.Namespace,
     texts: dict[str, torch.Tensor],
     held_out: torch.Tensor,
-    target: float | None = None,
+    target: float,
 ) -> list[tuple[float, float]]:
     """Virtual seconds and the held-out loss after every round; to a target if there is one."""
     facilities = [Facility(n, text, random.Random(f"{seed} {n}")) for n, text in texts.items()]
     weights, now, curve = first_weights(seed), 0.0, []
+    at_work: dict[str, Work] = {}
     taken = dict.fromkeys(texts, 0)
     with tempfile.TemporaryDirectory() as folder:
-        store = store_of(Path(folder), steps_by, arguments)
-        for number in range(1, (1 if target is None else MOST_ROUNDS) * arguments.rounds + 1):
+        store = store_of(Path(folder), way, arguments)
+        for number in range(1, (1 if way == PEER else MOST_ROUNDS) * arguments.rounds + 1):
             choose_steps(store, number)
-            models, ends, counts = [], [], []
             for facility in facilities:
-                steps = store.steps(number, store.site(facility.name))
-                models.append(trained(weights, facility, steps, taken[facility.name], seed))
-                taken[facility.name] += steps
-                ends.append(end_of(store, number, facility, now, steps))
-                counts.append(steps)
-            weights = mean(models, counts)
-            now = max(ends)
+                if facility.name not in at_work:
+                    work = begun(store, number, facility, weights, taken[facility.name], now, seed)
+                    at_work[facility.name] = work
+                    taken[facility.name] += work.steps
+            now = end_of_round(store.campaign, list(at_work.values()), now)
+            weights = averaged(store, number, weights, taken_now(store, number, at_work, now))
             curve.append((now, loss_of(weights, held_out)))
-            if target is not None and curve[-1][1] <= target:
+            if curve[-1][1] <= target:
                 break
     return curve
 
 
-def store_of(folder: Path, steps_by: str, arguments: argparse.Namespace) -> CampaignStore:
+def store_of(folder: Path, way: str, arguments: argparse.Namespace) -> CampaignStore:
     """A campaign of these facilities, of which the journals alone are there."""
+    steps_by, late = WAYS[way]
     values = campaign_values(["federation=demo", f"steps_by={steps_by}"])
-    values |= {"rounds": arguments.rounds, "steps": arguments.steps}
+    values |= {"rounds": MOST_ROUNDS * arguments.rounds, "steps": arguments.steps}
     values["sites"] = [{"name": name, "folder": name} for name in FACILITIES]
+    values["rule"] = {"quorum": QUORUM, "max_staleness": int(late)}
+    values["deadline_minutes"] = deadline_minutes(steps_by, arguments.steps) if late else 1e6
     return CampaignStore(checked_campaign(values), folder)
 
 
-def end_of(store: CampaignStore, number: int, facility: Facility, now: float, steps: int) -> float:
-    """Queue, start, work and transfer of a round, into its journal; when all of it is over."""
-    started = now + facility.wait_seconds()
-    working = steps * FACILITIES[facility.name][2]
-    ended = started + START_SECONDS + working
-    times = {"submitted": now, "started": started, "ended": ended}
-    spent = {"start": START_SECONDS, "compute": working}
+def deadline_minutes(steps_by: str, steps: int) -> float:
+    """A little more than a round takes where every queue is as its median."""
+    paces = {
+        name: Pace(wait * MINUTE + START_SECONDS + TRANSFER_SECONDS, step_seconds)
+        for name, (_, wait, step_seconds) in FACILITIES.items()
+    }
+    chosen = shared_steps(dict(paces), steps, 4.0 if steps_by == "queue" else 1.0)
+    return ROOM * max(paces[name].seconds(chosen[name]) for name in paces) / MINUTE
+
+
+def begun(
+    store: CampaignStore,
+    number: int,
+    facility: Facility,
+    weights: dict[str, torch.Tensor],
+    before: int,
+    now: float,
+    seed: int,
+) -> Work:
+    """A facility's part of a round: trained at once, taken when it would be over."""
+    steps = store.steps(number, store.site(facility.name))
+    after = trained(weights, facility, steps, before, seed)
+    change = {name: after[name] - weights[name] for name in weights}
+    step_seconds = FACILITIES[facility.name][2]
+    return Work(change, steps, number, now, facility.wait_seconds(), step_seconds)
+
+
+def end_of_round(campaign: Campaign, works: Sequence[Work], now: float) -> float:
+    """When all are taken; at the deadline, once the quorum is there, where that is sooner."""
+    ends = sorted(work.taken for work in works)
+    quorum, deadline = campaign.rule.quorum, now + MINUTE * campaign.deadline_minutes
+    return min(ends[-1], max(deadline, ends[quorum - 1]))
+
+
+def taken_now(
+    store: CampaignStore, number: int, at_work: dict[str, Work], now: float
+) -> list[Work]:
+    """Who is done, into the round's journal; the others go on, or begin anew where that is over."""
+    done = [name for name, work in at_work.items() if work.taken <= now]
+    for name in at_work.keys() - done:
+        store.leave_out(number, store.site(name), "late", late=True)
+        if number - at_work[name].asked >= store.campaign.rule.max_staleness:
+            del at_work[name]
+    for name in done:
+        note(store, number, name, at_work[name])
+    return [at_work.pop(name) for name in done]
+
+
+def averaged(
+    store: CampaignStore, number: int, weights: dict[str, torch.Tensor], works: Sequence[Work]
+) -> dict[str, torch.Tensor]:
+    """Weighed by steps, which here are tokens, and less for late work."""
+    rule = Rule(weigh="steps", max_staleness=1)
+    shares = weights_of(list(works), [number - work.asked for work in works], rule)
+    pairs = list(zip(shares, works, strict=True))
+    return {
+        name: before + sum(share * work.change[name] for share, work in pairs)
+        for name, before in weights.items()
+    }
+
+
+def note(store: CampaignStore, number: int, name: str, work: Work) -> None:
+    """Queue, start, work and transfer, as a facility's answer and the journal have them."""
+    times = {"submitted": work.submitted, "started": work.submitted + work.waited}
+    times["ended"] = work.ended
+    spent = {"start": START_SECONDS, "compute": work.steps * work.step_seconds}
     answer = {"state": "ready", **times, "node_seconds": spent}
-    store.record_answer(number, store.site(facility.name), answer)
-    facts = {"facility": facility.name, "bytes": 0, "seconds": TRANSFER_SECONDS}
+    store.record_answer(number, store.site(name), answer)
+    facts = {"facility": name, "bytes": 0, "seconds": TRANSFER_SECONDS}
     store.journal(number).append("received", **facts)
-    return ended + TRANSFER_SECONDS
 
 
 def network() -> torch.nn.Sequential:
@@ -207,13 +336,6 @@ def trained(
 def loss_at(model: torch.nn.Module, text: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     windows = text[places[:, None] + torch.arange(CONTEXT + 1)]
     return torch.nn.functional.cross_entropy(model(windows[:, :-1]), windows[:, -1])
-
-
-def mean(models: Sequence[dict[str, torch.Tensor]], counts: Sequence[int]) -> dict:
-    """Weighed by steps, which here are tokens."""
-    shares = [count / sum(counts) for count in counts]
-    pairs = list(zip(shares, models, strict=True))
-    return {name: sum(share * model[name] for share, model in pairs) for name in models[0]}
 
 
 @torch.no_grad()

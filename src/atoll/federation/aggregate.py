@@ -5,7 +5,7 @@ measures and combines together, and only if what it measured forbids an update i
 Legend: K updates, N values of a stretch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -20,11 +20,11 @@ from atoll.errors import UserError
 from atoll.federation import combine, global_model
 from atoll.federation.codec import CODECS
 from atoll.federation.cohort import Cohort, cohorts_of, norms_before, share_out
-from atoll.federation.error_feedback import read_decoded
+from atoll.federation.error_feedback import read_decoded_into
 from atoll.federation.fragments import fragments_of, joined
 from atoll.federation.judge import Measured, cosines
 from atoll.federation.next_model import NextModel, share_of
-from atoll.federation.tensors import Layout, Stretch, TensorReader, stretches
+from atoll.federation.tensors import STRETCH, Layout, Stretch, TensorReader, stretches
 from atoll.federation.update import Update, refuse_wrong_tensors
 from atoll.federation.update_files import read_verified, reason_of
 from atoll.settings.exchange import UpdateManifest
@@ -93,6 +93,7 @@ def aggregate(
             for cohort in cohorts:
                 cohort.measured = _one_pass(cohort, next_model)
             _keep_others(next_model, layout, sent)
+            files = next_model.written.digests()
         if any(cohort.refused(rule) for cohort in cohorts):
             continue
         if not any(cohort.share.overflows for cohort in cohorts):
@@ -102,7 +103,7 @@ def aggregate(
     outcome = _outcome(cohorts, rejected)
     facts = {"base": known["digest"], "codec": codec, "rule": rule.model_dump(), **asdict(outcome)}
     facts["norms_before"] = norms_before(known) | {str(c.fragment): c.norms for c in cohorts if c}
-    global_model.publish(unfinished, out, about | facts)
+    global_model.publish(unfinished, out, about | facts, files)
     return outcome
 
 
@@ -114,11 +115,13 @@ def hold(base: Path, rule: Rule, codec: str, out: Path, about: dict[str, Any]) -
     with NextModel(base, unfinished, layout, sent, rule, codec) as next_model:
         for stretch in stretches(sent):
             next_model.add(stretch, torch.zeros(1, stretch.count), nothing)
+            next_model.written.add(stretch)
         _keep_others(next_model, layout, sent)
+        files = next_model.written.digests()
     outcome = Outcome({}, {}, {})
     facts = {"base": known["digest"], "codec": codec, "rule": rule.model_dump(), **asdict(outcome)}
     facts["norms_before"] = norms_before(known)
-    global_model.publish(unfinished, out, about | facts)
+    global_model.publish(unfinished, out, about | facts, files)
     return outcome
 
 
@@ -134,6 +137,7 @@ def _keep_others(next_model: NextModel, layout: Layout, sent: Layout) -> None:
     for stretch in stretches(layout):
         if stretch.name not in changed:
             next_model.keep(stretch)
+            next_model.written.add(stretch)
 
 
 def _outcome(cohorts: list[Cohort], rejected: dict[str, str]) -> Outcome:
@@ -154,18 +158,37 @@ def _one_pass(cohort: Cohort, next_model: NextModel | None) -> Measured:
     with ExitStack() as stack, ThreadPoolExecutor(THREADS) as pool:
         encodings = [update.manifest.encoding for update in updates]
         readers = [stack.enter_context(update.tensors()) for update in updates]
+        free = [torch.empty(count * STRETCH) for _ in range(THREADS)]  # new memory costs a core
 
         def work(stretch: Stretch) -> tuple[Tensor, Tensor]:
-            encoded = zip(readers, encodings, strict=True)
-            values_KN = torch.stack([read_decoded(*reader, stretch) for reader in encoded])
+            memory = free.pop()
+            values_KN = _read_into(memory, readers, encodings, stretch)
             if next_model is not None:
                 next_model.add(stretch, values_KN, cohort.share)
-            return _measured(values_KN)
+            measured = _measured(values_KN)
+            free.append(memory)
+            return measured
 
-        for gram, not_finite in _in_order(pool, work, stretches(cohort.part if count else {})):
+        items = list(stretches(cohort.part if count else {}))
+        for stretch, (gram, not_finite) in zip(
+            items, _in_order(pool, work, iter(items)), strict=True
+        ):
             gram_KK += gram
             not_finite_K += not_finite
+            if next_model is not None:
+                next_model.written.add(stretch)
     return Measured(gram_KK, not_finite_K.tolist())
+
+
+def _read_into(
+    memory: Tensor, readers: list[TensorReader], encodings: Sequence[str], stretch: Stretch
+) -> Tensor:
+    """The values of a stretch in every update, in memory that is large enough."""
+    count = len(readers)
+    values_KN = memory[: count * stretch.count].view(count, stretch.count)
+    for values_N, reader, encoding in zip(values_KN, readers, encodings, strict=True):
+        read_decoded_into(values_N, reader, encoding, stretch)
+    return values_KN
 
 
 def _measured(values_KN: Tensor) -> tuple[Tensor, Tensor]:

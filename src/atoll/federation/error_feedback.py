@@ -30,6 +30,14 @@ def encoded_layout(layout: Layout, codec: str, prefix: str = "") -> TypedLayout:
     return {prefix + file: encoded_tensors(tensors, codec) for file, tensors in layout.items()}
 
 
+def read_decoded_into(values_N: Tensor, reader: TensorReader, codec: str, stretch: Stretch) -> None:
+    """Put the values of a stretch of an encoded tensor into this memory, in fp32."""
+    if codec == "fp32":
+        reader.values(stretch, values_N)  # as they are: no second copy
+    else:
+        values_N.copy_(read_decoded(reader, codec, stretch))
+
+
 def read_decoded(reader: TensorReader, codec: str, stretch: Stretch) -> Tensor:
     """The values of a stretch of an encoded tensor, in fp32."""
     coding = CODECS[codec]

@@ -81,9 +81,15 @@ def begin(out: Path) -> Path:
     return partial
 
 
-def publish(partial: Path, out: Path, about: dict[str, Any]) -> str:
-    """Write the manifest, then give the folder its name; the digest of the master."""
-    files = {path.name: run_dir.sha256_of(path) for path in files_of(partial / "master")}
+def publish(
+    partial: Path, out: Path, about: dict[str, Any], files: dict[str, str] | None = None
+) -> str:
+    """Write the manifest, then give the folder its name; the digest of the master.
+
+    files: the sha256 of the master's files, where they are known already.
+    """
+    if files is None:
+        files = {path.name: run_dir.sha256_of(path) for path in files_of(partial / "master")}
     digest = run_dir.digest(files, 64)
     record = {"digest": digest, "master": files, **about}
     for folder in {path.parent for path in partial.rglob("*")}:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from atoll.federation import combine, global_model, step
+from atoll.federation.digests_behind import DigestsBehind
 from atoll.federation.error_feedback import encoded_layout, write_encoded
 from atoll.federation.tensors import (
     Layout,
@@ -68,6 +69,7 @@ class NextModel(ExitStack):
         self.master = self.enter_context(TensorWriter(partial / "master", master, stays))
         self.export = self.enter_context(TensorWriter(partial / "export", export, stays))
         copy_fixed(self.before, self.master, self.export)
+        self.written = DigestsBehind(self.master, layout)  # told by one thread, of each stretch
         self.delta = self.enter_context(TensorWriter(partial / "delta", encoded))
         self.memory, self.memory_before = dict[str, TensorWriter](), dict[str, TensorReader]()
         for name in self.fresh:

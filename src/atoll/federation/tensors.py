@@ -126,10 +126,10 @@ class TensorReader(ExitStack):
             layout.setdefault(entry.path.name, {})[name] = (own, entry.shape)
         return layout
 
-    def values(self, stretch: Stretch) -> Tensor:
-        """The stretch in the tensor's own number format."""
+    def values(self, stretch: Stretch, into_N: Tensor | None = None) -> Tensor:
+        """The stretch in the tensor's own number format; in memory of that format, if given."""
         entry = self.entries[stretch.name]
-        values_N = torch.empty(stretch.count, dtype=entry.dtype)
+        values_N = torch.empty(stretch.count, dtype=entry.dtype) if into_N is None else into_N
         content: Any = values_N.view(torch.uint8).numpy()
         view, done = memoryview(content), 0
         place = entry.start + stretch.first * entry.dtype.itemsize

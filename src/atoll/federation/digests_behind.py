@@ -1,0 +1,50 @@
+"""Digests of files while they are written, a little behind whoever writes them."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from atoll.federation.tensors import Layout, Stretch, TensorWriter, stretches
+
+PIECE_BYTES = 4 << 20
+
+
+class DigestsBehind:
+    """The sha256 of each file of a folder, in memory as far as its stretches are whole, in order.
+
+    What lies between them (headers, tensors that stay) has to be written before the first.
+    """
+
+    def __init__(self, writer: TensorWriter, layout: Layout) -> None:
+        self.writer, self.whole = writer, set[Stretch]()
+        self.order: Iterator[Stretch] = stretches(layout)
+        self.next = next(self.order, None)
+        files = {entry.path: entry.file for entry in writer.entries.values()}
+        self.files = {path: (file, hashlib.sha256()) for path, file in files.items()}
+        self.places = dict.fromkeys(files, 0)
+        self.piece = bytearray(PIECE_BYTES)
+
+    def add(self, stretch: Stretch) -> None:
+        """This stretch is written; any order will do, that of the layout needs no waiting."""
+        self.whole.add(stretch)
+        while self.next in self.whole:
+            self.whole.remove(self.next)
+            entry = self.writer.entries[self.next.name]
+            end = entry.start + (self.next.first + self.next.count) * entry.dtype.itemsize
+            self._read(entry.path, end)
+            self.next = next(self.order, None)
+
+    def digests(self) -> dict[str, str]:
+        """File name -> sha256, once all is written; the files are still open."""
+        for path, (file, _) in self.files.items():
+            self._read(path, os.fstat(file).st_size)
+        return {path.name: hasher.hexdigest() for path, (_, hasher) in self.files.items()}
+
+    def _read(self, path: Path, end: int) -> None:
+        file, hasher = self.files[path]
+        while (place := self.places[path]) < end:
+            view = memoryview(self.piece)[: min(PIECE_BYTES, end - place)]
+            got = os.preadv(file, [view], place)
+            hasher.update(view[:got])
+            self.places[path] = place + got
