@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,12 @@ class Submitted:
 
     def preparing(self) -> int:
         """The process of `atoll tokenize`."""
-        words = ["pgrep", "-f", f"^[^ ]*python[^ ]* -m atoll tokenize .*{self.folder.name}/"]
-        return int(subprocess.run(words, check=True, capture_output=True).stdout.split()[0])
+        for folder in Path("/proc").glob("[0-9]*"):  # an image has no pgrep
+            with suppress(OSError):
+                words = (folder / "cmdline").read_bytes().decode().split("\0")
+                if words[1:4] == ["-m", "atoll", "tokenize"] and str(self.folder) in words[4]:
+                    return int(folder.name)
+        raise AssertionError("nobody prepares")
 
 
 def eventually(holds: Callable[[], Any]) -> None:
