@@ -1,7 +1,6 @@
 """Time to a target loss with steps_by=queue against fixed steps, in virtual time.
 
     python benchmarks/steps_by_queue.py [--seeds 5] [--rounds 30] [--steps 400] [--quick] [--check]
-    python benchmarks/steps_by_queue.py --real      (as root: make testbed image-cpu; 25 minutes)
 
 Four facilities train one small character model on the Python library's text, once all on all of it,
 once each on modules of its own, and for real: AdamW whose moments stay there, the mean weighed by
@@ -11,7 +10,6 @@ medians from 6 minutes to 2 hours, and what a round waits resembles what the las
 waits in every round that a facility begins. The target is what fixed steps reach after four fifths
 of their rounds. `late work`: with a deadline, a tenth above what the medians of queues and work
 need; who is not done then is taken a round later, for less (rule.max_staleness=1).
-`--real`: in real time, between the testbed's two Slurms (steps_by_queue_real.py).
 """
 
 import argparse
@@ -57,8 +55,6 @@ QUORUM = 2
 CONTEXT, WIDTH, BATCH, RATE = 12, 96, 32, 2e-3
 CHARACTERS = 128
 HELD_OUT = 0.1
-REAL_ROUNDS, REAL_STEPS = 5, 600
-TESTBED = Path(__file__).resolve().parents[1] / "tests" / "testbed"
 MOST_ROUNDS = 3  # times those of fixed steps, to reach their loss
 
 
@@ -85,10 +81,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--quick", action="store_true", help="one seed, few and short rounds")
     parser.add_argument("--check", action="store_true", help="fail where the target is missed")
-    parser.add_argument("--real", action="store_true", help="between the testbed's two Slurms")
     arguments = parser.parse_args()
-    if arguments.real:
-        return real(arguments.check)
     if arguments.quick:
         arguments.seeds, arguments.rounds, arguments.steps = 1, 10, 60
     torch.set_num_threads(1)
@@ -96,21 +89,6 @@ def main() -> int:
     if arguments.quick:
         return 0
     return int(not results.record("steps_by_queue", rows) and arguments.check)
-
-
-def real(check: bool) -> int:
-    """A row of the results, of one campaign each way."""
-    sys.path.insert(0, str(TESTBED))
-    from steps_by_queue_real import run_real
-
-    found = run_real(REAL_ROUNDS, REAL_STEPS, seed=1)
-    if found is None:
-        return 2
-    case = f"2 Slurms, one of them busy, {REAL_STEPS} steps a round: time to a loss"
-    hours = ([found["queue"]], "fixed steps", [found["fixed"]])
-    row = results.row(case, "h", *hours, "lower", TARGET)
-    row |= {name: found[name] for name in ("loss", "curves", "steps")}
-    return int(not results.record("steps_by_queue", [row]) and check)
 
 
 def compared(kind: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
