@@ -204,6 +204,9 @@ PLAIN_FORECAST: dict[str, list[str]] = {
         "other shape, ddp, recompute": [*OTHER, "sharding=ddp", FULL],
         "wide, shard_grad_op, recompute": [*WIDE, "sharding=shard_grad_op", FULL],
         "wide, full_shard, selective, bf16": [*WIDE, SHARDED, SELECTIVE, "precision=bf16"],
+        "wide, full_shard, bf16": [*WIDE, SHARDED, "precision=bf16"],
+        "deep, full_shard, recompute, bf16": [*DEEP, SHARDED, FULL, "precision=bf16"],
+        "other shape, full_shard, bf16": [*OTHER, SHARDED, "precision=bf16"],
     }.items()
 }
 PLAIN = PLAIN_FITTED | PLAIN_FORECAST

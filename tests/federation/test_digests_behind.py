@@ -1,5 +1,6 @@
 """Digests of files that are still written are those of the files, in whatever order they come."""
 
+import os
 import random
 
 import pytest
@@ -41,3 +42,13 @@ def test_what_comes_in_order_is_read_at_once(tmp_path):
     digests, early = written(tmp_path, stretches(LAYOUT))
     assert early > 4 * STRETCH
     assert digests == {path.name: sha256_of(path) for path in tmp_path.iterdir()}
+
+
+def test_a_file_that_is_cut_meanwhile_ends_it(tmp_path):
+    with TensorWriter(tmp_path, typed(LAYOUT, torch.float32)) as writer:
+        behind = DigestsBehind(writer, LAYOUT)
+        stretch = next(stretches(LAYOUT))
+        writer.put(stretch, torch.ones(stretch.count))
+        os.truncate(tmp_path / "model-1.safetensors", 100)
+        with pytest.raises(OSError, match="ends at byte 100"):
+            behind.add(stretch)

@@ -45,6 +45,7 @@ class DigestsBehind:
         file, hasher = self.files[path]
         while (place := self.places[path]) < end:
             view = memoryview(self.piece)[: min(PIECE_BYTES, end - place)]
-            got = os.preadv(file, [view], place)
+            if not (got := os.preadv(file, [view], place)):
+                raise OSError(f"{path} ends at byte {place} of {end}, cut while it is written")
             hasher.update(view[:got])
             self.places[path] = place + got
