@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 import small_run
+import torch
+import torch.distributed as dist
 from rank_pool import RankPool
 
+from atoll.monitor import comm_profile
 from atoll.settings import Run, Sharding
 from atoll.sharding.exchange import EXCHANGES, all_reduce
 from atoll.sharding.process_group import World
@@ -69,6 +72,19 @@ def test_calls_are_told_with_shape_and_dtype(ranks: RankPool, tmp_path: Path) ->
     [both] = matrices  # the embedding and the head
     assert (both["collective"], both["dtype"], both["calls"]) == ("gloo:all_reduce", "float", 2)
     assert both["bytes"] == 2 * 4 * 2000 * 128
+
+
+def recorded(world: World) -> list[str]:
+    """Of a step with many operations and one collective."""
+    comm_profile.start_profiler()
+    for _ in range(100):
+        torch.ones(2).add_(1)
+    dist.all_reduce(torch.ones(2))
+    return [event.name() for event in comm_profile.stop_profiler()]
+
+
+def test_no_operation_but_a_collective_is_recorded(ranks: RankPool) -> None:
+    assert ranks.run(recorded) == [["gloo:all_reduce"]] * RANKS
 
 
 def train_with_own_exchange(world: World, run: Run) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import RecordScope
 
 from atoll.monitor.observers import Observer, StepRecord, WatchedRun, Write
 from atoll.plan.traffic import rounded
@@ -38,23 +39,17 @@ class CommunicationProfile(Observer):
     def before_step(self, step: int) -> None:
         if step != self.profiled_step:
             return
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would announce itself on every rank
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
         # nobody's earlier or later step is counted
         barrier(self.watched.world)
         self.sent_before = wire_bytes()
-        self.profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-        self.profiler.start()
+        start_profiler()
 
     def after_step(self, update: StepRecord) -> None:
         if update.step != self.profiled_step:
             return
-        self.profiler.stop()
+        events = [e for e in stop_profiler() if e.name().startswith(PREFIXES)]
         barrier(self.watched.world)
         sent_bytes = wire_bytes() - self.sent_before
-        events = [e for e in _events(self.profiler) if e.name().startswith(PREFIXES)]
         spans = [(e.start_ns() / 1e3, (e.start_ns() + e.duration_ns()) / 1e3) for e in events]
         self.seconds = _covered(spans) / 1e6
         self.write(
@@ -67,6 +62,28 @@ class CommunicationProfile(Observer):
                 "collectives": collectives(events)[:MOST_COLLECTIVES],
             }
         )
+
+
+def start_profiler() -> None:
+    """Record what backends do for collectives, and on devices their kernels.
+
+    torch.profiler would record every operation of a step too: about 1 kB of each, on every rank.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would announce itself on every rank
+    device = "cuda" if torch.cuda.is_available() else None
+    settings = torch.autograd.profiler.profile(
+        use_device=device, record_shapes=True, use_kineto=True
+    )
+    config, activities = settings.config(), settings.kineto_activities
+    torch.autograd._prepare_profiler(config, activities)
+    torch.autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
+
+
+def stop_profiler() -> list[Any]:
+    """What was recorded; nothing of it is kept."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # a kernel that still runs would not be among it
+    return list(torch.autograd._disable_profiler().events())
 
 
 def collectives(events: Sequence[Any]) -> list[dict[str, Any]]:
@@ -96,11 +113,6 @@ def wire_bytes() -> int:
     sent = sum(int(line.rpartition(":")[2].split()[8]) for line in lines)
     ports = INFINIBAND.glob("*/ports/*/counters/port_xmit_data")
     return sent + INFINIBAND_UNIT * sum(int(port.read_text()) for port in ports)
-
-
-def _events(profiled: Any) -> list[Any]:
-    results = profiled.profiler.kineto_results
-    return [] if results is None else list(results.events())
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
