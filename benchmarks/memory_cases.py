@@ -154,7 +154,7 @@ WIDE = [
     *["model.config.intermediate_size=1216", "model.config.vocab_size=6144"],
 ]
 DEEP = [*SMALL, "model.config.num_hidden_layers=14"]
-STEPS_PLAIN = 24
+STEPS, STEPS_PLAIN = 4, 24
 SHARDED = "sharding=full_shard"
 BF16 = "precision=bf16"
 FORECAST |= {
@@ -239,7 +239,7 @@ PLAIN_FORECAST: dict[str, list[str]] = {
 PLAIN = PLAIN_FITTED | PLAIN_FORECAST
 CASES = FITTED | FORECAST | WHOLE | PLAIN
 COMMON = [
-    *["facility=laptop", "precision=fp32", "training.steps=3", "override=[fit]"],
+    *["facility=laptop", "precision=fp32", f"training.steps={STEPS}", "override=[fit]"],
     *["training.log_every_steps=1"],
     *["evaluation.max_samples=1", "tokenizer.vocabulary_tokens=2048", "data.workers=1"],
 ]

@@ -2,7 +2,7 @@
 
     python benchmarks/plan_memory.py [--only CASE] [--rounds 1] [--table] [--check]
 
-Each case is a run of three steps in processes of its own, in turns; `planned` is `atoll plan`'s
+Each case is a run of four steps in processes of its own, in turns; `planned` is `atoll plan`'s
 closed form, `measured` the highest peak of its ranks behind the last step but one, before anything
 is saved: it has all moments. Whole runs go on to their end. glibc's heap keeps freed blocks of some
 megabytes; it is told to return them, so that what is measured is what is needed. Runs with a plain
@@ -34,6 +34,7 @@ from memory_cases import (
     PLAIN,
     PLAIN_FITTED,
     PLAIN_FORECAST,
+    STEPS,
     STEPS_PLAIN,
     WHOLE,
 )
@@ -58,9 +59,9 @@ BEGIN, END = "<!-- plan_memory: made by make bench-plan_memory -->", "<!-- plan_
 
 
 def measured_gib(overrides: list[str], folder: Path, name: str) -> float:
-    """The highest peak of the ranks behind the second step, where the run is ended.
+    """The highest peak of the ranks behind the last step but one, where the run is ended.
 
-    Of a whole run behind all; with a plain heap behind the last step but one.
+    Of a whole run behind all.
     """
     command = [sys.executable, "-m", "atoll", "submit", *overrides]
     returns_blocks = {} if name in PLAIN else {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -77,7 +78,8 @@ def measured_gib(overrides: list[str], folder: Path, name: str) -> float:
     try:
         if name in WHOLE:
             return _to_its_end(started, folder)
-        return _behind_step(STEPS_PLAIN - 1 if name in PLAIN else 2, started, folder)
+        steps = STEPS_PLAIN if name in PLAIN else STEPS
+        return _behind_step(steps - 1, started, folder)
     except RuntimeError:
         raise SystemExit(f"{' '.join(overrides)}\n{log.read_text()[-3000:]}") from None
     finally:

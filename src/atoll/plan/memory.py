@@ -170,7 +170,9 @@ def _highest(
     parts, sharding = staying(run, shape), run.sharding
     waiting, buffers = _waiting(run, w)
     reduced = 0 if _offloads(run) else w.learning * FP32
-    accumulated = reduced if run.microbatches > 1 and not waiting else 0
+    # torch's DDP keeps the memory of its gradients from step to step
+    stays = "ddp" in sharding.layouts or (run.microbatches > 1 and not waiting)
+    accumulated = reduced if stays else 0
     # where all microbatches are under way at once, none has gradients until one of them is done
     at_once = bool(waiting) and in_flight >= run.microbatches
     beside = activations * (1 - 1 / in_flight) if at_once else activations
