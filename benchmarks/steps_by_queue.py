@@ -1,6 +1,7 @@
 """Time to a target loss with steps_by=queue against fixed steps, in virtual time.
 
     python benchmarks/steps_by_queue.py [--seeds 5] [--rounds 30] [--steps 400] [--quick] [--check]
+    python benchmarks/steps_by_queue.py --real [--rounds 10]       (as root: make testbed image-cpu)
 
 Four facilities train one small character model on the Python library's text, once all on all of it,
 once each on modules of its own, and for real: AdamW whose moments stay there, the mean weighed by
@@ -9,7 +10,8 @@ medians from 6 minutes to 2 hours, and what a round waits resembles what the las
 0.7). The real code chooses the steps from the journals of earlier rounds. All ways meet the same
 waits in every round that a facility begins. The target is what fixed steps reach after four fifths
 of their rounds. `late work`: with a deadline, a tenth above what the medians of queues and work
-need; who is not done then is taken a round later, for less (rule.max_staleness=1).
+need; who is not done then is taken a round later, for less (rule.max_staleness=1). `--real`: in
+real time, between the two Slurms of the testbed (steps_by_queue_real.py).
 """
 
 import argparse
@@ -32,6 +34,7 @@ from atoll.config.compose import campaign_values
 from atoll.federation.combine import weights_of
 from atoll.settings.federation import Campaign, Rule
 
+TESTBED = Path(__file__).resolve().parents[1] / "tests" / "testbed"
 TARGET = 0.80  # of the time with fixed steps: the least that FedQueue publishes is 0.795
 MINUTE = 60.0
 # facility -> its modules, the median minutes in its queue, the seconds of a step
@@ -77,18 +80,30 @@ class Facility:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, help="30; of --real 10")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--quick", action="store_true", help="one seed, few and short rounds")
     parser.add_argument("--check", action="store_true", help="fail where the target is missed")
+    parser.add_argument("--real", action="store_true", help="between the testbed's two Slurms")
     arguments = parser.parse_args()
+    if arguments.real:
+        return real(arguments)
     if arguments.quick:
         arguments.seeds, arguments.rounds, arguments.steps = 1, 10, 60
+    arguments.rounds = arguments.rounds or 30
     torch.set_num_threads(1)
     rows = [row for kind in ("mixed text", "own modules") for row in compared(kind, arguments)]
     if arguments.quick:
         return 0
     return int(not results.record("steps_by_queue", rows) and arguments.check)
+
+
+def real(arguments: argparse.Namespace) -> int:
+    arguments.rounds = arguments.rounds or 10
+    sys.path[:0] = [str(TESTBED)]  # its Slurms, and how a campaign gets to them
+    from steps_by_queue_real import run_real
+
+    return run_real(arguments)
 
 
 def compared(kind: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:

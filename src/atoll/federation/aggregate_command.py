@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import get_args
 
 from atoll.commands import CommandParser
+from atoll.federation.freed_memory import keep_freed_memory
 from atoll.federation.update_files import read_verified, reason_of
+from atoll.launch.preload import paused_garbage_collection
 from atoll.settings.exchange import Codec, UpdateManifest
 from atoll.settings.federation import Rule, checked_settings
 
@@ -29,11 +31,13 @@ def main(argv: list[str]) -> int:
 def _aggregate(
     arguments: argparse.Namespace, rule: Rule, verifying: list[tuple[Path, Future[UpdateManifest]]]
 ) -> int:
-    import torch  # meanwhile files are hashed
+    keep_freed_memory()
+    with paused_garbage_collection():  # meanwhile files are hashed
+        import torch
 
-    from atoll.federation.aggregate import aggregate, from_base, hold
-    from atoll.federation.cohort import SmallCohort
-    from atoll.federation.global_model import read_global
+        from atoll.federation.aggregate import aggregate, from_base, hold
+        from atoll.federation.cohort import SmallCohort
+        from atoll.federation.global_model import read_global
 
     torch.set_num_threads(1)  # stretches are worked on side by side
     bases = [read_global(arguments.base)["digest"], *arguments.older]

@@ -23,6 +23,7 @@ MOMENT_BYTES = {"adamw": 8.0, "muon": 8.0, "adamw_8bit": 2.03}
 # What a process has before it has a model: measured for torch and transformers on a processor;
 # a device's context and its libraries' workspaces are not the allocator's, and not counted.
 RUNTIME_GIB = {"cpu": 0.35}
+BF16_RUNTIME_GIB = 0.035  # oneDNN's products in bf16, which are compiled where they run
 # peft and bitsandbytes beside them, and what bitsandbytes' step on a processor holds of the largest
 # tensor: both moments, the gradient, and the denominator while it is made, all in fp32.
 ADAPTER_RUNTIME_GIB, BITSANDBYTES_RUNTIME_GIB = 0.054, 0.045
@@ -163,6 +164,18 @@ def _waiting(run: Run, w: Weights) -> tuple[float, float]:
     return 0, w.learning_block * (FP32 + compute_bytes(run)) + w.learning_rest * FP32
 
 
+def _kept_gradients(run: Run, reduced: float) -> float:
+    """Of gradients, what is there while the last microbatch's forward pass ends.
+
+    torch's DDP keeps their memory from step to step; what is added up before it sends anything
+    lies beside that.
+    """
+    adds_up = run.microbatches > 1
+    if "ddp" not in run.sharding.layouts:
+        return reduced * adds_up
+    return reduced * (1 + (adds_up and not run.sharding.sync_every_microbatch))
+
+
 def _highest(
     run: Run, shape: Shape, w: Weights, in_flight: float, activations: float, logits: float
 ) -> float:
@@ -170,9 +183,7 @@ def _highest(
     parts, sharding = staying(run, shape), run.sharding
     waiting, buffers = _waiting(run, w)
     reduced = 0 if _offloads(run) else w.learning * FP32
-    # torch's DDP keeps the memory of its gradients from step to step
-    stays = "ddp" in sharding.layouts or (run.microbatches > 1 and not waiting)
-    accumulated = reduced if stays else 0
+    accumulated = _kept_gradients(run, reduced) if not waiting else 0
     # where all microbatches are under way at once, none has gradients until one of them is done
     at_once = bool(waiting) and in_flight >= run.microbatches
     beside = activations * (1 - 1 / in_flight) if at_once else activations
@@ -270,6 +281,7 @@ def _runtime(run: Run) -> float:
         return 0
     eight_bit = run.optimizer.name == "adamw_8bit"
     more = ADAPTER_RUNTIME_GIB if run.model.lora else eight_bit * BITSANDBYTES_RUNTIME_GIB
+    more += (compute_bytes(run) == BF16) * BF16_RUNTIME_GIB
     more += (run.sharding.engine == "deepspeed") * DEEPSPEED_RUNTIME_GIB
     return (RUNTIME_GIB[run.facility.node.device] + more) * 2**30
 
