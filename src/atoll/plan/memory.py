@@ -31,13 +31,11 @@ STEP_COPIES_8BIT = 5
 DDP_BROADCAST_BYTES = 250 * 2**20  # what torch's DDP makes one tensor of, as it begins
 # On processors glibc's heap keeps what is freed between blocks in use; what is larger than
 # HEAP_BLOCK_BYTES never lies in it (mallopt(3), M_MMAP_THRESHOLD). The shares were fitted on the
-# runs of benchmarks/plan_line.py and on those with a plain heap: of what a step keeps that
-# recomputes nothing, by one rank, one that recomputes, one with adapters, each of several in any
-# case, by layout and bytes of a number; and of what FSDP gathers and scatters block by block.
+# runs with a plain heap of benchmarks/memory_cases.py: of what a step keeps that recomputes
+# nothing, for one that does not, one that recomputes, one with adapters; and of what FSDP gathers
+# and scatters block by block.
 HEAP_BLOCK_BYTES = 32 * 2**20
-KEPT_ALONE, KEPT_RECOMPUTING, KEPT_ADAPTED = 0.65, 0.4, 0.95
-KEPT_OF_SEVERAL = {("fsdp", FP32): 1.25, ("fsdp", BF16): 0.9, ("ddp", FP32): 1.6, ("ddp", BF16): 2.1}
-KEPT_GATHERED = 4.0
+KEPT, KEPT_RECOMPUTING, KEPT_ADAPTED, KEPT_GATHERED = 0.5, 0.4, 0.95, 2.5
 
 
 @dataclass(frozen=True)
@@ -236,11 +234,8 @@ def _of_deepspeed(run: Run, shape: Shape) -> Memory:
 
 def _heap(run: Run, shape: Shape, kept: dict[str, float], logits: float) -> float:
     """What a processor's heap keeps of activations and logits, beside those in use."""
-    alone = KEPT_ALONE if run.training.activation_checkpointing == "none" else KEPT_RECOMPUTING
-    alone = KEPT_ADAPTED if run.model.lora is not None else alone
-    layout = "fsdp" if "fsdp" in run.sharding.layouts else "ddp"
-    several = KEPT_OF_SEVERAL[layout, compute_bytes(run)]
-    share = several if run.world_size > 1 else alone
+    share = KEPT if run.training.activation_checkpointing == "none" else KEPT_RECOMPUTING
+    share = KEPT_ADAPTED if run.model.lora is not None else share
     return share * _small_blocks(run, shape, kept["none"], logits)
 
 
