@@ -195,6 +195,12 @@ PLAIN_FITTED: dict[str, list[str]] = {
         ", deep, bf16": [*DEEP, *ONE, BF16],
         ", other shape, recompute, bf16": [*OTHER, *ONE, FULL, BF16],
         ", wide, lora, bf16": [*WIDE, *ONE, LORA, BF16],
+        # forecasts once, of which two were 17 % off: the formula was mended by them
+        ", deep, full_shard, recompute": [*DEEP, SHARDED, FULL],
+        ", other shape, full_shard, selective": [*OTHER, SHARDED, SELECTIVE],
+        ", other shape, shard_grad_op": [*OTHER, "sharding=shard_grad_op"],
+        ", other shape, full_shard": [*OTHER, SHARDED],
+        ", wide, shard_grad_op, recompute": [*WIDE, "sharding=shard_grad_op", FULL],
     }.items()
 }
 # of which nothing was fitted
@@ -204,12 +210,7 @@ PLAIN_FORECAST: dict[str, list[str]] = {
         "deep, ddp": [*DEEP, "sharding=ddp"],
         "deep, ddp, recompute": [*DEEP, "sharding=ddp", FULL],
         "wide, ddp": [*WIDE, "sharding=ddp"],
-        "deep, full_shard, recompute": [*DEEP, SHARDED, FULL],
-        "other shape, full_shard, selective": [*OTHER, SHARDED, SELECTIVE],
-        "other shape, shard_grad_op": [*OTHER, "sharding=shard_grad_op"],
-        "other shape, full_shard": [*OTHER, SHARDED],
         "other shape, ddp, recompute": [*OTHER, "sharding=ddp", FULL],
-        "wide, shard_grad_op, recompute": [*WIDE, "sharding=shard_grad_op", FULL],
         "wide, full_shard, selective, bf16": [*WIDE, SHARDED, SELECTIVE, BF16],
         "wide, full_shard, bf16": [*WIDE, SHARDED, BF16],
         "deep, full_shard, recompute, bf16": [*DEEP, SHARDED, FULL, BF16],

@@ -32,10 +32,11 @@ DDP_BROADCAST_BYTES = 250 * 2**20  # what torch's DDP makes one tensor of, as it
 # On processors glibc's heap keeps what is freed between blocks in use; what is larger than
 # HEAP_BLOCK_BYTES never lies in it (mallopt(3), M_MMAP_THRESHOLD). The shares were fitted on the
 # runs with a plain heap of benchmarks/memory_cases.py: of what a step keeps that recomputes
-# nothing, for one that does not, one that recomputes, one with adapters; and of what FSDP gathers
-# and scatters block by block.
+# nothing, for one that does not, one that recomputes, one with adapters; of the blocks that FSDP
+# gathers, for each pass that does, and scatters; and of what else it gathers and scatters.
 HEAP_BLOCK_BYTES = 32 * 2**20
-KEPT, KEPT_RECOMPUTING, KEPT_ADAPTED, KEPT_GATHERED = 0.5, 0.4, 0.95, 2.5
+KEPT, KEPT_RECOMPUTING, KEPT_ADAPTED = 0.5, 0.4, 0.95
+KEPT_GATHERED, KEPT_SCATTERED, KEPT_REST = 1.4, 1.0, 0.8
 
 
 @dataclass(frozen=True)
@@ -240,11 +241,13 @@ def _heap(run: Run, shape: Shape, kept: dict[str, float], logits: float) -> floa
 
 
 def _gathered_in_heap(run: Run, w: Weights, buffers: float) -> float:
-    """The same of FSDP's gathered weights, two blocks at a time, and gradients on their way."""
+    """The same of FSDP's gathered weights, and gradients on their way."""
     alone, on_device = run.world_size == 1, run.facility.node.device != "cpu"
     if alone or on_device or w.block_bytes > HEAP_BLOCK_BYTES:
         return 0
-    return KEPT_GATHERED * (2 * w.block_bytes + w.rest * compute_bytes(run) + buffers)
+    passes = 1 if run.sharding.reshard_after_forward is False else 2
+    blocks = (passes * KEPT_GATHERED + KEPT_SCATTERED) * w.layers * w.block_bytes
+    return blocks + KEPT_REST * (w.rest * compute_bytes(run) + buffers)
 
 
 def _small_blocks(run: Run, shape: Shape, activations: float, logits: float) -> float:
