@@ -118,7 +118,7 @@ def test_recomputing_leaves_blocks_in_the_heap_too(ranks: int) -> None:
     # two blocks and what is outside them are gathered at once
     rest = shape.rest_parameters
     blocks = (memory.gathered - 4 * rest) / 2 * shape.layers
-    kept = (2 * 1.4 + 1.0) * blocks + 0.8 * (4 * rest + memory.buffers)
+    kept = 1.2 * 2 * blocks + 2.0 * (4 * rest + memory.buffers)
     assert more == pytest.approx(kept * (ranks > 1), abs=2)
 
 

@@ -33,10 +33,10 @@ DDP_BROADCAST_BYTES = 250 * 2**20  # what torch's DDP makes one tensor of, as it
 # HEAP_BLOCK_BYTES never lies in it (mallopt(3), M_MMAP_THRESHOLD). The shares were fitted on the
 # runs with a plain heap of benchmarks/memory_cases.py: of what a step keeps that recomputes
 # nothing, for one that does not, one that recomputes, one with adapters; of the blocks that FSDP
-# gathers, for each pass that does, and scatters; and of what else it gathers and scatters.
+# gathers, for each pass that does; and of what else it gathers, and scatters.
 HEAP_BLOCK_BYTES = 32 * 2**20
 KEPT, KEPT_RECOMPUTING, KEPT_ADAPTED = 0.5, 0.4, 0.95
-KEPT_GATHERED, KEPT_SCATTERED, KEPT_REST = 1.4, 1.0, 0.8
+KEPT_GATHERED, KEPT_REST = 1.2, 2.0
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def _gathered_in_heap(run: Run, w: Weights, buffers: float) -> float:
     if alone or on_device or w.block_bytes > HEAP_BLOCK_BYTES:
         return 0
     passes = 1 if run.sharding.reshard_after_forward is False else 2
-    blocks = (passes * KEPT_GATHERED + KEPT_SCATTERED) * w.layers * w.block_bytes
+    blocks = KEPT_GATHERED * passes * w.layers * w.block_bytes
     return blocks + KEPT_REST * (w.rest * compute_bytes(run) + buffers)
 
 
