@@ -64,7 +64,11 @@ def campaign_of(given: dict[str, Any], way: str, arguments: argparse.Namespace) 
     """The settings of one campaign of these two facilities."""
     values = given | {"name": f"steps-by-{way}", "rounds": arguments.rounds, "steps_by": way}
     values |= {"steps": arguments.steps, "deadline_minutes": 30.0}
-    values["train"] = [*values["train"], "training.log_every_steps=100", "evaluation.max_samples=64"]
+    values["train"] = [
+        *values["train"],
+        "training.log_every_steps=100",
+        "evaluation.max_samples=64",
+    ]
     values["rule"] = {"max_norm_ratio": 100, "quorum": 2}
     return values
 

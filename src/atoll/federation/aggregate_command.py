@@ -1,6 +1,7 @@
 """`atoll aggregate`: the next global model from updates whose senders are known."""
 
 import argparse
+import gc
 import json
 import resource
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,6 @@ from typing import get_args
 from atoll.commands import CommandParser
 from atoll.federation.freed_memory import keep_freed_memory
 from atoll.federation.update_files import read_verified, reason_of
-from atoll.launch.preload import paused_garbage_collection
 from atoll.settings.exchange import Codec, UpdateManifest
 from atoll.settings.federation import Rule, checked_settings
 
@@ -32,13 +32,14 @@ def _aggregate(
     arguments: argparse.Namespace, rule: Rule, verifying: list[tuple[Path, Future[UpdateManifest]]]
 ) -> int:
     keep_freed_memory()
-    with paused_garbage_collection():  # meanwhile files are hashed
-        import torch
+    gc.disable()  # nothing that is imported is garbage; meanwhile files are hashed
+    import torch
 
-        from atoll.federation.aggregate import aggregate, from_base, hold
-        from atoll.federation.cohort import SmallCohort
-        from atoll.federation.global_model import read_global
+    from atoll.federation.aggregate import aggregate, from_base, hold
+    from atoll.federation.cohort import SmallCohort
+    from atoll.federation.global_model import read_global
 
+    gc.enable()
     torch.set_num_threads(1)  # stretches are worked on side by side
     bases = [read_global(arguments.base)["digest"], *arguments.older]
     updates, unreadable = [], dict[str, str]()

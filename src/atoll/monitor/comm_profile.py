@@ -76,7 +76,8 @@ def start_profiler() -> None:
     )
     config, activities = settings.config(), settings.kineto_activities
     torch.autograd._prepare_profiler(config, activities)
-    torch.autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
+    scopes = {RecordScope.USER_SCOPE}
+    torch.autograd._enable_profiler(config, activities, scopes)  # type: ignore[call-arg]
 
 
 def stop_profiler() -> list[Any]:
