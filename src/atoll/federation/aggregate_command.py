@@ -4,6 +4,7 @@ import argparse
 import gc
 import json
 import resource
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from atoll.settings.exchange import Codec, UpdateManifest
 from atoll.settings.federation import Rule, checked_settings
 
 THREADS = 2
+IMPORTING_SECONDS = 0.0002
 
 
 def main(argv: list[str]) -> int:
@@ -32,6 +34,8 @@ def _aggregate(
     arguments: argparse.Namespace, rule: Rule, verifying: list[tuple[Path, Future[UpdateManifest]]]
 ) -> int:
     keep_freed_memory()
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(IMPORTING_SECONDS)  # an import lets threads that hash wait for this long
     gc.disable()  # nothing that is imported is garbage; meanwhile files are hashed
     import torch
 
@@ -40,6 +44,7 @@ def _aggregate(
     from atoll.federation.global_model import read_global
 
     gc.enable()
+    sys.setswitchinterval(usual)
     torch.set_num_threads(1)  # stretches are worked on side by side
     bases = [read_global(arguments.base)["digest"], *arguments.older]
     updates, unreadable = [], dict[str, str]()

@@ -13,7 +13,7 @@ from atoll.errors import UserError
 from atoll.settings.exchange import UpdateManifest
 from atoll.settings.federation import Rule
 
-CACHED = 1 << 15  # values whose sums in fp64 stay in a processor's cache
+CACHED = 1 << 17  # values whose sums in fp64 stay in a processor's cache, in not too many calls
 Weigh = Callable[[list[UpdateManifest], Rule], list[float]]
 Combine = Callable[[Tensor, Tensor, Rule], Tensor]
 
