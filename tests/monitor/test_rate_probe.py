@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import small_run
+import torch
 from composing import composed, here, tree
 from rank_pool import RankPool
 
@@ -12,6 +13,7 @@ from atoll import run_dir
 from atoll.cluster import plan
 from atoll.config import certificate
 from atoll.monitor import rate_probe
+from atoll.monitor.bandwidth import Speed
 from atoll.sharding.process_group import World
 
 __all__ = ["composed", "here", "tree"]
@@ -39,6 +41,22 @@ def test_every_rate_is_positive_alone_and_together(rates: dict) -> None:
         for rate in own.values():
             assert all(each > 0 for each in (rate.values() if isinstance(rate, dict) else [rate]))
     assert rates["collectives"].keys() == {"all_reduce", "all_gather", "reduce_scatter"}
+
+
+def test_what_else_a_machine_does_is_in_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first measurement of each message meets a machine that is busy."""
+    small, large = rate_probe.MESSAGES_BYTES["cpu"]
+    seen = set()
+
+    def timed(world: World, name: str, size: int) -> Speed:
+        busy = (name, size) not in seen
+        seen.add((name, size))
+        return Speed(name, size, (0.05 if busy else 0.0) + 1e-4 + size / 1e9, 0.0, 0.0)
+
+    monkeypatch.setattr(rate_probe, "timed", timed)
+    links = rate_probe.links(World(0, 2, torch.device("cpu")))
+    assert links["all_gather"]["latency_us"] == pytest.approx(1e6 * (1e-4 + small / 1e9))
+    assert links["all_gather"]["gb_s"] == pytest.approx(0.5 * large / (large - small))
 
 
 def test_a_certificate_keeps_what_the_other_command_wrote(tmp_path: Path, rates: dict) -> None:

@@ -194,17 +194,23 @@ def block_seconds(
 def links(world: World) -> dict[str, dict[str, float]]:
     """Latency of one message, and bytes as the plan counts them, of each collective."""
     found = {}
-    small, large = MESSAGES_BYTES[world.device.type]
+    sizes = MESSAGES_BYTES[world.device.type]
+    fastest = _each([message_seconds(world, sizes) for _ in range(PASSES)], min)
     for name, hops in HOPS.items():
         # gloo makes a reduce-scatter of an all-reduce, and the plan counts both ways
         around = 2 if name == "reduce_scatter" and world.device.type == "cpu" else hops
-        first, second = timed(world, name, small).seconds, timed(world, name, large).seconds
-        bytes_sent = around * (world.size - 1) / world.size * large
+        first, second = (fastest[name][size] for size in sizes)
+        bytes_sent = around * (world.size - 1) / world.size * sizes[1]
         found[name] = {
             "latency_us": first / (around * (world.size - 1)) * 1e6,
             "gb_s": bytes_sent / max(second - first, second / 10) / 1e9,
         }
     return found
+
+
+def message_seconds(world: World, sizes: tuple[int, int]) -> dict[str, dict[int, float]]:
+    """Of each collective by the bytes of its message: a median, and the slowest rank's."""
+    return {name: {size: timed(world, name, size).seconds for size in sizes} for name in HOPS}
 
 
 def quick_seconds(device: torch.device, call: Callable[[], object]) -> float:
