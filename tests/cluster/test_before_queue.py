@@ -57,6 +57,18 @@ def test_a_dry_run_says_it_beside_the_commands_and_asks_nobody(scheduler, here, 
     assert not (here / "calls").exists() and not (here / "runs").exists()
 
 
+def test_saves_are_counted_by_what_a_node_writes(here):
+    plain, known = (
+        before_queue.prediction_of(compose([*QUEUED, *words]).run)
+        for words in ((), ("facility.node.file_write_gb_s=2",))
+    )
+    assert plain.saving_seconds is None and known.node_hours > plain.node_hours
+    certificate = run_dir.certificate(compose([*QUEUED]).run)
+    found = {"facility": "lumi", "measured_on": "2026-11-25", "file_write_gb_s": 2.0}
+    run_dir.write_whole(certificate, json.dumps(found))
+    assert before_queue.prediction_of(compose([*QUEUED]).run).node_hours == known.node_hours
+
+
 def test_a_machine_without_rates_says_nothing_and_one_with_them_does(scheduler, here, capsys):
     words = ["facility=laptop", "model=llama_tiny", "training.steps=8", "name=y", "--dry-run"]
     assert submit.main(words) == 0

@@ -4,7 +4,7 @@ import pytest
 
 from atoll.config.compose import known_shape
 from atoll.plan.memory import memory_of
-from atoll.plan.prediction import QUANTITIES, in_a_line, predict
+from atoll.plan.prediction import QUANTITIES, in_a_line, predict, saving_seconds
 
 LUMI = ("facility=lumi", "facility.account=x", "model=llama2_7b", "nodes=8", "precision=bf16")
 
@@ -80,3 +80,29 @@ def test_on_processors_memory_is_that_of_the_whole_run(composed):
     run = composed("facility=laptop", "data=python_stdlib", *words).run
     memory = memory_of(run, known_shape(run))
     assert predict(run, known_shape(run)).memory_gib == memory.whole_gib > memory.peak_gib
+
+
+def test_saves_that_steps_do_not_hide_are_waited_for(composed):
+    words = ("training.steps=100", "checkpoint.every_steps=10")
+    run = composed(*LUMI, *words).run
+    shape = known_shape(run)
+    rate = 1e9 * 8  # one GB/s of each node
+    save, export = 12 * shape.parameters / rate, 2 * shape.parameters / rate
+    at_once = composed(*LUMI, *words, "checkpoint.asynchronous=false").run
+    assert saving_seconds(at_once, shape, 1.0, 1.0) == pytest.approx(10 * save + export)
+    assert save > 10.0  # ten steps of one second hide as much of nine saves
+    assert saving_seconds(run, shape, 1.0, 1.0) == pytest.approx(10 * save - 90 + export)
+    assert saving_seconds(run, shape, 60.0, 1.0) == pytest.approx(save + export)
+    assert saving_seconds(run, shape, 1.0, None) is saving_seconds(run, shape, None, 1.0) is None
+    apart = composed(*LUMI, *words, "sharding=ddp", "model.lora={rank: 8}", "export.merged=false")
+    alone = saving_seconds(apart.run, known_shape(apart.run), 60.0, 1.0)
+    assert alone < (save + export) / 100
+
+
+def test_node_hours_hold_the_saves_where_it_is_known_how_fast_a_node_writes(composed):
+    run = composed(*LUMI, "training.steps=1000").run
+    plain, known = (predict(run, known_shape(run), file_write_gb_s=gb_s) for gb_s in (None, 2.0))
+    assert known.hours == plain.hours and known.saving_seconds > 0
+    saved_hours = (known.node_hours - plain.node_hours) / 8
+    assert saved_hours == pytest.approx(known.saving_seconds / 3600)
+    assert " to save" in in_a_line(known, run) and " to save" not in in_a_line(plain, run)

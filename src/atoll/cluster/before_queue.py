@@ -30,7 +30,8 @@ def prediction_of(run: Run) -> Prediction | None:
     if shape is None or run.training.steps == 0:
         return None
     rates, calibration = certificate.rates(run), certificate.calibration(run)
-    return predict(as_computed_here(run), shape, rates, calibration)
+    write_gb_s = certificate.file_write_gb_s(run)
+    return predict(as_computed_here(run), shape, rates, calibration, write_gb_s)
 
 
 def keep_prediction(run: Run) -> None:

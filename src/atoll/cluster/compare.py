@@ -110,7 +110,8 @@ def estimate(run: Run, overrides: Sequence[str], tokens: int) -> Estimate:
         nothing = (None, "", None, None, None, None, "")
         return Estimate(name, run.job_nodes, run.world_size, (), *nothing, why=error.found)
     rates, calibration = certificate.rates(run), certificate.calibration(run)
-    plan = predict(as_computed_here(run), known_shape(run), rates, calibration)
+    write_gb_s = certificate.file_write_gb_s(run)
+    plan = predict(as_computed_here(run), known_shape(run), rates, calibration, write_gb_s)
     same = tokens / tokens_of(run)
     queue, whose = queue_hours(run)
     times = f"{plan.runs} runs there" if plan.runs else plan.rates.source

@@ -89,8 +89,7 @@ def counts_of(words: str) -> list[int]:
 
 def save_seconds(run: Run, shape: Shape) -> float | None:
     """What one node alone would need to write a checkpoint; None: not stated, not measured."""
-    rate = run.facility.node.file_write_gb_s
-    rate = rate or (certificate.read(run) or {}).get("file_write_gb_s")
+    rate = certificate.file_write_gb_s(run)
     return STATE_BYTES * shape.parameters / (rate * 1e9) if rate else None
 
 

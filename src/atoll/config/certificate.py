@@ -46,6 +46,13 @@ def calibration(run: Run) -> dict[str, Any] | None:
     return factors
 
 
+def file_write_gb_s(run: Run) -> float | None:
+    """Of one node: as stated, else as a doctor's job measured; None: not known."""
+    stated = run.facility.node.file_write_gb_s
+    measured: float | None = (read(run) or {}).get("file_write_gb_s")
+    return stated or measured
+
+
 def origin(run: Run) -> str:
     """One line: measured on a date, with its figures, or as documented."""
     measured = read(run) or {}

@@ -17,7 +17,7 @@ from atoll.plan.processors import Measured
 from atoll.plan.seconds import Rates, rates_of, step_seconds
 from atoll.plan.shapes import Shape
 from atoll.plan.traffic import bytes_sent, total
-from atoll.plan.weights import FP32
+from atoll.plan.weights import BF16, FP32
 from atoll.settings import Run
 
 
@@ -57,6 +57,7 @@ class Prediction:
     why_no_time: str  # where the time of a step is unknown
     rates: Rates
     start_seconds: float | None = None  # of each job, as runs here took; None: not counted
+    saving_seconds: float | None = None  # for which training waits to write, in all
     runs: int = 0  # that taught the time of a step; 0: none did
 
     @property
@@ -81,10 +82,12 @@ def predict(
     shape: Shape,
     measured: Measured | None = None,
     calibration: Calibration | None = None,
+    file_write_gb_s: float | None = None,
 ) -> Prediction:
-    """What a run will take on the devices of its facility, without its saves and queues.
+    """What a run will take on the devices of its facility, without its evaluations and queues.
 
     measured, calibration: of the facility's certificate; without them, at its stated peaks.
+    file_write_gb_s: of one node; without it saves are not counted.
     """
     unknown, rates, family = why_unknown(run, shape), rates_of(run, measured), strategy_family(run)
     step = step_seconds(run, shape, rates)
@@ -95,7 +98,9 @@ def predict(
     no_rate = f"{run.facility.name} states no rate for: {missing}"
     hours = None if seconds is None or steps is None else seconds * steps / 3600
     jobs, start = _jobs(run, hours), (calibration or {}).get("start_seconds")
-    held = None if hours is None else hours + (jobs or 1) * (start or 0.0) / 3600
+    saving = None if unknown else saving_seconds(run, shape, seconds, file_write_gb_s)
+    beside = (jobs or 1) * (start or 0.0) + (saving or 0.0)
+    held = None if hours is None else hours + beside / 3600
     sent = total(bytes_sent(run, shape))
     tokens = run.training.global_batch_samples * run.data.sequence_tokens
     return Prediction(
@@ -111,6 +116,7 @@ def predict(
         why_no_time="" if seconds is not None else unknown or no_rate,
         rates=rates,
         start_seconds=start,
+        saving_seconds=saving,
         runs=0 if factor is None else factor.runs,
     )
 
@@ -137,6 +143,37 @@ def checkpoint_bytes(run: Run, shape: Shape) -> float:
     if run.optimizer.name == "muon":  # one moment of a matrix, where AdamW has two
         size -= FP32 * shape.layers * shape.block_matrices
     return size
+
+
+def saving_seconds(
+    run: Run, shape: Shape, step_seconds: float | None, file_write_gb_s: float | None
+) -> float | None:
+    """For which training waits to write: the last checkpoint, and the export behind it.
+
+    Of those before, what the steps up to the next do not hide. All nodes write at once.
+    """
+    if steps_taken(run) is None or step_seconds is None or file_write_gb_s is None:
+        return None
+    rate, every = file_write_gb_s * 1e9 * run.job_nodes, run.checkpoint.every_steps
+    save = checkpoint_bytes(run, shape) / rate
+    shown = 0.0
+    if every != "auto":  # whose saves are whole before the next begins
+        hidden = every * step_seconds if run.checkpoint.asynchronous else 0.0
+        shown = (checkpoints_of(run, every) - 1) * max(0.0, save - hidden)
+    return shown + save + exported_bytes(run, shape) / rate
+
+
+def exported_bytes(run: Run, shape: Shape) -> float:
+    """The model at the end, and the average of its weights; not a GGUF file beside them."""
+    each = FP32 if run.export.dtype == "float32" else BF16
+    is_whole = run.model.lora is None or run.export.merged
+    numbers = shape.parameters if is_whole else adapter_parameters(run, shape)
+    return float(each * numbers * (1 + bool(run.optimizer.ema_decay)))
+
+
+def checkpoints_of(run: Run, every_steps: int) -> int:
+    """The last one is written in any case."""
+    return max(1, -(-(steps_taken(run) or 0) // every_steps)) if every_steps else 1
 
 
 def _device_kwh(run: Run, hours: float | None) -> float | None:
@@ -180,9 +217,11 @@ def _time(prediction: Prediction, run: Run) -> str:
         return f"{text}time ? (training.epochs: the steps follow from the text)"
     start = prediction.start_seconds
     begins = "" if start is None else f", {length(start / 3600)} of each job to start"
+    saving = prediction.saving_seconds
+    ends = "" if saving is None else f", {length(saving / 3600)} to save"
     return (
         f"{text}{least} {length(hours)} and {node_hours:,.3g} node-hours"
-        f"{_chain(prediction, run)}{begins}"
+        f"{_chain(prediction, run)}{begins}{ends}"
     )
 
 
@@ -195,10 +234,10 @@ def _chain(prediction: Prediction, run: Run) -> str:
 
 def _saves(run: Run) -> str:
     """How many checkpoints are written, the last one among them, where that is known."""
-    steps, every = steps_taken(run), run.checkpoint.every_steps
-    if steps is None or not isinstance(every, int):
+    every = run.checkpoint.every_steps
+    if steps_taken(run) is None or every == "auto":
         return "checkpoints"
-    return _counted(max(1, -(-steps // every)) if every else 1, "checkpoint")
+    return _counted(checkpoints_of(run, every), "checkpoint")
 
 
 def _counted(count: int, word: str) -> str:
