@@ -70,6 +70,15 @@ def test_a_certificate_keeps_what_the_other_command_wrote(tmp_path: Path, rates:
     assert "rates by atoll plan --measure" in certificate.origin(run)
 
 
+def test_links_that_a_doctors_job_measured_between_devices_are_rates(tmp_path: Path) -> None:
+    run = small_run.settings(tmp_path, 2, folders__facilities=str(tmp_path / "facilities"))
+    figures = {"bandwidth_in_node_gb_s": 200.0, "bandwidth_between_nodes_gb_s": None}
+    run_dir.add_to_certificate(run, figures | {"device": "cpu", "measured_on": "2026-11-25"})
+    assert certificate.rates(run) is None  # processors share their cores with messages
+    run_dir.add_to_certificate(run, {"device": "NVIDIA H100 80GB HBM3"})
+    assert certificate.rates(run) == {"links": {"bandwidth_in_node_gb_s": 200.0}}
+
+
 def test_plan_reads_the_rates(here: Path, rates: dict, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["facility=laptop", "model=llama_tiny"]
     assert plan.main(words) == 0

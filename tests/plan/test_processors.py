@@ -7,7 +7,7 @@ import pytest
 import small_run
 
 from atoll.plan import processors
-from atoll.plan.seconds import rates_of, step_seconds
+from atoll.plan.seconds import STATED, rates_of, step_seconds
 from atoll.plan.shapes import shape_of
 from atoll.plan.traffic import bytes_sent
 from atoll.settings import Run
@@ -115,3 +115,19 @@ def test_devices_take_what_was_measured_before_what_is_stated() -> None:
     found = rates_of(run, RATES | {"device": "cuda"})
     assert (found.device_tflops, found.memory_gb_s) == (0.1, 5.0)
     assert (found.link_gbps, found.link_latency_us) == (8.0, 100.0)
+
+
+def test_links_of_devices_are_those_that_a_doctors_job_measured() -> None:
+    node = {"devices": 2, "device": "cuda", "peak_tflops": 989, "device_memory_gb_s": 3350}
+    network = {"gbps": 400, "latency_us": 14}
+    facility = {"name": "here", "scheduler": "slurm", "node": node | {"link_gbps": 3600}}
+    run = run_of(2, facility=facility | {"network": network}, precision__compute="bf16")
+    links = {"bandwidth_in_node_gb_s": 200.0, "bandwidth_between_nodes_gb_s": 20.0}
+    found = rates_of(run, {"links": links})
+    assert (found.link_gbps, found.network_gbps) == (1600, 320)  # two ranks of a node, 160 each
+    assert (found.device_tflops, found.network_latency_us) == (989, 14)
+    fast = rates_of(run, {"links": {"bandwidth_between_nodes_gb_s": 50.0}})
+    assert (fast.link_gbps, fast.network_gbps) == (3600, 400)  # no more than all its cards
+    both = rates_of(run, RATES | {"device": "cuda", "links": links})
+    assert (both.link_gbps, both.network_gbps) == (8.0, 320)
+    assert rates_of(run_of(2), {"links": links}).source == STATED

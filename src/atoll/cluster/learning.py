@@ -30,7 +30,7 @@ def learn(run: Run) -> None:
     results = _results(run)
     newest = max((result.stat().st_mtime for result in results), default=0.0)
     rates = certificate.rates(run)
-    basis = [newest, None if rates is None else rates["measured_on"]]
+    basis = [newest, None if rates is None else [rates.get("measured_on"), rates.get("links")]]
     since = known.get("since", 0.0)
     if not results or basis == known.get("basis"):
         return

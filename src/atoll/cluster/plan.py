@@ -27,7 +27,7 @@ from atoll.plan.choose import USABLE, Option, options
 from atoll.plan.memory import gibibytes
 from atoll.plan.own_processors import as_computed_here
 from atoll.plan.search import best_layout
-from atoll.plan.seconds import STATED, explained, rates_of
+from atoll.plan.seconds import BY_DOCTOR, STATED, explained, rates_of
 from atoll.plan.shapes import Shape
 from atoll.plan.simulate import STATE_BYTES
 from atoll.plan.traffic import total
@@ -54,6 +54,7 @@ COLUMNS = {
     "PEAK": "peak",
     "whole": "whole",
 }
+WHOSE = {STATED: "stated peaks", BY_DOCTOR: "stated peaks and measured links"}
 CHOSEN = "sharding="  # by the planner, whatever was typed
 SCALED = (
     CHOSEN,
@@ -189,7 +190,7 @@ def time_line(run: Run, best: Option) -> str:
         return f"time: unknown, {run.facility.name} states no rate for: {missing}"
     tokens = run.training.global_batch_samples * run.data.sequence_tokens
     rates = rates_of(run, certificate.rates(run))
-    whose = "stated peaks" if rates.source == STATED else "measured rates"
+    whose = WHOSE.get(rates.source, "measured rates")
     least, most = ("at least", "at most") if rates.on_processors is None else ("about", "about")
     return (
         f"time: {least} {step:,.3g} s a step, {most} {tokens / step:,.0f} tokens/s, "

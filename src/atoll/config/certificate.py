@@ -34,10 +34,17 @@ def read(run: Run) -> dict[str, Any] | None:
     return dict(measured)
 
 
+LINKS = ("bandwidth_in_node_gb_s", "bandwidth_between_nodes_gb_s")  # of devices, by a doctor's job
+
+
 def rates(run: Run) -> dict[str, Any] | None:
-    """What `atoll plan --measure` found here; None where nobody has measured."""
-    found: dict[str, Any] | None = (read(run) or {}).get("rates")
-    return found
+    """By `atoll plan --measure`, and `links` by a doctor's job; None: nothing was measured here."""
+    measured = read(run) or {}
+    found = dict(measured.get("rates") or {})
+    if measured.get("device", "cpu") != "cpu":
+        links = {name: measured[name] for name in LINKS if measured.get(name)}
+        found |= {"links": links} if links else {}
+    return found or None
 
 
 def calibration(run: Run) -> dict[str, Any] | None:

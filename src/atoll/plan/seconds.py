@@ -19,6 +19,7 @@ from atoll.plan.weights import compute_bytes
 from atoll.settings import Run
 
 STATED, MEASURED_HERE = "stated by the facility", "measured by atoll plan --measure"
+BY_DOCTOR = "stated by the facility, links measured by atoll doctor --job"
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,9 @@ def stated_rates(run: Run) -> Rates:
 
 def rates_of(run: Run, measured: Measured | None) -> Rates:
     """The facility's own figures, under what was measured there of the same kind of device."""
-    stated, device = stated_rates(run), run.facility.node.device
-    if measured is None or (measured["device"] == "cpu") != (device == "cpu"):
+    measured, device = measured or {}, run.facility.node.device
+    stated = _with_links(run, measured.get("links"), stated_rates(run))
+    if "together" not in measured or (measured["device"] == "cpu") != (device == "cpu"):
         return stated
     if device == "cpu":
         own = replace(stated, on_processors=measured, source=MEASURED_HERE)
@@ -105,6 +107,24 @@ def rates_of(run: Run, measured: Measured | None) -> Rates:
     if link is None:
         return found
     return replace(found, link_gbps=link["gb_s"] * 8, link_latency_us=link["latency_us"])
+
+
+def _with_links(run: Run, links: Mapping[str, float] | None, stated: Rates) -> Rates:
+    """Under the links between devices that a doctor's job measured.
+
+    Between nodes it measures one pair of ranks: a node has that for each of them at the most, and
+    not more than is stated for all its cards together.
+    """
+    if not links or run.facility.node.device == "cpu":
+        return stated
+    in_node, pair = (links.get(f"bandwidth_{where}_gb_s") for where in ("in_node", "between_nodes"))
+    found = replace(stated, source=BY_DOCTOR)
+    if in_node:
+        found = replace(found, link_gbps=in_node * 8)
+    if pair:
+        pairs = pair * 8 * run.ranks_per_node
+        found = replace(found, network_gbps=min(pairs, stated.network_gbps or pairs))
+    return found
 
 
 def step_seconds(
