@@ -15,13 +15,14 @@ import pytest
 from atoll.campaign import average as averaging
 from atoll.campaign import coordinator, site, transfer
 from atoll.campaign import round as round_
-from atoll.campaign.allow import refuse_settings
+from atoll.campaign.allow import refuse_outside, refuse_settings
 from atoll.campaign.asked import check_update
 from atoll.campaign.asking import collect_here
 from atoll.campaign.journal import Journal, round_name
 from atoll.campaign.round import go_on
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
 from atoll.commands import Finished
+from atoll.config.compose import compose
 from atoll.errors import UserError
 from atoll.settings.federation import Site
 
@@ -430,6 +431,7 @@ FORBIDDEN = [
     "data.text_field='${oc.env:HOME}'", "data.validation={files:[/etc/passwd]}", "loggers=[wandb]",
     "facility.ssh_options=['-oProxyCommand=id']", "override=[fit]", "~facility.binds",
     "facility.budget.command=[id]", "confirm.node_hours=null",
+    "evaluation.tasks_folder=tasks", "evaluation={tasks:[a],tasks_folder:tasks}",
 ]  # fmt: skip
 
 
@@ -443,6 +445,24 @@ def test_a_request_changes_nothing_that_runs_or_leaves_the_folder(
     assert f"a line '{name}'" in error.value.hint
     (tmp_path / "site.allow").write_text(f"# ours\ndefault\n{name}  # as agreed\n")
     refuse_settings(["training.steps=3", word], tmp_path)
+
+
+HUB = ["data=hub", "data.hub=null"]
+
+
+@pytest.mark.parametrize(
+    "words", [["data.hub=private"], ["data.sources=[{name: a, hub: private}]"]]
+)
+def test_a_folder_here_is_no_dataset_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = compose(["facility=laptop", "model=llama_tiny", *HUB, *words]).run
+    with pytest.raises(UserError, match="outside"):
+        refuse_outside(run, words, tmp_path / "folder")
+    refuse_outside(run, words, tmp_path)
 
 
 def test_a_facility_may_list_less_than_the_default(tmp_path: Path) -> None:

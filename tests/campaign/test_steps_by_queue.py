@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.campaign.asked import _refuse_large_claims, request
+from atoll.campaign.asked import _refuse_large_claims, request, training_words, without_bundle
 from atoll.campaign.steps_by_queue import Pace, choose_steps, pace_of, shared_steps
 from atoll.campaign.store import CampaignStore, checked_campaign
-from atoll.config.compose import campaign_values
+from atoll.config.compose import campaign_values, compose
 from atoll.errors import UserError
 
 PACES = st.builds(
@@ -97,6 +97,27 @@ def test_what_a_round_asks_is_chosen_once_and_bounds_what_is_claimed(store, monk
         claim.steps = most + 1
         with pytest.raises(UserError, match=f"says {most + 1} steps, at most {most}"):
             _refuse_large_claims(store, store.site(name), claim, store.steps(2, store.site(name)))
+
+
+def test_a_round_takes_its_share_of_the_schedule_whatever_its_steps(store):
+    asked = training_words(store.campaign, 3, store.site("north"), 120, 30)
+    [stride] = [word for word in asked if word.startswith("training.schedule_stride=")]
+    training = compose([*without_bundle(asked)[0], "model.source=here", "name=x"]).run.training
+    assert stride == "training.schedule_stride=0.25"
+    assert training.place_in_schedule(120, 120) == (90, 270)
+    assert training.place_in_schedule(1, 120) == (61, 270)
+    assert "stride" not in " ".join(training_words(store.campaign, 3, store.site("north"), 30, 30))
+
+
+def test_steps_that_take_no_time_end_no_campaign(store):
+    """A facility says that its job's time was all lost, but for nearly nothing."""
+    nothing = {"compute": 5e-324, "lost": 1e12}
+    for name in ("north", "east", "west"):
+        end_round(store, 1, name, 0.0, 1.0, 31.0, **(nothing if name == "north" else {}))
+    choose_steps(store, 2)
+    chosen = store.journal(2).last("steps")["steps"]
+    assert sum(chosen.values()) == 90
+    assert shared_steps({"a": Pace(5.0, 0.0), "b": Pace(1e12, 5e-324)}, 30, 4.0)
 
 
 def test_with_fixed_steps_nothing_is_noted(store):

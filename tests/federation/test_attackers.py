@@ -56,6 +56,29 @@ def test_of_two_the_long_one_is_known_by_the_rounds_before(tmp_path: Path, facto
     assert list(outcome.rejected) == ["f1"] and outcome.weights == {"f0": 1.0}
 
 
+def test_of_two_that_grow_behind_a_warm_up_none_becomes_too_long(tmp_path: Path) -> None:
+    base, honest = made_up.first(tmp_path), made_up.weights(5, 1e-4)
+    for number, factor in enumerate([1.0, 4.0, 9.0, 30.0, 50.0]):
+        given = [scaled(honest, factor), scaled(honest, 0.9 * factor)]
+        out = tmp_path / f"n{number}"
+        outcome = run(base, updates(tmp_path / str(number), base, given), out)
+        assert outcome.rejected == {}, factor
+        base = out
+
+
+def test_of_two_one_alone_does_not_change_what_is_usual(tmp_path: Path) -> None:
+    """It grows by itself, round by round, or shrinks: the other one is judged as before."""
+    base, honest = made_up.first(tmp_path), made_up.weights(5, 1e-3)
+    usual = []
+    for number, factor in enumerate([1.0, 9.0, 9.0, 1e-6, 9.0]):
+        out = tmp_path / f"n{number}"
+        given = [honest, scaled(honest, factor)]
+        assert run(base, updates(tmp_path / str(number), base, given), out).rejected == {}
+        usual.append(read_global(out)["norms_before"]["0"][-1])
+        base = out
+    assert usual == pytest.approx([usual[0]] * 5)
+
+
 def test_of_two_in_a_first_round_none_is_longer_than_the_model(tmp_path: Path) -> None:
     base, honest = made_up.first(tmp_path), made_up.weights(5, 1e-3)
     outcome = run(base, updates(tmp_path, base, [honest, scaled(honest, 1e6)]), tmp_path / "n")

@@ -3,14 +3,16 @@
 import csv
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from atoll.campaign.store import checked_campaign
+from atoll.campaign.store import checked_campaign, load_store
 from atoll.config.compose import campaign_values
 from atoll.errors import UserError
 from atoll.report import command as report
+from atoll.report.campaign import campaign_cells, rounds
 from atoll.report.tables import comma_separated, markdown, text
 
 NAMES = ["north", "east", "west"]
@@ -80,6 +82,12 @@ def test_a_campaign_is_told_from_its_files(campaign, capsys):
         ("east", "1.500", "1.500", "0.5"),
         ("all facilities", "3.000", "1.500", "0.667"),
     ]
+
+
+def test_a_loss_that_no_perplexity_has_ends_no_report(campaign):
+    store = load_store(campaign)
+    known = [replace(each, global_loss=1e6) for each in rounds(store)]
+    assert float(campaign_cells(store, known)["held-out loss"]) == 1e6
 
 
 def test_a_round_that_noted_nothing_before_a_kill_is_no_round(campaign, capsys):

@@ -26,6 +26,7 @@ DENIED = (
     "facility.scheduler", "facility.submit", "facility.budget", "confirm", "image", "folders",
     "launcher", "loggers", "override", "model.source", "model.lora.start", "tokenizer.path",
     "tokenizer.chat_template", "checkpoint.initial_load_path", "checkpoint.optimizer_load_path",
+    "evaluation.tasks_folder",
 )  # fmt: skip
 # flags of sbatch and qsub that choose a queue, and nothing else
 QUEUES = ("partition", "qos", "constraint", "reservation", "q", "l")
@@ -55,18 +56,28 @@ def refuse_outside(run: Run, overrides: Sequence[str], folder: Path) -> None:
     of_sources = [
         path
         for own in (data.each if data.sources else [])
-        for path in (*(own.files if own.source == "files" else ()), *own.validation.files)
+        for path in (
+            *(own.files if own.source == "files" else ()),
+            *own.validation.files,
+            *folder_here(own.hub),
+        )
     ]
     files = {
         "data.files": data.files if data.source == "files" else [],
         "data.validation.files": data.validation.files if data.source == "files" else [],
         "data.sources": of_sources,
+        "data.hub": folder_here(data.hub),
     }
     for name, paths in files.items():
         listed = any(fnmatchcase(name, pattern) for pattern in allowed)
         if name in named and not listed:
             for path in paths:
                 _refuse_path(name, Path(path), folder)
+
+
+def folder_here(name: str | None) -> list[str]:
+    """What is read in place of a dataset of the hub, where a folder has its name."""
+    return [name] if name is not None and Path(name).exists() else []
 
 
 def allowed_at(folder: Path) -> list[str]:

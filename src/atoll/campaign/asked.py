@@ -50,8 +50,12 @@ def training_words(
 ) -> list[str]:
     """The settings of a facility's run of a round, but for the folders there.
 
-    Its data goes on where its own steps ended; the schedule follows the campaign's.
+    Its data goes on where its own steps ended; the schedule follows the campaign's, a round's share
+    of it in a round, however many steps this facility takes.
     """
+    stride = (
+        [] if steps == campaign.steps else [f"training.schedule_stride={campaign.steps / steps}"]
+    )
     return [
         *campaign.train,
         *site.overrides,
@@ -63,6 +67,7 @@ def training_words(
         f"training.consumed_samples={steps_before * campaign.batch_samples}",
         f"training.consumed_steps={(number - 1) * campaign.steps}",
         f"training.schedule_steps={(campaign.schedule_rounds or campaign.rounds) * campaign.steps}",
+        *stride,
     ]
 
 

@@ -72,7 +72,10 @@ def _until(end_seconds: float, pace: Pace, least: int, most: int) -> int:
     """Steps that end by then, within the bounds."""
     if end_seconds >= pace.seconds(most):
         return most
-    return max(least, math.floor((end_seconds - pace.other_seconds) / pace.step_seconds))
+    if end_seconds <= pace.other_seconds:  # also of steps that are said to take no time
+        return least
+    fitting = math.floor((end_seconds - pace.other_seconds) / pace.step_seconds)
+    return max(least, min(most, fitting))
 
 
 def pace_of(store: CampaignStore, number: int, site: Site) -> Pace | None:

@@ -23,6 +23,7 @@ FIXED = (
     "training.global_batch_samples",
     "training.z_loss",
     "training.consumed_steps",
+    "training.schedule_stride",
     "checkpoint.initial_load_path",
     "checkpoint.optimizer_load_path",
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 from atoll.settings.federation import Rule
 
 KEPT_NORMS = 16  # of so many rounds the usual length is kept
+GROWTH = 2.0  # of the usual length in a round, on the word of one update alone
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,16 @@ class Bound:
         return min(upper, self.model_norm() or upper) if upper > 0.0 else 0.0
 
     def after(self, norms: Sequence[float]) -> list[float]:
-        """What the next round is to know: rounds in which nothing was learned say nothing."""
+        """What the next round is to know: rounds in which nothing was learned say nothing.
+
+        norms: of the updates that were taken. As updates grow, behind a warm-up, so does what is
+        usual; it never shrinks, so that nobody can make others too long.
+        """
         usual = self.usual(norms)
+        if self.before and len(norms) == 2:  # both grew: one alone can say so of itself only
+            usual = max(usual, min(norms))
+        if self.before and len(norms) == 1:
+            usual = max(usual, min(norms[0], GROWTH * usual))
         return [*self.before, *([usual] if usual > 0.0 else [])][-KEPT_NORMS:]
 
 

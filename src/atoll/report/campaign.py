@@ -129,7 +129,7 @@ def campaign_cells(store: CampaignStore, rounds: Sequence[Round]) -> dict[str, s
         "rounds": f"{len(ends)} of {store.campaign.rounds}",
         "held-out loss before": number(before[0] if before else None, 4),
         "held-out loss": number(losses[-1] if losses else None, 4),
-        "held-out perplexity": number(math.exp(losses[-1]) if losses else None, 2),
+        "held-out perplexity": number(math.exp(min(losses[-1], 700.0)) if losses else None, 2),
         "minutes": number((max(ends) - rounds[0].began) / 60 if ends else None, 2),
         "MiB sent": mebibytes(sum(part.sent_bytes + part.received_bytes for part in parts)),
         "goodput": "".join(f"{effective(columns):.1%}" for columns in of_all),

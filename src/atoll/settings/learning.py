@@ -227,12 +227,13 @@ class Training(Settings):
     consumed_samples: CountOrZero = 0  # of the endless order: taken by earlier rounds
     consumed_steps: CountOrZero = 0  # of the schedule: taken by earlier rounds
     schedule_steps: Count | None = None  # that the schedule spans; null: those and this run's
+    schedule_stride: Positive = 1.0  # steps of the schedule that one step of this run takes
     timeout_minutes: Positive  # that a collective may take
 
     def place_in_schedule(self, step: int, total_steps: int) -> tuple[int, int]:
         """Where a step of a run of so many stands in the schedule, and how long that is."""
         span = self.schedule_steps or self.consumed_steps + total_steps
-        return self.consumed_steps + step, span
+        return self.consumed_steps + max(1, round(step * self.schedule_stride)), span
 
     @model_validator(mode="after")
     def _one_length(self) -> "Training":
