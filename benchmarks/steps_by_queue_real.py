@@ -69,7 +69,8 @@ def campaign_of(given: dict[str, Any], way: str, arguments: argparse.Namespace) 
         "training.log_every_steps=100",
         "evaluation.max_samples=64",
     ]
-    values["rule"] = {"max_norm_ratio": 100, "quorum": 2}
+    # of two that are capped at a half both weigh the same, whatever they took
+    values["rule"] = {"max_norm_ratio": 100, "quorum": 2, "weigh": "tokens"}
     return values
 
 

@@ -87,11 +87,27 @@ def test_a_facility_that_takes_no_such_job_is_last_and_says_why(here, capsys):
         (["--facilities", "lumi,leonardo", "facility=karolina"], "names another"),
         (["--facilities", "lumi,leonardo", "training.steps=null", "training.epochs=1"], "epochs"),
         (["--facilities", "lumi,leonard"], "leonard"),
+        (["--facilities", "lumi,leonardo", "training.steps=0"], "leaves none to compare"),
     ],
 )
 def test_mistakes_are_two_lines(here, words, found):
     with pytest.raises(UserError, match=found):
         plan.main([*WORDS, *words])
+
+
+def test_a_facility_is_priced_with_what_plan_would_choose_there(here, capsys):
+    words = ["model=llama2_7b", "nodes=8", "training.global_batch_samples=512", *RATES]
+    found = compared(capsys, "leonardo,lumi", *words)
+    for row in found["facilities"]:
+        assert plan.main([*WORDS, *words, f"facility={row['facility']}", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["chosen"] == row["strategy"]
+
+
+def test_a_stated_strategy_that_does_not_fit_is_no_offer(here, capsys):
+    words = ["model=llama2_7b", "nodes=8", "sharding=ddp", *RATES]
+    for row in compared(capsys, "leonardo,lumi", *words)["facilities"]:
+        assert row["hours"] is row["memory_gib"] is None
+        assert "ddp takes" in row["why"] and "which has 64" in row["why"]
 
 
 def test_a_facility_without_jobs_has_no_history(here):

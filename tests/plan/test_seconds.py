@@ -1,5 +1,6 @@
 """Seconds of a step against closed forms, and what is chosen by them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,12 @@ import pytest
 import small_run
 import yaml
 
+from atoll.plan.adapters import adapter_parameters
 from atoll.plan.choose import choose, options
 from atoll.plan.seconds import Rates, explained, step_seconds
 from atoll.plan.shapes import shape_of
 from atoll.plan.traffic import bytes_sent
-from atoll.settings import Run
+from atoll.settings import Lora, Run
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 4096}
 SHARDINGS = Path(__file__).parents[2] / "hydra_conf" / "sharding"
@@ -59,6 +61,20 @@ def test_what_is_computed_again_is_counted(
     blocks = shape.multiplied_parameters - shape.head_parameters
     passes = over_weights * 2 * blocks + 3 * 2 * shape.head_parameters + over_attention * attention
     assert step.total == pytest.approx(64 * 4096 / 16 * passes / 312e12)
+
+
+def test_weights_that_stay_have_no_gradients() -> None:
+    run, shape = run_of(2, "full_shard"), shape_of(LLAMA)
+    lora = run.model.model_copy(update={"lora": Lora(rank=8, alpha=16)})
+    beside = run.model_copy(update={"model": lora})
+    step = step_seconds(beside, shape, IDEAL)
+    attention = 12 * shape.layers * shape.query_width * 4096
+    learning = 6 * adapter_parameters(beside, shape)
+    flops = 64 * 4096 / 16 * (4 * shape.multiplied_parameters + attention + learning)
+    assert step.total == pytest.approx(flops / 312e12)
+    slow = replace(IDEAL, memory_gb_s=1.0)
+    moved = step_seconds(beside, shape, slow).memory, step_seconds(run, shape, slow).memory
+    assert moved[0] < moved[1]  # moments and gradients are those of the adapters
 
 
 def test_each_group_takes_its_own_link() -> None:

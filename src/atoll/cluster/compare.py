@@ -14,9 +14,11 @@ from atoll.cluster.goodput import job_starts
 from atoll.config import certificate
 from atoll.config.compose import compose, config_tree, known_shape, shardings
 from atoll.errors import UserError
-from atoll.plan.choose import choose, options
+from atoll.plan.choose import fits
+from atoll.plan.memory import memory_of
 from atoll.plan.own_processors import as_computed_here
 from atoll.plan.prediction import length, predict, steps_taken
+from atoll.plan.search import best_layout
 from atoll.settings import Run
 from atoll.tables import table
 
@@ -91,6 +93,12 @@ def compare(overrides: Sequence[str], names: str, as_json: bool) -> int:
 def tokens_of(run: Run) -> int:
     """Of all its steps. Raises `UserError` where they follow from the text."""
     steps = steps_taken(run)
+    if steps is not None and steps <= 0:
+        raise UserError(
+            f"training.steps={run.training.steps}, {run.checkpoint.initial_step} of them taken, "
+            "leaves none to compare",
+            "give steps: training.steps=1000",
+        )
     if steps is None:
         raise UserError(
             "training.epochs says when training ends: its tokens follow from the text",
@@ -106,6 +114,7 @@ def estimate(run: Run, overrides: Sequence[str], tokens: int) -> Estimate:
         limits.check_supported(run)
         limits.check_nodes(run)
         run, strategy = _with_its_strategy(run, overrides)
+        _refuse_too_large(run)
     except UserError as error:
         nothing = (None, "", None, None, None, None, "")
         return Estimate(name, run.job_nodes, run.world_size, (), *nothing, why=error.found)
@@ -135,10 +144,21 @@ def _with_its_strategy(run: Run, overrides: Sequence[str]) -> tuple[Run, tuple[s
     """The one that takes least time there; a stated one stays."""
     if any(word.startswith("sharding") for word in overrides):
         return run, ()
-    tree = shardings(config_tree())
-    best = choose(list(options(run, known_shape(run), tree, certificate.rates(run))))
+    tree, rates = shardings(config_tree()), certificate.rates(run)
+    best = best_layout(run, known_shape(run), tree, rates, overrides)
     words = [*overrides, f"facility={run.facility.name}", *best.overrides]
     return compose(words).run, best.overrides
+
+
+def _refuse_too_large(run: Run) -> None:
+    """Of what was stated; what is chosen fits."""
+    memory = memory_of(run, known_shape(run))
+    if fits(run, memory) is False:
+        raise UserError(
+            f"{run.sharding.name} takes {memory.whole_gib:,.1f} GiB a device, which has "
+            f"{run.facility.node.device_memory_gib or 0:g}",
+            "leave the choice to sharding=auto",
+        )
 
 
 def queue_hours(run: Run) -> tuple[float | None, str]:

@@ -11,10 +11,22 @@ from atoll.settings import Run
 # Passes over the weights that training multiplies, and over attention: forward, two backward, and
 # forward again.
 PASSES = {"none": (3, 3), "selective": (4, 3), "full": (4, 4)}
+FROZEN = 1  # of the backward passes over weights: those that stay have no gradients
 # How many times the intermediate width a family's activation function keeps: ReLU its result,
 # GELU its input too; GPT-2's is written out, and its products keep what they multiply: the input,
 # half of it, the tanh, one more than that, and the result.
 ACTIVATION_COPIES = {"gpt2": 5, "opt": 1, "bert": 2}
+
+
+def passes_of(run: Run) -> tuple[int, int]:
+    """Over the weights that training multiplies, and over attention; fewer beside adapters."""
+    over_weights, over_attention = PASSES[run.training.activation_checkpointing]
+    return over_weights - FROZEN * (run.model.lora is not None), over_attention
+
+
+def passes_over_head(run: Run) -> int:
+    """It is never computed again."""
+    return PASSES["none"][0] - FROZEN * (run.model.lora is not None)
 
 
 def microbatches_in_flight(ranks: int, per_rank: int, microbatches: int, rank: int) -> float:

@@ -9,7 +9,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from atoll.plan.activations import PASSES, block_activations
+from atoll.plan.activations import (
+    PASSES,
+    block_activations,
+    passes_of,
+    passes_over_head,
+)
 from atoll.plan.messages import TENSORS, gathers
 from atoll.plan.shapes import Shape, family_of
 from atoll.plan.weights import BF16, FP32, compute_bytes, weights_of
@@ -37,7 +42,7 @@ NEUTRAL = {
 
 def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     """Matrix products of blocks and of the head, and attention, each at the rate of its size."""
-    over_weights, over_attention = PASSES[run.training.activation_checkpointing]
+    over_weights, over_attention = passes_of(run)
     tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
     at_once = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.context
     head = 0 if shape.labels else shape.head_parameters
@@ -48,7 +53,7 @@ def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     attention = 4 * shape.layers * shape.query_width * run.data.sequence_tokens
     times = (
         over_weights * tokens * 2 * blocks / _rate(run, measured, products, width),
-        3 * tokens * 2 * head / _rate(run, measured, products, chunk),
+        passes_over_head(run) * tokens * 2 * head / _rate(run, measured, products, chunk),
         over_attention
         * tokens
         * attention

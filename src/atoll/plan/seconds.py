@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from atoll.plan import processors
-from atoll.plan.activations import PASSES, block_activations
+from atoll.plan.activations import block_activations, passes_of, passes_over_head
+from atoll.plan.adapters import adapter_parameters
 from atoll.plan.memory import Memory, memory_of
 from atoll.plan.messages import messages_sent
 from atoll.plan.processors import Measured
 from atoll.plan.shapes import Shape
 from atoll.plan.traffic import bytes_sent, shards_averaged
-from atoll.plan.weights import compute_bytes
+from atoll.plan.weights import FP32, compute_bytes, weights_of
 from atoll.settings import Run
 
 STATED, MEASURED_HERE = "stated by the facility", "measured by atoll plan --measure"
@@ -170,7 +171,7 @@ def _hidden(run: Run, sent: Mapping[str, float | None], busy: float) -> float:
         return 0.0
     along, at_end = ["parameters"], ["copies"]
     (along if run.sharding.sync_every_microbatch else at_end).append("gradients")
-    passes, _ = PASSES[run.training.activation_checkpointing]
+    passes, _ = passes_of(run)
     last_backward = busy * (passes - 1) / passes / run.microbatches
     once = min(sum(sent.get(kind) or 0.0 for kind in at_end), last_backward)
     return min(busy, sum(sent.get(kind) or 0.0 for kind in along) + once)
@@ -233,20 +234,26 @@ def _over(size: float, rate: float | None, unit: float) -> float | None:
 def _flops(run: Run, shape: Shape) -> float:
     """Of the busiest device: two for each weight and token in a pass, and attention.
 
-    The last stage of a pipeline has the head as well, which is never computed again.
+    The last stage of a pipeline has the head as well, which is never computed again. Adapters
+    learn beside weights that have no gradients.
     """
     context, stages = run.data.sequence_tokens, run.axes.pipeline
     tokens = run.training.global_batch_samples * context * stages / run.world_size
-    products, attentions = PASSES[run.training.activation_checkpointing]
+    products, attentions = passes_of(run)
     head = 0 if shape.labels else shape.head_parameters
     block = (shape.multiplied_parameters - head) / shape.layers
     layer = products * 2.0 * block + attentions * 4 * shape.query_width * context
-    return tokens * (-(-shape.layers // stages) * layer + 3 * 2.0 * head)
+    of_head = passes_over_head(run) * 2.0 * head
+    beside = 0.0 if run.model.lora is None else 3 * 2.0 * adapter_parameters(run, shape) / stages
+    return tokens * (-(-shape.layers // stages) * layer + of_head + beside)
 
 
 def _moved_bytes(run: Run, shape: Shape, memory: Memory) -> float:
-    """Weights and moments read and written, gradients read, activations written and read."""
-    state = 2 * (memory.parameters + memory.optimizer) + memory.parameters
+    """What learns and its moments read and written, gradients read, activations both."""
+    learning = memory.parameters
+    if run.model.lora is not None:
+        learning = round(FP32 * weights_of(run, shape, run.axes.pipeline - 1).learning)
+    state = 2 * (learning + memory.optimizer) + learning
     layers = shape.layers / run.axes.pipeline
     return state + 2 * run.microbatches * layers * block_activations(run, shape)
 
