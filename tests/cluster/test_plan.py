@@ -8,6 +8,7 @@ import yaml
 
 from atoll import run_dir
 from atoll.cluster import plan
+from atoll.cluster.before_queue import prediction_of
 from atoll.config import compose as compose_room
 from atoll.errors import UserError
 from atoll.report import command as report
@@ -38,6 +39,35 @@ def test_what_a_strategy_without_a_formula_sends_is_unknown(capsys, tree, monkey
     assert plan.main(["facility=karolina", "model=llama2_7b", "sharding=made_up"]) == 0
     [row, _] = [r for r in capsys.readouterr().out.splitlines() if r.startswith("sharding=made_up")]
     assert row.split()[-2:] == ["unknown", "no"]
+
+
+def test_what_a_layout_of_ones_own_keeps_is_unknown(capsys, tree, monkeypatch):
+    (tree / "sharding" / "made_up.yaml").write_text("name: made_up\nlayouts: [stripes]\n")
+    for module in (compose_room, plan):
+        monkeypatch.setattr(module, "config_tree", lambda: tree)
+    words = ["facility=karolina", "model=llama2_7b"]
+    run = compose_room.compose([*words, "sharding=made_up"]).run
+    prediction = prediction_of(run)
+    assert prediction.memory_gib is prediction.step_seconds is None
+    assert "sharding=made_up keeps" in prediction.why_no_time
+
+
+def test_why_nothing_is_known_of_adapters_beside_other_layers(capsys, here):
+    words = ["facility=karolina", "model=llama2_7b", "+model.lora={targets: [other]}"]
+    assert plan.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [chosen, time] = [line for line in lines if line.startswith(("chosen: ", "time: "))]
+    assert "because model.lora.targets names other" in chosen and "device_memory" not in chosen
+    assert time.startswith("time: unknown, model.lora.targets names other")
+
+
+def test_a_program_reads_all_of_what_is_chosen(capsys, here):
+    line = ["model=llama2_7b", "facility=leonardo", "nodes=4", "precision=bf16"]
+    assert plan.main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chosen_option"]["overrides"] == found["chosen"]
+    assert found["chosen_option"]["step_seconds"]["total"] > 0
+    assert found["chosen_option"]["memory_bytes"]["peak"] > 0
 
 
 def test_a_model_of_unknown_shape(here, monkeypatch):

@@ -14,7 +14,7 @@ from atoll.plan.checkpoint_interval import useful_share
 from atoll.plan.search import best_layout
 from atoll.plan.seconds import Rates, StepSeconds, step_seconds
 from atoll.plan.shapes import shape_of
-from atoll.plan.simulate import NO_BATCH, Price, chosen_price, knee, simulated
+from atoll.plan.simulate import NO_BATCH, UNEVEN, Price, chosen_price, knee, simulated
 from atoll.settings import Run
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 4096}
@@ -91,6 +91,15 @@ def test_failures_take_what_daly_says() -> None:
 def test_a_rate_that_is_missing_is_named() -> None:
     with pytest.raises(UserError, match="states no rate for: parameters, gradients"):
         simulated(run_of(), [1, 2], True, priced(Rates(312.0, 1500.0, None, None)), None)
+
+
+def test_a_count_that_does_not_divide_the_batch_is_no_knee() -> None:
+    rows = simulated(run_of(), [1, 2, 3, 4], False, priced(IDEAL), None)
+    assert [row.busy_nodes for row in rows] == [1, 2, 2, 4]  # 64 samples on 24 ranks
+    assert (rows[2].bound, rows[2].efficiency) == (UNEVEN, pytest.approx(2 / 3, rel=1e-6))
+    assert knee(rows) is None
+    few = simulated(run_of(), [1, 12], False, priced(IDEAL), None)[1]
+    assert (few.busy_nodes, few.bound) == (8, NO_BATCH)
 
 
 def test_the_knee_is_put_down_to_what_grew_and_not_to_what_is_longest() -> None:

@@ -24,12 +24,12 @@ from atoll.config.compose import (
 )
 from atoll.plan.checkpoint_interval import daly_seconds, seconds_between_failures
 from atoll.plan.choose import USABLE, Option, options
-from atoll.plan.memory import gibibytes
+from atoll.plan.memory import gibibytes, why_unknown
 from atoll.plan.own_processors import as_computed_here
+from atoll.plan.prediction import checkpoint_bytes
 from atoll.plan.search import best_layout
-from atoll.plan.seconds import BY_DOCTOR, STATED, explained, rates_of
+from atoll.plan.seconds import BY_DOCTOR, MEASURED_HERE, STATED, explained, rates_of
 from atoll.plan.shapes import Shape
-from atoll.plan.simulate import STATE_BYTES
 from atoll.plan.traffic import total
 from atoll.settings import Run
 from atoll.tables import table
@@ -54,7 +54,11 @@ COLUMNS = {
     "PEAK": "peak",
     "whole": "whole",
 }
-WHOSE = {STATED: "stated peaks", BY_DOCTOR: "stated peaks and measured links"}
+WHOSE = {
+    STATED: "stated peaks",
+    BY_DOCTOR: "stated peaks and measured links",
+    MEASURED_HERE: "measured rates",
+}
 CHOSEN = "sharding="  # by the planner, whatever was typed
 SCALED = (
     CHOSEN,
@@ -107,8 +111,8 @@ def main(argv: list[str]) -> int:
         return 0
     if best.overrides not in [option.overrides for option in choices]:
         print(memory_table([best]))
-    print(verdict(run, best))
-    print(time_line(run, best))
+    print(verdict(run, shape, best))
+    print(time_line(run, shape, best))
     if arguments.explain:
         print("\n".join(explained(best.seconds)))
     print(checkpoints_line(run, shape))
@@ -121,18 +125,21 @@ def as_json(run: Run, choices: list[Option], best: Option, kept: list[str]) -> d
     return {
         "facility": run.facility.name,
         "model": run.model.name,
-        "options": [
-            {
-                "overrides": option.overrides,
-                "fits": option.fits,
-                "memory_bytes": {part: getattr(option.memory, part) for part in COLUMNS.values()},
-                "sent_bytes": option.sent,
-                "step_seconds": asdict(option.seconds) | {"total": option.seconds.total},
-            }
-            for option in choices
-        ],
+        "options": [in_figures(option) for option in choices],
         "chosen": best.overrides,
+        "chosen_option": in_figures(best),
         "submit": ["sbatch/train.sbatch", *kept, *best.overrides],
+    }
+
+
+def in_figures(option: Option) -> dict[str, Any]:
+    """A strategy's memory and messages in bytes, and the seconds of its step."""
+    return {
+        "overrides": option.overrides,
+        "fits": option.fits,
+        "memory_bytes": {part: getattr(option.memory, part) for part in COLUMNS.values()},
+        "sent_bytes": option.sent,
+        "step_seconds": asdict(option.seconds) | {"total": option.seconds.total},
     }
 
 
@@ -166,36 +173,37 @@ def memory_table(choices: list[Option]) -> str:
 
 
 def checkpoints_line(run: Run, shape: Shape) -> str:
-    """How often to save, where `doctor --job` has measured what writing takes."""
+    """How often to save, where it is known what writing takes."""
     rate = run.restart.failures_per_node_day
     between = seconds_between_failures(run.nodes, rate)
     about = f"checkpoints: a failure each {between / 3600:,.1f} h ({rate:g} a node and day); "
     by_itself = "checkpoint.every_steps=auto finds the interval"
-    write_gb_s = (certificate.read(run) or {}).get("file_write_gb_s")
-    if not write_gb_s:
+    write_gb_s = certificate.file_write_gb_s(run)
+    if write_gb_s is None or why_unknown(run, shape):
         return f"{about}{by_itself} once a save is measured"
-    seconds = STATE_BYTES * shape.parameters / (write_gb_s * 1e9 * run.nodes)
+    seconds = checkpoint_bytes(run, shape) / (write_gb_s * 1e9 * run.nodes)
     minutes = daly_seconds(seconds, between) / 60
     return (
-        f"{about}a save of {seconds:,.1f} s, written by one process a node as measured, "
+        f"{about}a save of {seconds:,.1f} s, written by one process a node, "
         f"is best each {minutes:,.1f} min; {by_itself} from the run's own saves"
     )
 
 
-def time_line(run: Run, best: Option) -> str:
+def time_line(run: Run, shape: Shape, best: Option) -> str:
     """The least that a step takes, and what bounds it; or what is not known."""
+    if why := why_unknown(run, shape):
+        return f"time: unknown, {why}"
     step = best.seconds.total
     if step is None:
         missing = ", ".join(best.seconds.unknown) or "the device"
         return f"time: unknown, {run.facility.name} states no rate for: {missing}"
     tokens = run.training.global_batch_samples * run.data.sequence_tokens
     rates = rates_of(run, certificate.rates(run))
-    whose = WHOSE.get(rates.source, "measured rates")
     least, most = ("at least", "at most") if rates.on_processors is None else ("about", "about")
     return (
         f"time: {least} {step:,.3g} s a step, {most} {tokens / step:,.0f} tokens/s, "
         f"{run.nodes * step / tokens * 1e9 / 3600:,.1f} node-hours a billion tokens; "
-        f"bound by {best.seconds.bound}, at the {whose}"
+        f"bound by {best.seconds.bound}, at the {WHOSE[rates.source]}"
     )
 
 
@@ -203,18 +211,16 @@ def sent_text(size: float | None) -> str:
     return "unknown" if size is None else gibibytes(size)
 
 
-def verdict(run: Run, best: Option) -> str:
+def verdict(run: Run, shape: Shape, best: Option) -> str:
     """What is chosen, and why."""
     if best.fits is None:
-        return (
-            f"chosen: {' '.join(best.overrides)}, because the memory of a device is not known; "
-            "set facility.node.device_memory_gib"
-        )
+        unset = "the memory of a device is not known; set facility.node.device_memory_gib"
+        return f"chosen: {' '.join(best.overrides)}, because {why_unknown(run, shape) or unset}"
     sent = " + ".join(f"{name} {sent_text(size)}" for name, size in best.sent.items()) or "nothing"
     if best.seconds.total is not None:
         return (
             f"chosen: {' '.join(best.overrides)}: of those that leave {1 - USABLE:.0%} of the "
-            f"memory free, it takes least time at the stated rates (sends {sent} GiB)"
+            f"memory free, it takes least time (sends {sent} GiB)"
         )
     return (
         f"chosen: {' '.join(best.overrides)}: of those that leave {1 - USABLE:.0%} of the memory "

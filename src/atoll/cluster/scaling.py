@@ -7,11 +7,12 @@ from dataclasses import asdict
 from atoll.config import certificate
 from atoll.config.compose import config_tree, known_shape, shardings
 from atoll.errors import UserError
+from atoll.plan.memory import why_unknown
+from atoll.plan.prediction import checkpoint_bytes
 from atoll.plan.shapes import Shape
 from atoll.plan.simulate import (
     KNEE,
     RESTART_SECONDS,
-    STATE_BYTES,
     Scaled,
     chosen_price,
     knee,
@@ -88,9 +89,11 @@ def counts_of(words: str) -> list[int]:
 
 
 def save_seconds(run: Run, shape: Shape) -> float | None:
-    """What one node alone would need to write a checkpoint; None: not stated, not measured."""
+    """What one node alone would need to write a checkpoint; None: not known."""
     rate = certificate.file_write_gb_s(run)
-    return STATE_BYTES * shape.parameters / (rate * 1e9) if rate else None
+    if rate is None or why_unknown(run, shape):
+        return None
+    return checkpoint_bytes(run, shape) / (rate * 1e9)
 
 
 def knee_line(rows: Sequence[Scaled]) -> str:

@@ -13,6 +13,7 @@ from atoll.plan.activations import (
 )
 from atoll.plan.adapters import staying, unknown_targets
 from atoll.plan.shapes import Shape
+from atoll.plan.traffic import is_known
 from atoll.plan.weights import BF16, FP32, Weights, compute_bytes, weights_of
 from atoll.plan.zero import RUNTIME_GIB as DEEPSPEED_RUNTIME_GIB
 from atoll.plan.zero import is_on_disk, zero_parts
@@ -88,6 +89,8 @@ def why_unknown(run: Run, shape: Shape) -> str:
         return "what DeepSpeed holds of its files on disk has no formula"
     if run.optimizer.name not in MOMENT_BYTES:
         return f"what optimizer={run.optimizer.name} keeps has no formula"
+    if run.sharding.layouts and not is_known(run.sharding):
+        return f"what sharding={run.sharding.name} keeps has no formula"
     if names := unknown_targets(run, shape):
         return f"model.lora.targets names {names[0]}, which is none of {shape.family}'s layers here"
     return ""

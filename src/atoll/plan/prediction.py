@@ -219,8 +219,10 @@ def _time(prediction: Prediction, run: Run) -> str:
     begins = "" if start is None else f", {length(start / 3600)} of each job to start"
     saving = prediction.saving_seconds
     ends = "" if saving is None else f", {length(saving / 3600)} to save"
+    # what a job takes to start is on top until runs have taught it
+    total = "at least" if start is None else least
     return (
-        f"{text}{least} {length(hours)} and {node_hours:,.3g} node-hours"
+        f"{text}{total} {length(hours)} and {node_hours:,.3g} node-hours"
         f"{_chain(prediction, run)}{begins}{ends}"
     )
 

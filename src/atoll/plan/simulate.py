@@ -1,5 +1,6 @@
 """How a job scales over nodes, in closed form: its step, what bounds it, and what failures take."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,9 @@ from atoll.plan.seconds import StepSeconds, rates_of, step_seconds
 from atoll.plan.shapes import Shape, check_architecture
 from atoll.settings import Run, checked, dumped
 
-STATE_BYTES = 12  # of a parameter, in a checkpoint: itself and AdamW's two moments, fp32
 RESTART_SECONDS = 300.0  # from a failure until steps are taken again: read, join, warm up
 KNEE = 0.8  # of the first count's efficiency
-NO_BATCH = "batch too small"
+NO_BATCH, UNEVEN = "batch too small", "batch does not divide"
 Price = Callable[[Run], tuple[StepSeconds, tuple[str, ...]]]  # a step, and the strategy taken
 
 
@@ -62,6 +62,8 @@ def simulated(
                 "state it: facility.node.link_gbps=…, facility.network.gbps=…",
             )
         first_step = first_step or step
+        is_short = batch < nodes * run.axes.data / run.nodes
+        waiting = "" if busy == nodes else NO_BATCH if is_short else UNEVEN
         share = batch / nodes / (run.training.global_batch_samples / counts[0])
         rate = batch * run.data.sequence_tokens / step.total
         interval, useful = _with_failures(run, nodes, save_seconds_one_node)
@@ -74,8 +76,8 @@ def simulated(
                 step_seconds=step.total,
                 tokens_per_second=rate,
                 efficiency=rate / nodes / first,
-                bound=step.bound if busy == nodes else NO_BATCH,
-                cause=_cause(step, first_step, share) if busy == nodes else NO_BATCH,
+                bound=waiting or step.bound,
+                cause=waiting or _cause(step, first_step, share),
                 strategy=strategy,
                 checkpoint_minutes=interval,
                 useful=useful,
@@ -86,8 +88,9 @@ def simulated(
 
 
 def knee(rows: Sequence[Scaled]) -> Scaled | None:
-    """The first count below 80 % of the first one's efficiency."""
-    return next((row for row in rows if row.efficiency < KNEE), None)
+    """The first count below 80 % of the first one's efficiency that no larger one is above."""
+    below = itertools.takewhile(lambda row: row.efficiency < KNEE, reversed(rows))
+    return min(below, key=lambda row: row.nodes, default=None)
 
 
 def _cause(step: StepSeconds, first_step: StepSeconds, share: float) -> str:
@@ -126,7 +129,7 @@ def _busiest(
 ) -> tuple[int, StepSeconds, tuple[str, ...]]:
     """The most nodes up to these that the batch is enough for; others wait."""
     first_refusal: UserError | None = None
-    for busy in _counts_below(nodes):
+    for busy in _counts_below(nodes, batch, run.axes.data / run.nodes):
         try:
             return busy, *price(_at(run, busy, batch))
         except UserError as error:
@@ -135,11 +138,15 @@ def _busiest(
     raise first_refusal
 
 
-def _counts_below(nodes: int) -> Iterator[int]:
-    """Halves, and what is odd one less: layouts want even counts."""
-    while nodes:
-        yield nodes
-        nodes = nodes // 2
+def _counts_below(nodes: int, batch: int, data_ranks_per_node: float) -> Iterator[int]:
+    """These nodes, the most whose ranks divide the batch, and halves: layouts want even counts."""
+
+    def divides(count: int) -> bool:
+        return batch % max(1, round(count * data_ranks_per_node)) == 0
+
+    halves = [nodes >> times for times in range(nodes.bit_length())]
+    even = next(filter(divides, range(nodes - 1, 0, -1)), nodes)
+    yield from sorted({*halves, even}, reverse=True)
 
 
 def _at(run: Run, nodes: int, batch: int) -> Run:
