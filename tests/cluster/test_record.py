@@ -10,6 +10,7 @@ import yaml
 
 from atoll import run_dir
 from atoll.cluster import before_queue, plan
+from atoll.cluster.goodput import goodput
 from atoll.cluster.record import outcomes, record_of
 from atoll.config.compose import compose
 from atoll.errors import UserError
@@ -47,9 +48,9 @@ def test_a_finished_run_has_its_prediction_beside_what_happened(tmp_path, capsys
     page = (folder / "report.html").read_text()
     assert page.count("Predicted and measured") >= 2  # a table and a figure
     assert plan.main(["--record", str(folder.parent)]) == 0
-    [memory, step] = capsys.readouterr().out.splitlines()[1:]
-    assert memory.split()[:3] == ["here", "single", "memory"] and " 1 " in memory
-    assert step.split()[:4] == ["here", "single", "a", "step"]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert {tuple(line[:2]) for line in lines} == {("here", "single")}
+    assert {line[2] for line in lines} == {"memory", "a", "all", "the", "energy"}
 
 
 def write_run(name: str, memory_gib: float, *words: str, ranks: int = 8) -> Path:
@@ -81,7 +82,7 @@ def test_the_record_is_by_facility_and_strategy(here, capsys):
     assert rows.keys() == {
         (strategy, what)
         for strategy in ("ddp", "full_shard")
-        for what in ("memory_gib", "step_seconds")
+        for what in ("memory_gib", "step_seconds", "hours")
     }
     memory = rows["full_shard", "memory_gib"]
     assert (memory["runs"], memory["facility"]) == (2, "lumi")
@@ -90,6 +91,21 @@ def test_the_record_is_by_facility_and_strategy(here, capsys):
     assert rows["ddp", "step_seconds"]["worst_error"] == pytest.approx(-0.5)
     assert plan.main(["--record", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == record_of(here / "runs")
+
+
+def test_the_record_holds_what_kept_accounting_says(here):
+    folder = write_run("x", 1.0, "nodes=2", ranks=16)
+    jobs = [{"submitted": 1, "started": 61, "ended": 3661, "nodes": 2}, {"submitted": None}]
+    run_dir.write_whole(run_dir.accounting_file(folder), json.dumps({"jobs": jobs}))
+    start = {"event": "start", "time": 70.0, "step": 0, "seconds": {"start": 5.0}}
+    ended = {"event": "end", "time": 3600.0, "step": 3, "seconds": {"compute": 3000.0}}
+    text = "".join(json.dumps(line) + "\n" for line in (start, ended))
+    run_dir.write_whole(run_dir.ledger_file(folder), text)
+    assert sum(goodput(folder).values()) == pytest.approx(2 * 3660)
+    rows = {row["what"]: row for row in record_of(here / "runs")}
+    assert {"memory_gib", "step_seconds", "hours", "node_hours"} <= rows.keys()
+    predicted = run_dir.predicted(folder)["node_hours"]
+    assert rows["node_hours"]["worst_error"] == pytest.approx(predicted / 2.0 - 1)
 
 
 def test_a_run_on_other_ranks_than_submitted_is_not_compared(here):

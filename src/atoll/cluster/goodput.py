@@ -4,9 +4,10 @@ Node-seconds, since a job holds all its nodes whatever one of them does. The col
 add up to what the jobs held.
 """
 
+import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -102,7 +103,13 @@ def ranks_starts(lines: Iterable[Line]) -> list[RanksStart]:
 
 
 def job_starts(run_folder: Path) -> list[JobStart]:
-    """What Slurm's accounting has of a run's jobs, a requeued one once for each start."""
+    """What Slurm's accounting has of a run's jobs, a requeued one once for each start.
+
+    Of a finished run as it was kept: a scheduler forgets its jobs after some months.
+    """
+    file = run_dir.accounting_file(run_folder)
+    if file.is_file():
+        return sorted(_kept(json.loads(file.read_text())["jobs"]), key=lambda job: job.started)
     ids = [job for scheduler, job in queued_jobs(run_folder) if scheduler == "slurm"]
     command = [*sacct(ids, "Submit,Start,End,NNodes"), "--duplicates"]
     in_seconds = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
@@ -114,6 +121,15 @@ def job_starts(run_folder: Path) -> list[JobStart]:
         if submit.isdecimal() and start.isdecimal()
     ]
     return sorted(starts, key=lambda start: start.started)
+
+
+def _kept(jobs: Iterable[Mapping[str, Any]]) -> Iterator[JobStart]:
+    for job in jobs:
+        submitted, started, ended, nodes = (
+            job.get(name) for name in ("submitted", "started", "ended", "nodes")
+        )
+        if submitted and started and ended and nodes:
+            yield JobStart(float(submitted), float(started), float(ended), int(nodes))
 
 
 def by_itself(lines: Sequence[Line], nodes: int) -> list[JobStart]:

@@ -14,7 +14,10 @@ from atoll.settings import Run, load_run
 from atoll.tables import table
 
 MEASURED = {**QUANTITIES, "queue_seconds": Quantity("in the queue", "s")}
-RECORDED = ("memory_gib", "step_seconds")
+RECORDED = (
+    *("memory_gib", "checkpoint_gib", "sent_mib", "step_seconds", "hours"),
+    *("node_hours", "device_kwh", "queue_seconds"),
+)
 WARM_UP = 1  # lines
 
 
@@ -114,7 +117,8 @@ def record_of(folder: Path) -> list[dict[str, Any]]:
     errors: dict[tuple[str, str, str], list[float]] = {}
     for file in sorted(folder.glob("*/prediction.json")):
         try:
-            run, every = load_run(run_dir.settings_file(file.parent)), _steps_alone(file.parent)
+            run = load_run(run_dir.settings_file(file.parent))
+            every = _asking_nobody(file.parent, run)
         except (UserError, OSError, ValueError, KeyError):  # of another Atoll, or half a folder
             continue
         for one in every:
@@ -139,9 +143,10 @@ def record_of(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _steps_alone(folder: Path) -> list[Outcome]:
-    """Without the node-seconds, for which the scheduler would be asked of each run."""
-    return outcomes(folder, {})
+def _asking_nobody(folder: Path, run: Run) -> list[Outcome]:
+    """Node-seconds as far as they are kept, for the scheduler is not asked of each run."""
+    is_kept = run.facility.scheduler == "none" or run_dir.accounting_file(folder).is_file()
+    return outcomes(folder, goodput(folder) if is_kept else {})
 
 
 def record_text(rows: Sequence[Mapping[str, Any]]) -> str:
