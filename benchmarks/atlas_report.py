@@ -64,8 +64,8 @@ class Point:
 
 
 def write(rows: Sequence[Row]) -> None:
-    """The page and its figures, of the longest campaigns that can be compared."""
-    steps, points = longest(rows)
+    """The page and its figures, of campaigns of the length of which most can be compared."""
+    steps, points = most_compared(rows)
     if not points:
         print("nothing to compare yet: make bench-atlas")
         return
@@ -79,11 +79,12 @@ def write(rows: Sequence[Row]) -> None:
     print(text)
 
 
-def longest(rows: Sequence[Row]) -> tuple[int, list[Point]]:
-    for steps in sorted({row["cell"]["steps"] for row in rows}, reverse=True):
-        if points := points_of([row for row in rows if row["cell"]["steps"] == steps]):
-            return steps, points
-    return 0, []
+def most_compared(rows: Sequence[Row]) -> tuple[int, list[Point]]:
+    """The length of campaigns of which most can be compared; of two the longer."""
+    lengths = {row["cell"]["steps"] for row in rows}
+    points = {n: points_of([row for row in rows if row["cell"]["steps"] == n]) for n in lengths}
+    steps = max(points, key=lambda n: (len(points[n]), n), default=0)
+    return steps, points.get(steps, [])
 
 
 def points_of(rows: Sequence[Row]) -> list[Point]:

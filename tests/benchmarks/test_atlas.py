@@ -146,7 +146,9 @@ def test_the_page_compares_with_the_same_seed_and_says_what_is_missed(atlas: Mod
             rows.append({"cell": each, "test": nats, **facts})
     late = {"fragments": 2, "overlap_rounds": 1, "merge_alpha": 0.5, "inner_steps": 1}
     rows += [row | {"cell": row["cell"] | late} for row in rows if "repl" in row["cell"]["update"]]
-    steps, (point, divided) = atlas_report.longest(rows)
+    steps, (point, divided) = atlas_report.most_compared(rows)
+    begun = [row | {"cell": row["cell"] | {"steps": 60}} for row in rows[:2]]  # a longer one alone
+    assert atlas_report.most_compared([*rows, *begun])[0] == 6
     assert steps == 6 and point.gaps == pytest.approx([0.02, 0.02]) and point.fewer_bytes == 20
     [line] = atlas_report.goals([point])
     assert line["bytes"] == "1/20 or fewer" and line[""] == "missed by 1.7 points"
