@@ -50,6 +50,14 @@ def test_a_chain_has_as_many_jobs_as_its_walltime_needs(composed):
     assert f"{prediction.jobs} jobs of up to 1 h" in in_a_line(prediction, run)
 
 
+def test_what_each_job_takes_to_start_is_no_time_for_steps(composed):
+    words = ("facility.walltime_minutes=60", "training.steps=100000")
+    prediction, run = predicted(composed, *words)
+    half = {"start_seconds": (3600 - run.restart.notice_seconds) / 2}
+    taught = predict(run, known_shape(run), calibration=half)
+    assert taught.jobs in (2 * prediction.jobs - 1, 2 * prediction.jobs)
+
+
 def test_a_checkpoint_holds_what_learns(composed):
     whole, run = predicted(composed)
     assert whole.checkpoint_gib * 2**30 == 12 * known_shape(run).parameters

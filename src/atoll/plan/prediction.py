@@ -97,8 +97,9 @@ def predict(
     missing = ", ".join(step.unknown) or "the device"
     no_rate = f"{run.facility.name} states no rate for: {missing}"
     hours = None if seconds is None or steps is None else seconds * steps / 3600
-    jobs, start = _jobs(run, hours), (calibration or {}).get("start_seconds")
+    start = (calibration or {}).get("start_seconds")
     saving = None if unknown else saving_seconds(run, shape, seconds, file_write_gb_s)
+    jobs = _jobs(run, hours, start or 0.0, saving or 0.0)
     beside = (jobs or 1) * (start or 0.0) + (saving or 0.0)
     held = None if hours is None else hours + beside / 3600
     sent = total(bytes_sent(run, shape))
@@ -182,13 +183,15 @@ def _device_kwh(run: Run, hours: float | None) -> float | None:
     return None if watts is None or hours is None else watts * run.world_size * hours / 1000
 
 
-def _jobs(run: Run, hours: float | None) -> int | None:
-    """How many jobs the steps need; each stops in time to save."""
+def _jobs(
+    run: Run, hours: float | None, start_seconds: float, saving_seconds: float
+) -> int | None:
+    """How many jobs the steps and saves need; each starts anew, and stops in time to save."""
     minutes = run.facility.walltime_minutes
     if hours is None or minutes is None:
         return None
-    usable = minutes * 60 - run.restart.notice_seconds
-    return max(1, math.ceil(hours * 3600 / usable)) if usable > 0 else None
+    usable = minutes * 60 - run.restart.notice_seconds - start_seconds
+    return max(1, math.ceil((hours * 3600 + saving_seconds) / usable)) if usable > 0 else None
 
 
 def in_a_line(prediction: Prediction, run: Run) -> str:
