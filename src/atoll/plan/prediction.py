@@ -183,9 +183,7 @@ def _device_kwh(run: Run, hours: float | None) -> float | None:
     return None if watts is None or hours is None else watts * run.world_size * hours / 1000
 
 
-def _jobs(
-    run: Run, hours: float | None, start_seconds: float, saving_seconds: float
-) -> int | None:
+def _jobs(run: Run, hours: float | None, start_seconds: float, saving_seconds: float) -> int | None:
     """How many jobs the steps and saves need; each starts anew, and stops in time to save."""
     minutes = run.facility.walltime_minutes
     if hours is None or minutes is None:
