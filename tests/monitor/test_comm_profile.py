@@ -29,6 +29,7 @@ CONFIG = {
     "pad_token_id": 1,
 }
 RANKS = 4
+AXES = ("tensor", "context", "pipeline")
 
 
 def prepared(folder: Path, strategy: str, **more: Any) -> Run:
@@ -39,11 +40,10 @@ def prepared(folder: Path, strategy: str, **more: Any) -> Run:
         2,
         nodes=2,
         facility__scheduler="slurm",
-        sharding=small_run.sharding(strategy),
+        **{"sharding": small_run.sharding(strategy)} | more,
         model__config=CONFIG,
         training__steps=3,
         training__microbatch_samples=1,
-        **more,
     )
     small_run.ready(run)
     return run
@@ -55,14 +55,31 @@ def communication(ranks: RankPool, run: Run) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.parametrize(
-    "strategy", ["ddp", "all_reduce", "gather_scatter", "full_shard", "hybrid_shard"]
-)
-def test_as_many_bytes_as_expected(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
-    record = communication(ranks, prepared(tmp_path, strategy))
+FULL, LORA = small_run.sharding("full_shard"), {"model__lora": {"rank": 32, "alpha": 32}}
+SENT: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        name: (name, {})
+        for name in ("ddp", "all_reduce", "gather_scatter", "full_shard", "hybrid_shard")
+    },
+    **{name: (name, {}) for name in ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")},
+    **{axis: ("full_shard", {"sharding": FULL | {axis: 2}}) for axis in AXES},
+    "ddp, adapters": ("ddp", LORA),
+    "full_shard, adapters": ("full_shard", LORA),
+    "full_shard, muon": ("full_shard", {"optimizer__name": "muon"}),
+}
+# DeepSpeed's third stage gathers a little more of a model as small as this
+NEAR = {"deepspeed_zero3": 0.08}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", SENT)
+def test_as_many_bytes_as_expected(ranks: RankPool, tmp_path: Path, case: str) -> None:
+    strategy, more = SENT[case]
+    record = communication(ranks, prepared(tmp_path, strategy, **more))
     expected = sum(record["expected_bytes"].values())
     # one machine plays both nodes of two ranks, so its interfaces carry what both send
-    assert record["wire_bytes"] * 2 / RANKS == pytest.approx(expected, rel=0.05)
+    sent = record["wire_bytes"] * 2 / RANKS
+    assert sent == pytest.approx(expected, rel=NEAR.get(case, 0.05))
     assert record["seconds"] > 0
 
 

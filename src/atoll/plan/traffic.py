@@ -64,12 +64,17 @@ def _copies(run: Run, shape: Shape) -> dict[str, float]:
 
 
 def _zero(run: Run, shape: Shape) -> dict[str, float]:
-    """DeepSpeed's stages: all of it in the arithmetic's numbers, in every pass from stage 2 on."""
+    """DeepSpeed's stages: all of it in the arithmetic's numbers, in every pass from stage 2 on.
+
+    Stages 1 and 2 average whole buckets and keep their part, unless they are told otherwise.
+    """
     stage, passes = stage_of(run.sharding.deepspeed), run.microbatches
+    stated = (run.sharding.deepspeed or {}).get("zero_optimization", {})
+    whole = stage < 3 and stated.get("use_multi_rank_bucket_allreduce", True)
     once = ring(run.world_size) * compute_bytes(run) * shape.parameters
     gathers = 2 * passes if stage == 3 else 1
     scatters = passes if stage >= 2 else 1
-    return {"parameters": gathers * once, "gradients": scatters * once}
+    return {"parameters": gathers * once, "gradients": (1 + whole) * scatters * once}
 
 
 def _sharded(run: Run, shape: Shape) -> dict[str, float]:
