@@ -145,3 +145,11 @@ def test_killed_anywhere_it_goes_on_to_the_same_models(
         output = capsys.readouterr().out
         for number in range(1, 5):
             assert f"round {number}: aggregated again, bit for bit (2)" in output
+    # an update that was deleted, and is fetched again from its facility
+    kept = tmp_path / name / "c" / round_name(2) / "north" / "update"
+    shutil.rmtree(kept)
+    again = ["verify", str(model / "export"), "--round", "2"]
+    assert main(again) == 0 and "not at hand  round 2: what its aggr" in capsys.readouterr().out
+    shutil.copytree(tmp_path / name / "north" / "rounds" / round_name(2) / "update", kept)
+    assert main(again) == 0
+    assert "round 2: aggregated again, bit for bit (2)" in capsys.readouterr().out
