@@ -450,6 +450,17 @@ def test_a_request_changes_nothing_that_runs_or_leaves_the_folder(
 HUB = ["data=hub", "data.hub=null"]
 
 
+def test_a_file_named_within_a_group_lies_in_the_folder_too(tmp_path: Path) -> None:
+    words = [
+        "data=text_files",
+        "data.files=[a.txt]",
+        "data.validation={files:[private.txt],fraction:null}",
+    ]
+    run = compose(["facility=laptop", "model=llama_tiny", *words]).run
+    with pytest.raises(UserError, match="private"):
+        refuse_outside(run, words[2:], tmp_path / "folder")
+
+
 @pytest.mark.parametrize(
     "words", [["data.hub=private"], ["data.sources=[{name: a, hub: private}]"]]
 )

@@ -107,7 +107,7 @@ def test_a_stated_strategy_that_does_not_fit_is_no_offer(here, capsys):
     words = ["model=llama2_7b", "nodes=8", "sharding=ddp", *RATES]
     for row in compared(capsys, "leonardo,lumi", *words)["facilities"]:
         assert row["hours"] is row["memory_gib"] is None
-        assert "ddp takes" in row["why"] and "which has 64" in row["why"]
+        assert "needs" in row["why"] and "of the 64 GiB of a device" in row["why"]
 
 
 def test_a_facility_without_jobs_has_no_history(here):

@@ -70,7 +70,7 @@ def refuse_outside(run: Run, overrides: Sequence[str], folder: Path) -> None:
     }
     for name, paths in files.items():
         listed = any(fnmatchcase(name, pattern) for pattern in allowed)
-        if name in named and not listed:
+        if any(name == one or name.startswith(f"{one}.") for one in named) and not listed:
             for path in paths:
                 _refuse_path(name, Path(path), folder)
 

@@ -10,12 +10,11 @@ from pathlib import Path
 
 from atoll import run_dir
 from atoll.cluster import before_queue, limits, slurm
+from atoll.cluster.fit import check_fit
 from atoll.cluster.goodput import job_starts
 from atoll.config import certificate
 from atoll.config.compose import compose, config_tree, known_shape, shardings
 from atoll.errors import UserError
-from atoll.plan.choose import fits
-from atoll.plan.memory import memory_of
 from atoll.plan.own_processors import as_computed_here
 from atoll.plan.prediction import length, predict, steps_taken
 from atoll.plan.search import best_layout
@@ -114,7 +113,7 @@ def estimate(run: Run, overrides: Sequence[str], tokens: int) -> Estimate:
         limits.check_supported(run)
         limits.check_nodes(run)
         run, strategy = _with_its_strategy(run, overrides)
-        _refuse_too_large(run)
+        check_fit(run)
     except UserError as error:
         nothing = (None, "", None, None, None, None, "")
         return Estimate(name, run.job_nodes, run.world_size, (), *nothing, why=error.found)
@@ -148,17 +147,6 @@ def _with_its_strategy(run: Run, overrides: Sequence[str]) -> tuple[Run, tuple[s
     best = best_layout(run, known_shape(run), tree, rates, overrides)
     words = [*overrides, f"facility={run.facility.name}", *best.overrides]
     return compose(words).run, best.overrides
-
-
-def _refuse_too_large(run: Run) -> None:
-    """Of what was stated; what is chosen fits."""
-    memory = memory_of(run, known_shape(run))
-    if fits(run, memory) is False:
-        raise UserError(
-            f"{run.sharding.name} takes {memory.whole_gib:,.1f} GiB a device, which has "
-            f"{run.facility.node.device_memory_gib or 0:g}",
-            "leave the choice to sharding=auto",
-        )
 
 
 def queue_hours(run: Run) -> tuple[float | None, str]:
