@@ -16,6 +16,14 @@ from atoll.plan.memory import memory_of
 
 ACCOUNT = "facility.account=x"
 KAROLINA = ("facility=karolina", ACCOUNT, "model=llama2_7b", "data.sequence_tokens=2048")
+EVALUATED = ("training.steps=0", "precision=fp32", "training.global_batch_samples=64")
+SEVENTY = (
+    *("model=llama2_7b", "model.config.hidden_size=8192", "model.config.num_hidden_layers=80"),
+    *("model.config.num_attention_heads=64", "model.config.num_key_value_heads=8"),
+    *("model.config.intermediate_size=28672", "training.microbatch_samples=1"),
+    *("training.activation_checkpointing=full", "data.sequence_tokens=2048"),
+    "training.global_batch_samples=256",
+)
 TOO_LARGE = {
     "copies": ["sharding=ddp"],
     "as many samples as there are": [
@@ -30,6 +38,7 @@ TOO_LARGE = {
         "facility=leonardo",
     ],
     "one device": ["ranks_per_node=1", "sharding=single", "precision=bf16"],
+    "an evaluation": [*EVALUATED, "sharding=ddp"],
     "nodes alone": ["model.config.num_hidden_layers=120", "training.microbatch_samples=1"],
 }
 
@@ -107,11 +116,22 @@ def test_a_run_that_fits_is_silent(composed):
     for line in (
         ("facility=karolina", ACCOUNT, "experiment=llama2_7b_cs"),
         ("facility=laptop",),
-        (*KAROLINA, "sharding=ddp", "training.steps=0"),
+        # whose training would not
+        (*KAROLINA, "ranks_per_node=1", "sharding=single", *EVALUATED),
     ):
         run = composed(*line).run
         check(run, False, os.environ)
         assert unknown_fit(run) == ""
+
+
+def test_the_whole_model_on_each_rank_to_score_tasks_is_counted(composed):
+    """A shard of 70B fits, 132 GiB in bf16 beside it do not."""
+    leonardo = ("facility=leonardo", ACCOUNT, "sharding=full_shard", "nodes=64", *SEVENTY)
+    check_fit(composed(*leonardo).run)
+    with pytest.raises(UserError) as caught:
+        check_fit(composed(*leonardo, "evaluation.tasks=[hellaswag]").run)
+    assert re.match(r"llama2_7b needs 1\d\d\.\d of the 64 GiB of a device", caught.value.found)
+    assert "evaluation.tasks=[]" in caught.value.hint
 
 
 def test_it_takes_no_time(composed):

@@ -86,6 +86,41 @@ def test_a_checkpoint_is_copied_beside_the_next_step() -> None:
     assert ends.peak < ends.needed < between.needed
 
 
+@pytest.mark.parametrize("sharding", ["single", "full_shard"])
+def test_a_run_without_steps_needs_its_weights_and_a_pass(sharding: str) -> None:
+    shape, ranks = shape_of(LLAMA), 1 if sharding == "single" else 4
+    given = {"sharding": small_run.sharding(sharding), "data__sequence_tokens": 512}
+    trained, evaluated = (
+        memory_of(small_run.settings(Path("/x"), ranks, **given, training__steps=steps), shape)
+        for steps in (4, 0)
+    )
+    assert trained.peak > 3 * evaluated.peak
+    assert evaluated.gradients == evaluated.optimizer == evaluated.checkpoint == 0
+    more = evaluated.peak - evaluated.runtime - evaluated.parameters - evaluated.gathered
+    assert more == evaluated.activations < trained.activations / 8
+    assert evaluated.needed == max(evaluated.peak, evaluated.runtime + evaluated.loading)
+
+
+def test_each_rank_has_the_whole_model_while_tasks_are_scored() -> None:
+    shape, sharding = shape_of(LLAMA), small_run.sharding("full_shard")
+    for steps in (0, 4):
+        given = {"training__steps": steps, "data__sequence_tokens": 512}
+        alone, scored = (
+            memory_of(
+                small_run.settings(
+                    Path("/x"), 4, sharding=sharding, evaluation__tasks=tasks, **given
+                ),
+                shape,
+            )
+            for tasks in ([], ["hellaswag"])
+        )
+        assert alone.scoring == 0
+        state = alone.parameters + alone.optimizer
+        logits = 2 * 512 * 32000
+        assert scored.scoring == pytest.approx(state + 2 * (shape.parameters + logits), rel=0.02)
+        assert scored.needed >= scored.runtime + scored.scoring
+
+
 def test_a_processor_s_heap_keeps_small_blocks() -> None:
     """Blocks of over 32 MiB go back when they are freed: here 11008 numbers a token, in fp32."""
     shape, sizes = shape_of(LLAMA), []

@@ -33,7 +33,7 @@ def unknown_fit(run: Run) -> str:
 
 
 def _is_asked(run: Run) -> bool:
-    return "fit" not in run.override and run.training.steps != 0
+    return "fit" not in run.override
 
 
 def shape_known_here(run: Run) -> Shape | None:
@@ -58,17 +58,31 @@ def _unknown(run: Run, shape: Shape | None) -> str:
 
 
 def _too_large(run: Run, shape: Shape, needed_gib: float) -> UserError:
-    node = run.facility.node
-    stated = node.device_memory_gib
-    if node.device == "cpu":
-        stated = (node.memory_gib or 0.0) / run.ranks_per_node
     knows = "override=fit submits it as it is"
+    if fits(run, without := memory_of(as_computed_here(_without_tasks(run)), shape)):
+        return UserError(
+            _found(run, needed_gib),
+            f"evaluation.tasks=[] fits, with {without.whole_gib:.1f} GiB: to score tasks each rank "
+            f"has the whole model beside its own part; {knows}",
+        )
     near = nearest(run, shape, shardings(config_tree()))
     hint = f"no smaller microbatch, other sharding or more nodes would fit; {knows}"
     if near is not None:
         hint = f"this fits, with {near.needed_gib:.1f} GiB: {' '.join(near.words)}; {knows}"
-    return UserError(
+    return UserError(_found(run, needed_gib), hint)
+
+
+def _without_tasks(run: Run) -> Run:
+    evaluation = run.evaluation.model_copy(update={"tasks": []})
+    return run.model_copy(update={"evaluation": evaluation})
+
+
+def _found(run: Run, needed_gib: float) -> str:
+    node = run.facility.node
+    stated = node.device_memory_gib
+    if node.device == "cpu":
+        stated = (node.memory_gib or 0.0) / run.ranks_per_node
+    return (
         f"{run.model.name} needs {needed_gib:.1f} of the {stated:g} GiB of a device, of which "
-        f"{USABLE:.0%} can be filled",
-        hint,
+        f"{USABLE:.0%} can be filled"
     )

@@ -3,7 +3,7 @@
 Weights, gradients and moments are fp32 (4 bytes).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atoll.plan.activations import (
     block_activations,
@@ -12,6 +12,8 @@ from atoll.plan.activations import (
     microbatches_in_flight,
 )
 from atoll.plan.adapters import staying, unknown_targets
+from atoll.plan.evaluation import forward_bytes, scoring_bytes
+from atoll.plan.heap import gathered_in_heap, heap_of
 from atoll.plan.shapes import Shape
 from atoll.plan.traffic import is_known
 from atoll.plan.weights import BF16, FP32, Weights, compute_bytes, weights_of
@@ -30,14 +32,6 @@ BF16_RUNTIME_GIB = 0.035  # oneDNN's products in bf16, which are compiled where 
 ADAPTER_RUNTIME_GIB, BITSANDBYTES_RUNTIME_GIB = 0.054, 0.045
 STEP_COPIES_8BIT = 5
 DDP_BROADCAST_BYTES = 250 * 2**20  # what torch's DDP makes one tensor of, as it begins
-# On processors glibc's heap keeps what is freed between blocks in use; what is larger than
-# HEAP_BLOCK_BYTES never lies in it (mallopt(3), M_MMAP_THRESHOLD). The shares were fitted on the
-# runs with a plain heap of benchmarks/memory_cases.py: of what a step keeps that recomputes
-# nothing, for one that does not, one that recomputes, one with adapters; of the blocks that FSDP
-# gathers, for each pass that does; and of what else it gathers, and scatters.
-HEAP_BLOCK_BYTES = 32 * 2**20
-KEPT, KEPT_RECOMPUTING, KEPT_ADAPTED = 0.5, 0.4, 0.95
-KEPT_GATHERED, KEPT_REST = 1.2, 2.0
 
 
 @dataclass(frozen=True)
@@ -55,10 +49,11 @@ class Memory:
     runtime: int
     loading: int  # the peak while weights are read
     export: int  # the peak while the model is written
+    scoring: int  # the peak while tasks are scored; 0: none are
     checkpoint: int  # the copy of the state that is being saved, in the node's memory
     host: int  # what offload puts into the node's memory, for each device
     peak: int  # of a step
-    needed: int  # of the run, with its loading, saves and export
+    needed: int  # of the run, with its loading, saves, scores and export
     heap: int  # what a step leaves free in the heap beside its peak, on processors
 
     @property
@@ -76,10 +71,11 @@ class Memory:
 
 
 def memory_of(run: Run, shape: Shape) -> Memory:
-    """The need of a run's fullest device."""
+    """The need of a run's fullest device; of one without steps, that of its evaluation."""
     if run.sharding.engine == "deepspeed":
         return _of_deepspeed(run, shape)
-    stages = [_of_stage(run, shape, stage) for stage in {0, run.sharding.pipeline - 1}]
+    of_stage = _of_stage if run.training.steps != 0 else _of_evaluation
+    stages = [of_stage(run, shape, stage) for stage in {0, run.sharding.pipeline - 1}]
     return max(stages, key=lambda memory: memory.peak)
 
 
@@ -105,24 +101,23 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
     kept = kept_activations(run, shape, w.layers * in_flight)
     logits = logits_bytes(run, shape) if stage == axes.pipeline - 1 else 0
     moments, gradients = _moments(run, shape, w), w.learning * FP32
-    # the weights' average, and those the run began with
-    copies = bool(run.optimizer.ema_decay) + bool(run.optimizer.proximal)
-    state = w.own_bytes + moments + copies * w.learning * FP32
+    state = w.own_bytes + moments + _copies(run, w)
     waiting, buffers = _waiting(run, w)
     gathered = _gathered(run, w)
     activations = kept[run.training.activation_checkpointing]
     at_most = _highest(run, shape, w, in_flight, activations, logits)
     peak = runtime + (0 if _offloads(run) else state) + gathered + at_most
-    heap = _heap(run, shape, kept, logits)
+    heap = heap_of(run, shape, kept, logits)
     if "fsdp" in sharding.layouts:
-        heap += _gathered_in_heap(run, w, buffers)
+        heap += gathered_in_heap(run, w, buffers)
     if "ddp" in sharding.layouts:
         peak = max(peak, runtime + w.own_bytes + min(w.own_bytes, DDP_BROADCAST_BYTES))
     on_processors = run.facility.node.device == "cpu"
     saved = w.learning * FP32 + moments + bool(run.optimizer.ema_decay) * w.learning * FP32
     export = state + shape.head_parameters * FP32 + on_processors * _file_bytes(run, shape)
     loading = w.own_bytes + w.largest * FP32
-    needed = max(peak, runtime + max(loading, export, state + on_processors * saved))
+    scoring = _scoring(run, shape, w, state)
+    needed = max(peak, runtime + max(loading, export, scoring, state + on_processors * saved))
     if on_processors and _saves_between(run):  # the copy is made beside the next step
         needed = max(needed, peak + saved)
     return Memory(
@@ -137,12 +132,51 @@ def _of_stage(run: Run, shape: Shape, stage: int) -> Memory:
         runtime=round(runtime),
         loading=round(loading),
         export=round(export),
+        scoring=round(scoring),
         checkpoint=round(saved),
         host=round(state + gradients if _offloads(run) else 0),
         peak=round(peak),
         needed=round(needed),
         heap=round(heap),
     )
+
+
+def _of_evaluation(run: Run, shape: Shape, stage: int) -> Memory:
+    """Of a run without steps: no gradients or moments, and passes that keep nothing."""
+    w, trained = weights_of(run, shape, stage), _of_stage(run, shape, stage)
+    copies = _copies(run, w)
+    state, forward = w.own_bytes + copies, forward_bytes(run, shape, stage)
+    on_device = 0 if _offloads(run) else state
+    # whose buckets are there before the first gradient; on processors, untouched
+    buckets = ("ddp" in run.sharding.layouts) * w.learning * FP32 * (trained.runtime == 0)
+    peak = trained.runtime + on_device + buckets + trained.gathered + forward
+    export = run.export.untrained * (trained.export - (trained.optimizer - copies))
+    scoring = _scoring(run, shape, w, state)
+    return replace(
+        trained,
+        **dict.fromkeys(("gradients", "buffers", "logits", "checkpoint", "heap"), 0),
+        optimizer=round(copies),
+        activations=round(forward),
+        recomputed_activations=round(forward),
+        export=round(export),
+        scoring=round(scoring),
+        host=round(state if _offloads(run) else 0),
+        peak=round(peak),
+        needed=round(max(peak, trained.runtime + max(trained.loading, export, scoring))),
+    )
+
+
+def _copies(run: Run, w: Weights) -> float:
+    """The weights' average, and those the run began with."""
+    return (bool(run.optimizer.ema_decay) + bool(run.optimizer.proximal)) * w.learning * FP32
+
+
+def _scoring(run: Run, shape: Shape, w: Weights, state: float) -> float:
+    """While tasks are scored, or nothing where none are."""
+    if not run.evaluation.tasks:
+        return 0
+    kept = ("ddp" in run.sharding.layouts) * w.learning * FP32  # gradients, from step to step
+    return (0 if _offloads(run) else state + kept) + scoring_bytes(run, shape)
 
 
 def _gathered(run: Run, w: Weights) -> float:
@@ -212,10 +246,12 @@ def _of_deepspeed(run: Run, shape: Shape) -> Memory:
     # behind the backward pass, its own part of the gradients once more, in one piece
     step = zero.buffers + c * parameters / run.world_size + block_activations(run, shape)
     peak = runtime + resident + zero.gathered + max(forward, step)
-    heap = _heap(run, shape, kept, logits)
+    heap = heap_of(run, shape, kept, logits)
     # parameters and moments are read whole, to be saved and exported
     state = 3 * FP32 * parameters
-    needed = max(peak, runtime + resident + state) if run.facility.node.device == "cpu" else peak
+    scoring = resident + scoring_bytes(run, shape) if run.evaluation.tasks else 0
+    on_processors = run.facility.node.device == "cpu"
+    needed = max(peak, runtime + max(scoring, on_processors * (resident + state)))
     return Memory(
         parameters=round(zero.weights),
         gradients=round(zero.gradients),
@@ -228,41 +264,13 @@ def _of_deepspeed(run: Run, shape: Shape) -> Memory:
         runtime=round(runtime),
         loading=round(FP32 * parameters),
         export=round(resident + FP32 * parameters),
+        scoring=round(scoring),
         checkpoint=round(state),
         host=round(zero.host),
         peak=round(peak),
         needed=round(needed),
         heap=round(heap),
     )
-
-
-def _heap(run: Run, shape: Shape, kept: dict[str, float], logits: float) -> float:
-    """What a processor's heap keeps of activations and logits, beside those in use."""
-    share = KEPT if run.training.activation_checkpointing == "none" else KEPT_RECOMPUTING
-    share = KEPT_ADAPTED if run.model.lora is not None else share
-    return share * _small_blocks(run, shape, kept["none"], logits)
-
-
-def _gathered_in_heap(run: Run, w: Weights, buffers: float) -> float:
-    """The same of FSDP's gathered weights, and gradients on their way."""
-    alone, on_device = run.world_size == 1, run.facility.node.device != "cpu"
-    if alone or on_device or w.block_bytes > HEAP_BLOCK_BYTES:
-        return 0
-    passes = 1 if run.sharding.reshard_after_forward is False else 2
-    blocks = KEPT_GATHERED * passes * w.layers * w.block_bytes
-    return blocks + KEPT_REST * (w.rest * compute_bytes(run) + buffers)
-
-
-def _small_blocks(run: Run, shape: Shape, activations: float, logits: float) -> float:
-    """Of what a step keeps, and a chunk's logits, that which lies in the heap of a processor."""
-    if run.facility.node.device != "cpu":
-        return 0
-    c, training = compute_bytes(run), run.training
-    tokens = training.microbatch_samples * run.data.sequence_tokens / run.axes.tokens
-    largest = tokens * max(shape.hidden, shape.intermediate) * c
-    chunk = min(training.loss_chunk_tokens, tokens) * shape.vocabulary * FP32
-    sizes = ((activations, largest), (logits, chunk))
-    return sum(size for size, block in sizes if block <= HEAP_BLOCK_BYTES)
 
 
 def _offloads(run: Run) -> bool:
