@@ -131,6 +131,7 @@ FORECAST: dict[str, list[str]] = {
     ],
     "other shape, deepspeed_zero3": [*OTHER, "sharding=deepspeed_zero3"],
 }
+NO_STEPS, SCORED = "training.steps=0", "evaluation.tasks=[lines]"  # as plan_memory.py writes it
 SAVING = ["checkpoint.every_steps=2", "training.steps=4"]
 WHOLE: dict[str, list[str]] = {
     "whole run": [*HEAVY, *ONE],
@@ -140,6 +141,12 @@ WHOLE: dict[str, list[str]] = {
         *[*HEAVY, *ONE, "export.dtype=float32", "export.max_file_gib=0.1"],
     ],
     "whole run, lora": [*HEAVY, *ONE, LORA],
+    "evaluation alone": [*HEAVY, *ONE, NO_STEPS],
+    "evaluation alone, full_shard": [*HEAVY, "sharding=full_shard", NO_STEPS],
+    "scores of a task": [*HEAVY, *ONE, SCORED, "export.dtype=float32"],
+    "scores of a task, evaluation alone, full_shard": [
+        *[*HEAVY, "sharding=full_shard", SCORED, NO_STEPS],
+    ],
 }
 SMALL = [
     *["model=llama_tiny", "data.sequence_tokens=256", "training.microbatch_samples=4"],

@@ -4,7 +4,7 @@
 
 In an empty folder: `atoll plan --measure facility=laptop`, then small runs of three shapes in
 turns, each submitted as a user does. The line that submit says is held against the median step,
-the tokens a second, the memory and the time of all steps behind it. The first line rests
+the memory and the node-hours behind it. The first line rests
 on measured rates alone, later ones also on what the runs before them taught. Rows go to
 results/plan_line.jsonl, and from there into docs/planner.md.
 """
@@ -30,7 +30,7 @@ from atoll.cluster.record import outcomes
 
 LIMIT = 0.10
 BEGIN, END = "<!-- plan_line: made by make bench-plan_line -->", "<!-- plan_line: end -->"
-FIGURES = ("step_seconds", "memory_gib")
+FIGURES = ("step_seconds", "memory_gib", "node_hours")
 STEPS = 24
 TEXT = ("data=python_stdlib",)
 WORDS = [
@@ -77,7 +77,7 @@ def row(folder: Path, text: Path, shape: str, turn: int) -> dict[str, Any]:
     line = next(each for each in said.splitlines() if each.startswith(f"{name}: "))
     run_folder = folder / "runs" / name
     kept = json.loads(run_dir.prediction_file(run_folder).read_text())
-    each = {one.name: one for one in outcomes(run_folder, {}) if one.error is not None}
+    each = {one.name: one for one in outcomes(run_folder) if one.error is not None}
     figures = {
         figure: {"predicted": each[figure].predicted, "measured": each[figure].measured}
         for figure in FIGURES
@@ -123,12 +123,12 @@ def write_table() -> bool:
         {(r["case"], r["round"]): r for r in map(json.loads, lines) if "line" in r}.values()
     )
     rows.sort(key=lambda each: each["round"])
-    shown = ["| run | line rests on | step, s | took | error | memory, GiB | took | error |"]
-    shown += ["|---|---|---|---|---|---|---|---|"]
+    heads = [f"{each} | took | error" for each in ("step, s", "memory, GiB", "node-hours")]
+    shown = [f"| run | line rests on | {' | '.join(heads)} |", "|---|---|" + "---|" * 9]
     for each in rows:
         rests = f"{each['runs']} runs" if each["runs"] else "measured rates"
         cells = [
-            f"{value['predicted']:.3f} | {value['measured']:.3f} | {error(each, figure):+.1%}"
+            f"{value['predicted']:.3g} | {value['measured']:.3g} | {error(each, figure):+.1%}"
             for figure, value in each["figures"].items()
         ]
         shown.append(f"| {each['case']} | {rests} | {' | '.join(cells)} |")

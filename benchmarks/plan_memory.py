@@ -34,6 +34,7 @@ from memory_cases import (
     PLAIN,
     PLAIN_FITTED,
     PLAIN_FORECAST,
+    SCORED,
     STEPS,
     STEPS_PLAIN,
     WHOLE,
@@ -112,7 +113,7 @@ def _to_its_end(started: "subprocess.Popen[bytes]", folder: Path) -> float:
         for process in submit.children(recursive=True):
             highest = max(highest, _highest_gib(process.pid))
         time.sleep(0.02)
-    if started.returncode or not list(folder.glob("runs/*/export")):
+    if started.returncode or not list(folder.glob("runs/*/result.json")):
         raise RuntimeError("the run failed")
     return highest
 
@@ -134,6 +135,7 @@ def text_to_learn() -> Iterator[Path]:
         text = "\n\n".join(path.read_text() for path in sorted(sources.rglob("*.py")))
         (Path(folder) / "text.txt").write_text(text)
         (Path(folder) / "pairs.jsonl").write_text("".join(pairs(text)))
+        write_task(Path(folder) / "tasks", text.splitlines())
         yield Path(folder)
 
 
@@ -142,6 +144,24 @@ def pairs(text: str) -> Iterator[str]:
     for begin in range(0, 60 * 1000, 1000):
         chosen, rejected = text[begin : begin + 500], text[begin + 500 : begin + 1000]
         yield json.dumps({"prompt": "Go on.", "chosen": chosen, "rejected": rejected}) + "\n"
+
+
+def write_task(folder: Path, lines: list[str]) -> None:
+    """A task of the harness with its data: which of two lines goes on, of a sample's length."""
+    folder.mkdir()
+    asked = [
+        {"question": "\n".join(lines[n : n + 8]), "choices": lines[n + 8 : n + 10], "answer": 0}
+        for n in range(0, 160, 10)
+    ]
+    (folder / "lines.jsonl").write_text("".join(json.dumps(each) + "\n" for each in asked))
+    task = {
+        **{"task": "lines", "dataset_path": "json", "test_split": "test"},
+        "dataset_kwargs": {"data_files": {"test": str(folder / "lines.jsonl")}},
+        **{"output_type": "multiple_choice", "doc_to_text": "{{question}}"},
+        **{"doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"},
+        "metric_list": [{"metric": "acc"}],
+    }
+    (folder / "lines.yaml").write_text(json.dumps(task))  # which is YAML
 
 
 def words_of(name: str) -> list[str]:
@@ -169,6 +189,7 @@ def row(name: str, folder: Path) -> dict[str, Any]:
     planned, words = planned_of(name), words_of(name)
     file = "pairs.jsonl" if "task=preference" in words else "text.txt"
     overrides = [*words, f"data.files=[{folder}/{file}]", f"folders.prepared={folder}/prepared"]
+    overrides += [f"evaluation.tasks_folder={folder}/tasks"] if SCORED in words else []
     with tempfile.TemporaryDirectory() as cwd:
         used = measured_gib(overrides, Path(cwd), name)
     terms = {k: round(v / 2**30, 4) for k, v in vars(planned).items()}

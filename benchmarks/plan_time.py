@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import results
+from memory_cases import PAIRS
 from plan_memory import text_to_learn
 
 from atoll.config.compose import compose, known_shape
@@ -53,6 +54,13 @@ SHAPES: dict[str, list[str]] = {
         *["model=gpt2_tiny", "model.config.n_embd=384", "model.config.n_layer=4"],
         "data.sequence_tokens=512",
     ],
+    "mixture": [
+        *["model=llama_tiny", "model.config.model_type=mixtral"],
+        *["model.config.hidden_size=256", "model.config.intermediate_size=512"],
+        *["+model.config.num_local_experts=4", "+model.config.num_experts_per_tok=2"],
+        "data.sequence_tokens=256",
+    ],
+    "pairs": ["model=llama_tiny", "data.sequence_tokens=512", *PAIRS],
     # not judged: the factors are fitted on them
     "fit": [
         *["model=llama_tiny", "model.config.hidden_size=384", "model.config.num_hidden_layers=3"],
@@ -65,7 +73,7 @@ SHAPES: dict[str, list[str]] = {
 }
 BATCH = 8
 FULL = "training.activation_checkpointing=full"
-SHARDED = "sharding=full_shard"
+SHARDED, LORA = "sharding=full_shard", "model.lora.rank=16"
 
 
 class Case(NamedTuple):
@@ -83,9 +91,10 @@ class Case(NamedTuple):
 
     @property
     def overrides(self) -> list[str]:
+        text = [] if self.shape == "pairs" else ["data=text_files"]
         return [
-            *["facility=laptop", "precision=fp32", "override=[fit]", "data.workers=1"],
-            *["data=text_files", "tokenizer.vocabulary_tokens=2048", "evaluation.max_samples=1"],
+            *["facility=laptop", "precision=fp32", "override=[fit]", "data.workers=1", *text],
+            *["tokenizer.vocabulary_tokens=2048", "evaluation.max_samples=1"],
             *[f"training.steps={STEPS + 2}", "training.log_every_steps=1"],
             *[f"ranks_per_node={self.ranks}", f"facility.node.devices={self.ranks}"],
             *SHAPES[self.shape],
@@ -135,6 +144,20 @@ CASES = [
     Case("gpt2", "ddp", 2, 2, ("sharding=ddp",)),
     Case("gpt2", "full_shard", 2, 2, (SHARDED,)),
     Case("gpt2", "full_shard", 4, 2, (SHARDED,)),
+    Case("tiny", "adapters", 1, 8, (*SINGLE, LORA)),
+    Case("wide", "adapters, full_shard", 2, 4, (SHARDED, LORA)),
+    Case("wide", "adapters on nf4", 1, 8, (*SINGLE, LORA, "model.quantisation=nf4")),
+    Case("wide", "muon", 1, 8, (*SINGLE, "optimizer=muon")),
+    Case("wide", "8-bit AdamW", 1, 8, (*SINGLE, "optimizer=adamw_8bit")),
+    Case("wide", "average of the weights", 1, 8, (*SINGLE, "optimizer.ema_decay=0.99")),
+    Case("wide", "deepspeed_zero1", 2, 4, ("sharding=deepspeed_zero1",)),
+    Case("wide", "deepspeed_zero2", 2, 4, ("sharding=deepspeed_zero2",)),
+    Case("wide", "deepspeed_zero3", 2, 4, ("sharding=deepspeed_zero3",)),
+    Case("mixture", "single", 1, 8, SINGLE),
+    Case("mixture", "full_shard", 2, 4, (SHARDED,)),
+    Case("mixture", "experts divided", 2, 4, (SHARDED, "sharding.expert=2")),
+    Case("pairs", "dpo", 1, 2, SINGLE),
+    Case("pairs", "dpo, full_shard", 2, 2, (SHARDED,)),
 ]
 QUICK = [CASES[index] for index in (0, 3, 4, 7)]
 
@@ -228,7 +251,8 @@ def planned(case: Case, rates: Measured) -> StepSeconds:
 
 def run_steps(case: Case, folder: Path, steps: int) -> list[float]:
     """Seconds of each step behind the first ones of a whole run, which is ended then."""
-    words = [f"data.files=[{folder}/text.txt]", f"folders.prepared={folder}/prepared"]
+    file = "pairs.jsonl" if case.shape == "pairs" else "text.txt"
+    words = [f"data.files=[{folder}/{file}]", f"folders.prepared={folder}/prepared"]
     command = [sys.executable, "-m", "atoll", "submit", *case.overrides, *words]
     # a process of the killed run may write one more file while its folder is cleared
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cwd:

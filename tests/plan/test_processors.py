@@ -7,6 +7,7 @@ import pytest
 import small_run
 
 from atoll.plan import processors
+from atoll.plan.optimizer_work import orthogonal_flops
 from atoll.plan.seconds import STATED, rates_of, step_seconds
 from atoll.plan.shapes import shape_of
 from atoll.plan.traffic import bytes_sent
@@ -66,6 +67,20 @@ def test_attention_alone_is_not_computed_again_where_its_results_are_kept() -> N
     attention = 4 * (8 * 32) * shape.layers * shape.query_width * 32 / 0.05e12
     assert seconds["full"] - seconds["selective"] == pytest.approx(attention)
     assert seconds["none"] < seconds["selective"]
+
+
+def test_what_an_optimizer_does_beside_its_state() -> None:
+    adamw = run_of(1)
+    shape = shape_of(adamw.model.config)
+    muon, averaging = run_of(1, optimizer__name="muon"), run_of(1, optimizer__ema_decay=0.9)
+    more = processors.compute_seconds(muon, shape, RATES) - processors.compute_seconds(
+        adamw, shape, RATES
+    )
+    assert more == pytest.approx(orthogonal_flops(muon, shape) / 0.2e12)
+    more = processors.memory_seconds(averaging, shape, RATES) - processors.memory_seconds(
+        adamw, shape, RATES
+    )
+    assert more == pytest.approx(12 * shape.parameters / 10e9)
 
 
 def test_ranks_beyond_the_cores_take_turns() -> None:

@@ -77,6 +77,19 @@ def test_weights_that_stay_have_no_gradients() -> None:
     assert moved[0] < moved[1]  # moments and gradients are those of the adapters
 
 
+def test_muon_computes_beside_the_batch() -> None:
+    """For Llama 2 7B as much as a batch of 16k tokens a device; answers' logits come twice."""
+    run, shape = run_of(2, "full_shard"), shape_of(LLAMA)
+    optimizer = run.optimizer.model_copy(update={"name": "muon"})
+    muon = run.model_copy(update={"optimizer": optimizer})
+    more = step_seconds(muon, shape, IDEAL).total - step_seconds(run, shape, IDEAL).total
+    square, wide = 5 * 6 * 4096**3, 5 * (4 * 4096**2 * 11008 + 2 * 4096**3)
+    assert more == pytest.approx(32 * (4 * square + 3 * wide) / 312e12)
+    pairs = run.model_copy(update={"task": run.task.model_copy(update={"name": "preference"})})
+    more = step_seconds(pairs, shape, IDEAL).total - step_seconds(run, shape, IDEAL).total
+    assert more == pytest.approx(64 * 4096 / 16 * 2 * shape.head_parameters / 312e12)
+
+
 def test_each_group_takes_its_own_link() -> None:
     shape = shape_of(LLAMA)
     step = step_seconds(run_of(4, "hybrid_shard"), shape, Rates(312.0, 1500.0, 2000.0, 400.0))

@@ -25,8 +25,9 @@ def passes_of(run: Run) -> tuple[int, int]:
 
 
 def passes_over_head(run: Run) -> int:
-    """It is never computed again."""
-    return PASSES["none"][0] - FROZEN * (run.model.lora is not None)
+    """It is computed again where answers are compared, and nowhere else."""
+    again = run.task.name == "preference"
+    return PASSES["none"][0] - FROZEN * (run.model.lora is not None) + again
 
 
 def microbatches_in_flight(ranks: int, per_rank: int, microbatches: int, rank: int) -> float:

@@ -16,6 +16,7 @@ from atoll.plan.activations import (
     passes_over_head,
 )
 from atoll.plan.messages import TENSORS, gathers
+from atoll.plan.optimizer_work import orthogonal_flops
 from atoll.plan.shapes import Shape, family_of
 from atoll.plan.weights import BF16, FP32, compute_bytes, weights_of
 from atoll.settings import Run
@@ -24,6 +25,7 @@ Measured = Mapping[str, Any]  # `rates` of a certificate
 STEP_BYTES = 7 * FP32  # of a parameter: four numbers read, three written
 CLIP_BYTES = 6 * FP32  # of a gradient: read for its norm, scaled in place, cleared, added to
 ADD_BYTES = 3 * FP32  # of a gradient, added to those of the microbatches before
+AVERAGE_BYTES = 3 * FP32  # of a parameter: its average read and written, itself read
 # by what is sent; of what is not here, as an all-reduce
 COLLECTIVES = {"parameters": "all_gather", "gradients": "reduce_scatter"}
 WITHIN_SAMPLES = ("tensor", "context")  # sent by DTensors in each layer, which takes their own time
@@ -58,6 +60,7 @@ def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
         * tokens
         * attention
         / _rate(run, measured, "attention_tflops", run.data.sequence_tokens),
+        orthogonal_flops(run, shape) / _rate(run, measured, "product_tflops_bf16", shape.hidden),
     )
     return sum(times) / 1e12 * _factor(measured, "compute")
 
@@ -71,6 +74,8 @@ def memory_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     added = ADD_BYTES * max(0, run.microbatches - 1)
     state = weights.learning * (CLIP_BYTES + added) / _rate(run, measured, "memory_gb_s")
     state += weights.learning * STEP_BYTES / _rate(run, measured, "optimizer_gb_s")
+    averaged = bool(run.optimizer.ema_decay) * weights.learning * AVERAGE_BYTES
+    state += averaged / _rate(run, measured, "memory_gb_s")
     kept = 2 * block_activations(run, shape) / _rate(run, measured, "block_gb_s")
     logits = FP32 * tokens * shape.vocabulary * (not shape.labels)
     moved = (state + blocks * kept + logits / _rate(run, measured, "logits_gb_s")) / 1e9

@@ -13,6 +13,7 @@ from atoll.plan.activations import block_activations, passes_of, passes_over_hea
 from atoll.plan.adapters import adapter_parameters
 from atoll.plan.memory import Memory, memory_of
 from atoll.plan.messages import messages_sent
+from atoll.plan.optimizer_work import orthogonal_flops
 from atoll.plan.processors import Measured
 from atoll.plan.shapes import Shape
 from atoll.plan.traffic import bytes_sent, shards_averaged
@@ -136,7 +137,8 @@ def step_seconds(
     memory_needed: `memory_of` the same run, where it is known already.
     """
     if rates.on_processors is None:
-        compute = _over(_flops(run, shape), rates.device_tflops, 1e12)
+        flops = _flops(run, shape) + orthogonal_flops(run, shape)
+        compute = _over(flops, rates.device_tflops, 1e12)
         moved = _moved_bytes(run, shape, memory_needed or memory_of(run, shape))
         memory = _over(moved, rates.memory_gb_s, 1e9)
     else:
