@@ -57,6 +57,7 @@ def update(
     delta: dict[str, Tensor],
     codec: str = "fp32",
     previous_residual: Path | None = None,
+    provenance: Path | None = None,
     **changes: Any,
 ) -> Update:
     """An update whose difference to the base is `delta`."""
@@ -66,7 +67,9 @@ def update(
     out = folder / f"update-{facility}"
     residual = folder / f"residual-{facility}"
     values = about(facility, **changes)
-    make_delta(base, trained, previous_residual, codec, out, residual, values)
+    make_delta(
+        base, trained, previous_residual, codec, out, residual, values, provenance=provenance
+    )
     manifest = read_manifest(out)
     refuse_wrong_files(out, manifest)
     return Update(manifest, out)

@@ -19,13 +19,17 @@ from atoll.campaign.prove import prove_campaign
 from atoll.campaign.signing import sign
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
 from atoll.errors import UserError
+from atoll.federation import make_delta
+from atoll.federation.update_files import refuse_wrong_files
 from atoll.proof import statement
+from atoll.proof.made_with import made_with
 from atoll.settings import exchange
 from atoll.verify import of_campaign
 
 pytestmark = pytest.mark.login_node
 
 SITES = ("north", "south")
+SAID = {"image": "atoll.sif", "lock": "ab12", "sbom": "cd34"}
 A_JOB = exchange.JobRecord(
     job="7",
     cluster="cl",
@@ -53,6 +57,18 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of_campaign, "run_atoll", in_this_process)
 
 
+def run_statement(folder: Path) -> Path:
+    """Of a run in an image, as its export has it."""
+    folder.mkdir()
+    materials: list[statement.Resource] = [
+        {"name": "image", "annotations": SAID},
+        {"name": "code", "digest": {"gitCommit": "0123abc"}},
+        {"name": "libraries", "annotations": {"versions": "torch 2.13.0"}},
+    ]
+    statement.write_statement(folder, statement.Made("run", "c-1", materials, []), [])
+    return folder / statement.NAME
+
+
 def made_campaign(folder: Path, **changes: Any) -> CampaignStore:
     """Two rounds of two facilities that sign; the coordinator signs too."""
     signers = ""
@@ -70,12 +86,14 @@ def made_campaign(folder: Path, **changes: Any) -> CampaignStore:
     made_up.first(folder)
     (folder / "c" / "round-000").mkdir(parents=True)
     (folder / "global-0").rename(store.model(0))
+    said = {"north": run_statement(folder / "run"), "south": None}
     for number in (1, 2):
         scratch = folder / f"scratch-{number}"
         for place, name in enumerate(SITES):
             delta = made_up.weights(10 * number + place, 1e-3)
             base, about = store.model(number - 1), {"round": number}
-            made = made_up.update(scratch, base, name, delta, "int8", **about).folder
+            given = {"provenance": said[name], **about}
+            made = made_up.update(scratch, base, name, delta, "int8", **given).folder
             sign(made / "manifest.json", folder / name)
             into = store.update(number, store.site(name))
             into.parent.mkdir(parents=True)
@@ -161,8 +179,79 @@ def test_what_a_facility_says_of_its_jobs_is_typed() -> None:
             exchange.read_answer(json.dumps(answer), "north")
 
 
+def test_what_facilities_say_of_their_runs_is_in_the_proof(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify(store, "--quick") == 0
+    output = capsys.readouterr().out
+    said = "image atoll.sif, lock ab12, sbom cd34, commit 0123abc, libraries torch 2.13.0"
+    for number in (1, 2):
+        assert f"as stated    round {number}: north says: {said}" in output
+        gap = f"round {number}: what the run of south was made with"
+        assert f"not at hand  {gap}" in output
+    card = (store.model(2) / "export" / statement.CARD).read_text()
+    assert f"| north | {said} |" in card and "| south | not known |" in card
+    assert f"| Parameters | {300 * 7 + 65 * 64 + 65 + 1:,} |" in card
+    assert "| Architecture | llama |" in card
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"[" * 100_000, b"{}", b'{"_type": 1}',
+        b'{"materials": "' + b"x" * (1 << 20) + b'"}',
+    ],
+    ids=len,
+)  # fmt: skip
+def test_a_statement_that_is_none_is_a_gap(store: CampaignStore, content: bytes) -> None:
+    update = store.update(1, store.site("north"))
+    (update / statement.NAME).write_bytes(content)
+    assert made_with(update) == {}
+
+
+@pytest.mark.parametrize("part", ["annotations", "digest"])
+@pytest.mark.parametrize("value", [[], "text", 7, None, {"image": 7}, {"image": "a\n\x1b[2J"}])
+def test_facts_of_another_kind_are_left_out(store: CampaignStore, part: str, value: Any) -> None:
+    file = store.update(1, store.site("north")) / statement.NAME
+    content = json.loads(file.read_text())
+    content["predicate"]["buildDefinition"]["resolvedDependencies"][0] = {
+        "name": "image", part: value
+    }  # fmt: skip
+    file.write_text(json.dumps(content))
+    said = made_with(file.parent)
+    assert said.get("image") in (None, "a\\n\\x1b[2J") and "lock" not in said
+
+
+def test_an_update_without_its_statement_or_with_another_is_refused(store: CampaignStore) -> None:
+    north, south = (store.update(1, store.site(name)) for name in SITES)
+    manifest = exchange.read_manifest(north)
+    refuse_wrong_files(north, manifest)
+    shutil.copy(north / statement.NAME, south)
+    with pytest.raises(UserError, match="is not in the manifest"):
+        refuse_wrong_files(south, exchange.read_manifest(south))
+    (north / statement.NAME).unlink()
+    with pytest.raises(UserError, match="is missing"):
+        refuse_wrong_files(north, manifest)
+
+
+def test_a_statement_is_short(store: CampaignStore, tmp_path: Path) -> None:
+    long = tmp_path / "long.json"
+    long.write_bytes(b" " * (exchange.MAX_MANIFEST_BYTES + 1))
+    assert make_delta.copied(long, tmp_path) is None
+    north = store.update(1, store.site("north"))
+    content = json.loads((north / "manifest.json").read_text())
+    content["provenance"]["bytes"] = exchange.MAX_MANIFEST_BYTES + 1
+    (north / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="a provenance of 1,048,577 bytes"):
+        exchange.read_manifest(north)
+
+
 def an_update(store: CampaignStore) -> Path:
     return next(store.update(1, store.site("south")).glob("*.safetensors"))
+
+
+def a_run_statement(store: CampaignStore) -> Path:
+    return store.update(2, store.site("north")) / statement.NAME
 
 
 def a_journal(store: CampaignStore) -> Path:
@@ -201,7 +290,7 @@ def a_signature(store: CampaignStore) -> Path:
     "which",
     [
         *(an_update, a_journal, the_settings, an_older_model, the_manifest, a_signature),
-        *(the_card, a_weight, the_accounting),
+        *(the_card, a_weight, the_accounting, a_run_statement),
     ],
 )
 def test_a_changed_byte_of_a_campaign_is_named(

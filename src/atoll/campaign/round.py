@@ -182,7 +182,7 @@ def _take(store: CampaignStore, number: int, site: Site, stopped: Over) -> None:
         try:
             get(MANIFEST, MAX_MANIFEST_BYTES)
             manifest = check_update(store, number, site, partial)
-            files = manifest.files
+            files = manifest.all_files
             keep_only(partial, {*MANIFEST, *files})  # whole files of a transfer that was cut off
             for names in of_like_size({name: facts.bytes for name, facts in files.items()}):
                 get(names, max(files[name].bytes for name in names))

@@ -18,6 +18,7 @@ from atoll.federation.global_model import begin, read_global, replace_folder
 from atoll.federation.tensors import TensorReader, TensorWriter, files_of, stretches, typed
 from atoll.federation.update import FORMAT_VERSION, UpdateManifest, manifest_file
 from atoll.federation.update_files import facts_of
+from atoll.settings.exchange import MAX_MANIFEST_BYTES, FileFacts, provenance_file
 
 
 def main(argv: list[str]) -> int:
@@ -51,6 +52,7 @@ def main(argv: list[str]) -> int:
         arguments.residual,
         about,
         (arguments.fragments, arguments.fragment_pattern, arguments.fragment),
+        provenance_file(export),
     )
     return 0
 
@@ -70,10 +72,12 @@ def make_delta(
     residual: Path,
     about: dict[str, Any],
     fragment: tuple[int, str, int] = (1, "strided", 0),
+    provenance: Path | None = None,
 ) -> UpdateManifest:
     """Write the update of a trained model (fp32 export) to the global model of the round.
 
     fragment: how many there are, by which pattern, and which one is sent.
+    provenance: of the run; goes with the update where it is there, and not too long.
     previous_residual, residual: folders, kept at the facility, of what encoding left out the last
     time and leaves out now. They are of different rounds, so doing a round again adds nothing
     twice. Raises `UserError` where the two models have not the same tensors, or a value is not
@@ -106,6 +110,7 @@ def make_delta(
         base=read_global(base)["digest"],
         encoding=codec,  # type: ignore[arg-type]
         nonce=secrets.token_hex(16),
+        provenance=copied(provenance, partial),
         files={path.name: facts_of(path) for path in files_of(partial)},
         **about,
     )
@@ -113,6 +118,17 @@ def make_delta(
     replace_folder(partial_residual, residual)
     replace_folder(partial, out)
     return manifest
+
+
+def copied(provenance: Path | None, folder: Path) -> FileFacts | None:
+    """Its facts, once it lies in the folder of an update; None where there is none to send."""
+    if provenance is None or not provenance.is_file():
+        return None
+    if provenance.stat().st_size > MAX_MANIFEST_BYTES:
+        return None
+    beside = provenance_file(folder)
+    run_dir.write_whole(beside, provenance.read_bytes())
+    return facts_of(beside)
 
 
 def refuse_other_tensors(trained: TensorReader, base: TensorReader) -> None:

@@ -23,7 +23,8 @@ def read_verified(folder: Path) -> UpdateManifest:
 
 def refuse_wrong_files(folder: Path, manifest: UpdateManifest) -> None:
     """Every file as the manifest says, and no other file beside them."""
-    known = {*manifest.files, manifest_file(folder).name, signature_file(folder).name}
+    files = manifest.all_files
+    known = {*files, manifest_file(folder).name, signature_file(folder).name}
     with os.scandir(folder) as beside:  # there may be millions: the first is enough
         for file in beside:
             if file.name not in known or not file.is_file(follow_symlinks=False):
@@ -31,7 +32,7 @@ def refuse_wrong_files(folder: Path, manifest: UpdateManifest) -> None:
                     f"{printable(file.path)} is not in the manifest, or no plain file",
                     "an update is JSON and safetensors: do not use what comes from there",
                 )
-    for name, facts in manifest.files.items():
+    for name, facts in files.items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if size != facts.bytes:

@@ -24,6 +24,7 @@ MAX_MANIFEST_BYTES = 1 << 20
 MAX_SIGNATURE_BYTES = 1 << 14
 MAX_ANSWER_BYTES = 1 << 18
 MAX_FILES = 4096
+RUN = "provenance.json"  # the statement of the run behind an update, beside its manifest
 STAYS = "stays"  # in a safetensors file's metadata: names of tensors that do not learn
 SHOWN = 500  # characters of what others say
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -140,7 +141,19 @@ class UpdateManifest(BaseModel):
     data: Short
     encoding: Codec
     nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    provenance: FileFacts | None = None  # of its run, beside it: what the run was made of
     files: dict[str, FileFacts]
+
+    @model_validator(mode="after")
+    def _has_a_short_provenance(self) -> "UpdateManifest":
+        if self.provenance is not None and self.provenance.bytes > MAX_MANIFEST_BYTES:
+            raise ValueError(f"a provenance of {self.provenance.bytes:,} bytes")
+        return self
+
+    @property
+    def all_files(self) -> dict[str, FileFacts]:
+        """Those with its tensors, and the statement of its run."""
+        return self.files if self.provenance is None else {**self.files, RUN: self.provenance}
 
 
 Said = TypeVar("Said", bound=BaseModel)
@@ -220,6 +233,11 @@ def manifest_file(folder: Path) -> Path:
 
 def signature_file(folder: Path) -> Path:
     return folder / "manifest.json.sig"
+
+
+def provenance_file(folder: Path) -> Path:
+    """The statement of the run behind an update."""
+    return folder / RUN
 
 
 def _typed(kind: type[Said], content: bytes, most_bytes: int) -> Said:

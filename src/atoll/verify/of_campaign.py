@@ -12,6 +12,7 @@ from atoll.campaign.first_model import merge_adapter
 from atoll.campaign.signing import refuse_unsigned
 from atoll.campaign.store import CampaignStore, load_store
 from atoll.campaign.transfer import atoll_here, run_atoll
+from atoll.proof.made_with import in_words, made_with
 from atoll.proof.statement import logs_of, materials_of
 from atoll.settings.exchange import manifest_file, read_manifest
 from atoll.settings.federation import Rule
@@ -66,10 +67,15 @@ def _updates(store: CampaignStore, number: int, signers: Path | None) -> Iterato
         facility = update.parent.name
         if signers is not None:
             refuse_unsigned(manifest_file(update), signers, facility)
-        for name, facts in read_manifest(update).files.items():
+        manifest = read_manifest(update)
+        for name, facts in manifest.all_files.items():
             refuse_changed(update / name, facts.bytes, facts.sha256)
         how = "nobody's key is known" if signers is None else "signed, as allowed"
         yield Line("as stated", f"round {number}: the update of {facility} ({how})")
+        if said := made_with(update):
+            yield Line("as stated", f"round {number}: {facility} says: {in_words(said)}")
+        else:
+            yield Line("not at hand", f"round {number}: what the run of {facility} was made with")
 
 
 def _model(store: CampaignStore, number: int) -> Line:

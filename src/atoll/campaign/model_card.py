@@ -1,0 +1,106 @@
+"""The model card of a campaign's export."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from atoll.campaign.store import CampaignStore
+from atoll.proof.card import Rows, card
+from atoll.proof.made_with import in_words, made_with
+from atoll.settings.exchange import read_manifest
+from atoll.settings.federation import Campaign
+
+METADATA = "__metadata__"  # beside the tensors in a header of safetensors
+Job = dict[str, Any]  # of settings/exchange.py's JobRecord, with facility and round
+
+
+def campaign_card(store: CampaignStore, last: int, jobs: list[Job]) -> str:
+    """What the campaign knows, and what facilities say of the runs behind their updates."""
+    campaign, sites = store.campaign, store.campaign.sites
+    updates = [folder for n in range(1, last + 1) for folder in store.updates(n)]
+    manifests = [read_manifest(folder) for folder in updates]
+    tokens, parameters = sum(m.tokens for m in manifests), _parameters(store.export(last))
+    parts: dict[str, Rows] = {
+        "Model": _model(store, last, parameters),
+        "Training data": [
+            (site.name, ", ".join(sorted({m.data for m in manifests if m.facility == site.name})))
+            for site in sites
+        ],
+        "Training": [
+            ("Rounds", last),
+            ("Facilities", ", ".join(site.name for site in sites)),
+            ("Steps of a facility in a round", _steps(campaign)),
+            ("Tokens, as facilities count", f"{tokens:,}"),
+            ("Operations, FLOPs, 6 for each parameter and token", f"{6 * parameters * tokens:.3g}"),
+            ("Weighed, combined, updated", _rule(campaign)),
+            ("Encoding of updates, of the model", f"{campaign.codec}, {campaign.global_codec}"),
+        ],
+        "Evaluation on held-out text": [("Loss, mean over facilities", _loss(store, last))],
+        "Hardware and energy": [
+            ("Images", ", ".join(sorted({m.image for m in manifests}))),
+            ("Node-hours, as schedulers count", _node_hours(jobs)),
+            ("Energy, kWh", _kilowatt_hours(jobs)),
+        ],
+        "Made with, as facilities say": _made_with(campaign, updates),
+    }
+    return card(campaign.name, parts, {"library_name": "transformers", "tags": ["atoll"]})
+
+
+def _model(store: CampaignStore, last: int, parameters: int) -> Rows:
+    config = json.loads((store.export(last) / "config.json").read_text())
+    yield "Architecture", config.get("model_type")
+    yield "Positions", config.get("max_position_embeddings")
+    yield "Parameters", f"{parameters:,}"
+    yield "Begun from", "the model of round 0"
+    yield "Numbers", store.campaign.rule.dtype
+    if (lora := store.campaign.lora) is not None:
+        yield "LoRA, merged into the weights", f"rank {lora.rank}"
+
+
+def _parameters(export: Path) -> int:
+    """Numbers in an export's tensors, by the headers of its files: a tied head is written once."""
+    count = 0
+    for path in sorted(export.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        count += sum(math.prod(x["shape"]) for name, x in header.items() if name != METADATA)
+    return count
+
+
+def _made_with(campaign: Campaign, updates: Sequence[Path]) -> Rows:
+    """Of each facility the images, commits and libraries of all its runs, each once."""
+    for site in campaign.sites:
+        said = [
+            in_words(made_with(folder)) for folder in updates if folder.parent.name == site.name
+        ]
+        yield site.name, "; ".join(dict.fromkeys(filter(None, said)))
+
+
+def _node_hours(jobs: list[Job]) -> str | None:
+    known = [job for job in jobs if job["nodes"] and job["elapsed_seconds"] is not None]
+    spent = sum(job["nodes"] * job["elapsed_seconds"] for job in known) / 3600
+    return f"{spent:.3g} of {len(known)} jobs" if known else None
+
+
+def _kilowatt_hours(jobs: list[Job]) -> str | None:
+    known = [job["energy_joules"] for job in jobs if job["energy_joules"]]
+    return f"{sum(known) / 3.6e6:.3g} of {len(known)} of {len(jobs)} jobs" if known else None
+
+
+def _rule(campaign: Campaign) -> str:
+    return f"{campaign.rule.weigh}, {campaign.rule.combine}, {campaign.rule.update}"
+
+
+def _steps(campaign: Campaign) -> str:
+    mean = ", in the mean of the facilities" if campaign.steps_by == "queue" else ""
+    return f"{campaign.steps}{mean}"
+
+
+def _loss(store: CampaignStore, last: int) -> str | None:
+    """Of the model itself where they were asked for it, else of their own of the last round."""
+    if (loss := store.global_loss(last)) is not None:
+        return f"{loss:.4g}"
+    losses = store.mean_losses(last)
+    return None if losses is None else f"{losses[-1]:.4g} (of their own models of round {last})"

@@ -1,0 +1,34 @@
+"""What the run behind an update was made with, as the statement says that came with it."""
+
+from pathlib import Path
+from typing import Any
+
+from atoll.errors import UserError, printable
+from atoll.proof.statement import materials_of, read_statement
+
+NAMED = ("image", "lock", "source", "sbom")  # of an image, as of_run.py names them
+SHOWN = 200  # characters of what others say
+
+
+def made_with(update: Path) -> dict[str, str]:
+    """Image, its lock, sources and SBOM, the commit and libraries; empty where nothing was said."""
+    try:
+        entries = {entry["name"]: entry for entry in materials_of(read_statement(update))}
+    except UserError:
+        return {}
+    image, code = entries.get("image", {}), entries.get("code", {})
+    facts = {name: _of(image, "annotations", name) for name in NAMED}
+    facts["commit"] = _of(code, "digest", "gitCommit")
+    facts["libraries"] = _of(entries.get("libraries", {}), "annotations", "versions")
+    return {name: value for name, value in facts.items() if value}
+
+
+def in_words(facts: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def _of(entry: dict[str, Any], part: str, name: str) -> str:
+    """One fact, on one line and not long; empty where it is no text."""
+    values = entry.get(part)
+    value = values.get(name) if isinstance(values, dict) else None
+    return printable(value, SHOWN) if isinstance(value, str) else ""
