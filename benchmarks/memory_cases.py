@@ -147,6 +147,9 @@ WHOLE: dict[str, list[str]] = {
     "scores of a task, evaluation alone, full_shard": [
         *[*HEAVY, "sharding=full_shard", SCORED, NO_STEPS],
     ],
+    # forecasts: the harness's share was fitted on the two above
+    "other shape, scores of a task, ddp": [*OTHER, "sharding=ddp", SCORED],
+    "other shape, evaluation alone": [*OTHER, *ONE, NO_STEPS],
 }
 SMALL = [
     *["model=llama_tiny", "data.sequence_tokens=256", "training.microbatch_samples=4"],

@@ -29,6 +29,7 @@ RUNTIME_GIB = {"cpu": 0.35}
 BF16_RUNTIME_GIB = 0.035  # oneDNN's products in bf16, which are compiled where they run
 # peft and bitsandbytes beside them, and what bitsandbytes' step on a processor holds of the largest
 # tensor: both moments, the gradient, and the denominator while it is made, all in fp32.
+HARNESS_RUNTIME_GIB = 0.16  # of lm-evaluation-harness, from the first evaluation on
 ADAPTER_RUNTIME_GIB, BITSANDBYTES_RUNTIME_GIB = 0.054, 0.045
 STEP_COPIES_8BIT = 5
 DDP_BROADCAST_BYTES = 250 * 2**20  # what torch's DDP makes one tensor of, as it begins
@@ -291,6 +292,7 @@ def _runtime(run: Run) -> float:
     eight_bit = run.optimizer.name == "adamw_8bit"
     more = ADAPTER_RUNTIME_GIB if run.model.lora else eight_bit * BITSANDBYTES_RUNTIME_GIB
     more += (compute_bytes(run) == BF16) * BF16_RUNTIME_GIB
+    more += bool(run.evaluation.tasks) * HARNESS_RUNTIME_GIB
     more += (run.sharding.engine == "deepspeed") * DEEPSPEED_RUNTIME_GIB
     return (RUNTIME_GIB[run.facility.node.device] + more) * 2**30
 
