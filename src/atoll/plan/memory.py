@@ -26,10 +26,10 @@ MOMENT_BYTES = {"adamw": 8.0, "muon": 8.0, "adamw_8bit": 2.03}
 # What a process has before it has a model: measured for torch and transformers on a processor;
 # a device's context and its libraries' workspaces are not the allocator's, and not counted.
 RUNTIME_GIB = {"cpu": 0.35}
+HARNESS_RUNTIME_GIB = 0.16  # of lm-evaluation-harness, from the first evaluation on
 BF16_RUNTIME_GIB = 0.035  # oneDNN's products in bf16, which are compiled where they run
 # peft and bitsandbytes beside them, and what bitsandbytes' step on a processor holds of the largest
 # tensor: both moments, the gradient, and the denominator while it is made, all in fp32.
-HARNESS_RUNTIME_GIB = 0.16  # of lm-evaluation-harness, from the first evaluation on
 ADAPTER_RUNTIME_GIB, BITSANDBYTES_RUNTIME_GIB = 0.054, 0.045
 STEP_COPIES_8BIT = 5
 DDP_BROADCAST_BYTES = 250 * 2**20  # what torch's DDP makes one tensor of, as it begins
