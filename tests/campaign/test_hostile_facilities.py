@@ -533,6 +533,14 @@ def test_an_encoding_that_loses_with_a_step_is_refused(tmp_path: Path, codec: st
     store_of(tmp_path, codec=codec)
 
 
+@pytest.mark.parametrize("update", ["momentum", "nesterov"])
+def test_two_bits_go_with_no_momentum(tmp_path: Path, update: str) -> None:
+    with pytest.raises(UserError, match=rf"codec=int2 with rule\.update={update} learns no more"):
+        store_of(tmp_path, codec="int2", rule={"update": update})
+    store_of(tmp_path, codec="int2")
+    store_of(tmp_path, codec="int4", rule={"update": update})
+
+
 def test_site_is_typed() -> None:
     assert Site(name="a", host="me@login01.example.org", folder="x y").host
 

@@ -73,6 +73,18 @@ def test_an_answer_is_written_once_and_has_no_say_over_the_journal(tmp_path: Pat
     assert store.state(1, north).text == "running" and len(store.unsettled(1)) == 2
 
 
+def test_jobs_that_change_in_every_answer_do_not_fill_the_journal(tmp_path: Path) -> None:
+    store = store_of(tmp_path)
+    north = store.campaign.sites[0]
+    for seconds in range(100):
+        answer = {"state": "running", "jobs": [{"job": "7", "elapsed_seconds": seconds}] * 100}
+        store.record_answer(1, north, answer)
+    store.record_answer(1, north, answer | {"state": "ready"})
+    running, ready = store.journal(1).records()
+    assert "jobs" not in running and len(ready["jobs"]) == 100
+    assert store.state(1, north).answer["jobs"][0]["elapsed_seconds"] == 99
+
+
 def test_who_was_left_out_is_asked_again_when_the_round_is_reopened(tmp_path: Path) -> None:
     store = store_of(tmp_path, deadline_minutes=1.0)
     north, south = store.campaign.sites

@@ -201,8 +201,13 @@ class CampaignStore:
         return [answer["losses"] for answer in answers if answer.get("losses")]
 
     def record_answer(self, number: int, site: Site, answer: dict[str, Any]) -> None:
-        """Keep what a facility said, where it is not what it said before."""
+        """Keep what a facility said, where it is not what it said before.
+
+        Of its jobs at the end alone: while they run, each answer has others.
+        """
         facts = _facts(answer)
+        if facts.get("state") != "ready":
+            facts.pop("jobs", None)
         if facts != self.state(number, site).answer:
             self.journal(number).append("answered", **facts, facility=site.name)
 
