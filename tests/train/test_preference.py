@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from chat_templates import SPECIAL, TALK, TEMPLATES, turn
 from rank_pool import RankPool
 from test_chat_run import SIZES, talk
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from atoll import run_dir
@@ -24,7 +25,10 @@ from atoll.data.tokenize import prepare
 from atoll.errors import UserError
 from atoll.models.loss import chunked_log_probabilities
 from atoll.settings import Run
+from atoll.sharding.process_group import World
 from atoll.train import generate
+from atoll.train.assemble import assemble
+from atoll.train.reference import set_reference
 
 PAIRS = 40
 BETA = 0.5
@@ -166,6 +170,20 @@ def test_every_sharding_has_the_same_losses(
     count = 1 if sharding == "single" else 2
     run = pair_run(folder, count, name=sharding, sharding=small_run.sharding(sharding))
     assert small_run.losses(trained(ranks, run)) == pytest.approx(small_run.losses(whole), abs=1e-5)
+
+
+def whole_parameters(world: World, run: Run) -> list[str]:
+    """Those that are no rank's own part, behind the passes that make the reference."""
+    train_state = assemble(run, run_dir.folder(run), world)
+    set_reference(train_state)
+    named = train_state.model.named_parameters()
+    return [name for name, parameter in named if not isinstance(parameter, DTensor)]
+
+
+def test_the_reference_leaves_each_rank_its_own_part(ranks: RankPool, folder: Path) -> None:
+    run = pair_run(folder, 2, name="sharded", sharding=small_run.sharding("full_shard"))
+    small_run.ready(run)
+    assert ranks.run(whole_parameters, run, world=2) == [[], []]
 
 
 def test_simpo_needs_no_reference(ranks: RankPool, folder: Path) -> None:

@@ -124,6 +124,30 @@ def test_the_average_of_the_weights_is_exported_beside_them(
         assert file.read_bytes() == (run_dir.averaged_export(stopped) / file.name).read_bytes()
 
 
+@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op"])
+def test_what_an_evaluation_gathered_is_in_no_export(
+    ranks: RankPool, folder: Path, sharding: str
+) -> None:
+    """FSDP keeps weights gathered behind a pass without a backward one: in bf16, not averaged."""
+    spread = {"sharding": small_run.sharding(sharding), "export__dtype": "float32"}
+    alone: dict[str, Any] = spread | {"sharding": small_run.sharding("single")}
+    narrow = spread | {"precision__compute": "bf16"}
+    untrained: dict[str, Any] = {"training__steps": 0, "export__untrained": True}
+    for name, changes in (("first", untrained), ("mean", {"optimizer__ema_decay": 0.7})):
+        one = trained(ranks, small_run.settings(folder, 1, name=f"{name}-1", **alone, **changes))
+        if name == "mean":
+            two = small_run.settings(folder, 2, name=f"{name}-2", **spread, **changes)
+            folders = [run_dir.averaged_export(run) for run in (one, trained(ranks, two))]
+        else:
+            two = small_run.settings(folder, 2, name=f"{name}-2", **narrow, **changes)
+            folders = [run_dir.export(run) for run in (one, trained(ranks, two))]
+        expected, found = (
+            AutoModelForCausalLM.from_pretrained(export).state_dict() for export in folders
+        )
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=1e-5, msg=key)
+
+
 def test_export_is_a_hugging_face_folder(ranks: RankPool, folder: Path) -> None:
     run = small_run.settings(folder, 2, model__config=tiny.CONFIGS["gpt2"] | {"vocab_size": 300})
     run_folder = trained(ranks, run)

@@ -32,3 +32,14 @@ def set_gradient_sync(model: nn.Module, plan: StepPlan, last: bool) -> None:
         model.set_is_last_backward(last)
         if plan.keep_gathered:
             model.set_reshard_after_backward(last)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Leave each rank its own part alone, behind passes without a backward one.
+
+    Until then FSDP keeps some weights whole, in the arithmetic's numbers, in the place of its own:
+    whoever saved or exported them would round them, and an average set in their place not be seen.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

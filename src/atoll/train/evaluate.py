@@ -14,6 +14,7 @@ from atoll.data.samples import SourceSamples
 from atoll.monitor.observers import Observers
 from atoll.sharding.engines import FORWARDS
 from atoll.sharding.process_group import World, gathered_by_first, summed
+from atoll.sharding.step_plan import free_gathered
 from atoll.train.assemble import TrainState
 from atoll.train.run_scores import run_scores
 from atoll.train.tasks import TASKS, BatchResult
@@ -79,6 +80,7 @@ def _batch_results(train_state: TrainState) -> list[list[BatchResult]]:
     results = [
         _results_of(train_state, ids[drawn_ids(len(ids), each)]) for ids in samples.ids_of_sources
     ]
+    free_gathered(train_state.wrapped)
     train_state.model.train()
     return results
 

@@ -13,6 +13,7 @@ from atoll import run_dir
 from atoll.data.samples import Samples
 from atoll.sharding.engines import FORWARDS
 from atoll.sharding.process_group import run_on_all_ranks, run_on_first_rank, say, summed
+from atoll.sharding.step_plan import free_gathered
 from atoll.train.assemble import TrainState
 from atoll.train.evaluate import shares
 
@@ -54,5 +55,6 @@ def _log_probabilities(train_state: TrainState, samples: Samples) -> npt.NDArray
         logp_B2 = forward(train_state.wrapped, batch, train_state.plan)
         if len(counted):
             every[torch.from_numpy(counted)] = logp_B2.float()
+    free_gathered(train_state.wrapped)
     train_state.model.train()
     return summed(world, every).cpu().numpy()
