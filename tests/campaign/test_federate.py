@@ -175,7 +175,7 @@ def test_the_model_is_verified_down_to_the_runs_of_its_facilities(
     for number in (1, 2):
         assert f"round {number}: aggregated again, bit for bit (2)" in output
         assert output.count(f"round {number}: the update of ") == 2
-    assert output.count("(signed, as allowed)") == 4 == output.count(" says: image ")
+    assert output.count("(signed, as allowed)") == 4 == output.count(" says of its run: image ")
     came = {path.read_text() for path in export.parents[2].glob("round-*/*/update/provenance.json")}
     runs = list(whole.glob("sites/*/runs/c-round-*"))
     assert came == {(run / "export" / "provenance.json").read_text() for run in runs}

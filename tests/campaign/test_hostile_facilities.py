@@ -20,7 +20,12 @@ from atoll.campaign.asked import check_update
 from atoll.campaign.asking import collect_here
 from atoll.campaign.journal import Journal, round_name
 from atoll.campaign.round import go_on
-from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
+from atoll.campaign.store import (
+    CampaignStore,
+    checked_campaign,
+    keep_settings,
+    refuse_what_loses,
+)
 from atoll.commands import Finished
 from atoll.config.compose import compose
 from atoll.errors import UserError
@@ -533,12 +538,15 @@ def test_an_encoding_that_loses_with_a_step_is_refused(tmp_path: Path, codec: st
     store_of(tmp_path, codec=codec)
 
 
-@pytest.mark.parametrize("update", ["momentum", "nesterov"])
-def test_two_bits_go_with_no_momentum(tmp_path: Path, update: str) -> None:
-    with pytest.raises(UserError, match=rf"codec=int2 with rule\.update={update} learns no more"):
-        store_of(tmp_path, codec="int2", rule={"update": update})
-    store_of(tmp_path, codec="int2")
-    store_of(tmp_path, codec="int4", rule={"update": update})
+def test_two_bits_go_with_no_momentum_in_a_new_campaign(tmp_path: Path) -> None:
+    nesterov = {"update": "nesterov"}
+    store = store_of(tmp_path, codec="int2", rule=nesterov)
+    with pytest.raises(UserError, match=r"codec=int2 with rule\.update=nesterov learns no more"):
+        refuse_what_loses(store)
+    keep_settings(store)
+    refuse_what_loses(store)
+    refuse_what_loses(store_of(tmp_path / "other", codec="int2"))
+    refuse_what_loses(store_of(tmp_path / "third", codec="int4", rule=nesterov))
 
 
 def test_site_is_typed() -> None:

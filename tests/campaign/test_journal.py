@@ -79,10 +79,13 @@ def test_jobs_that_change_in_every_answer_do_not_fill_the_journal(tmp_path: Path
     for seconds in range(100):
         answer = {"state": "running", "jobs": [{"job": "7", "elapsed_seconds": seconds}] * 100}
         store.record_answer(1, north, answer)
-    store.record_answer(1, north, answer | {"state": "ready"})
-    running, ready = store.journal(1).records()
-    assert "jobs" not in running and len(ready["jobs"]) == 100
-    assert store.state(1, north).answer["jobs"][0]["elapsed_seconds"] == 99
+        store.record_answer(1, north, {"state": "unreachable", "why": "no route"})
+        store.record_answer(1, north, answer | {"state": "ready"})
+    assert not any("jobs" in record for record in store.journal(1).records())
+    assert store.jobs(1, north) == []
+    store.keep_jobs(1, north, answer["jobs"])
+    assert store.jobs(1, north)[0]["elapsed_seconds"] == 99
+    assert store.jobs(1, store.campaign.sites[1]) == []
 
 
 def test_who_was_left_out_is_asked_again_when_the_round_is_reopened(tmp_path: Path) -> None:

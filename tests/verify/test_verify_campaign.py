@@ -22,13 +22,17 @@ from atoll.errors import UserError
 from atoll.federation import make_delta
 from atoll.federation.update_files import refuse_wrong_files
 from atoll.proof import statement
-from atoll.proof.made_with import made_with
+from atoll.proof.made_with import in_words, made_with
 from atoll.settings import exchange
 from atoll.verify import of_campaign
 
 pytestmark = pytest.mark.login_node
 
 SITES = ("north", "south")
+ENDLESS = b"""{"_type": "https://in-toto.io/Statement/v1", "subject": [{"name": "x",
+    "digest": {"sha256": "a"}, "annotations": {"bytes": 1e999}}], "predicateType":
+    "https://slsa.dev/provenance/v1", "predicate": {"buildDefinition": {"resolvedDependencies": []},
+    "runDetails": {"byproducts": []}}}"""
 SAID = {"image": "atoll.sif", "lock": "ab12", "sbom": "cd34"}
 A_JOB = exchange.JobRecord(
     job="7",
@@ -99,7 +103,7 @@ def made_campaign(folder: Path, **changes: Any) -> CampaignStore:
             into.parent.mkdir(parents=True)
             made.rename(into)
         store.journal(number).append("began")
-        store.record_answer(number, store.site("north"), {"state": "ready", "jobs": [A_JOB]})
+        store.keep_jobs(number, store.site("north"), [A_JOB])
         assert averaging.average(store, number)
     prove_campaign(store, 2)
     return store
@@ -184,11 +188,10 @@ def test_what_facilities_say_of_their_runs_is_in_the_proof(
 ) -> None:
     assert verify(store, "--quick") == 0
     output = capsys.readouterr().out
-    said = "image atoll.sif, lock ab12, sbom cd34, commit 0123abc, libraries torch 2.13.0"
+    said = "image 'atoll.sif', lock 'ab12', sbom 'cd34', commit '0123abc', libraries 'torch 2.13.0'"
     for number in (1, 2):
-        assert f"as stated    round {number}: north says: {said}" in output
-        gap = f"round {number}: what the run of south was made with"
-        assert f"not at hand  {gap}" in output
+        assert f"not at hand  round {number}: north says of its run: {said}" in output
+        assert f"not at hand  round {number}: south says of its run: nothing" in output
     card = (store.model(2) / "export" / statement.CARD).read_text()
     assert f"| north | {said} |" in card and "| south | not known |" in card
     assert f"| Parameters | {300 * 7 + 65 * 64 + 65 + 1:,} |" in card
@@ -198,7 +201,7 @@ def test_what_facilities_say_of_their_runs_is_in_the_proof(
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"[" * 100_000, b"{}", b'{"_type": 1}',
+        b"", b"[" * 100_000, b"{}", b'{"_type": 1}', ENDLESS,
         b'{"materials": "' + b"x" * (1 << 20) + b'"}',
     ],
     ids=len,
@@ -244,6 +247,32 @@ def test_a_statement_is_short(store: CampaignStore, tmp_path: Path) -> None:
     (north / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="a provenance of 1,048,577 bytes"):
         exchange.read_manifest(north)
+
+
+def test_one_value_cannot_pose_as_several() -> None:
+    assert in_words({"image": "a', commit 'b", "lock": "c"}) == "image 'a, commit b', lock 'c'"
+
+
+def test_nothing_is_read_that_a_manifest_does_not_name(store: CampaignStore) -> None:
+    north, south = (store.update(1, store.site(name)) for name in SITES)
+    shutil.copy(north / statement.NAME, south)
+    assert made_with(north) and made_with(south) == {}
+
+
+def test_an_update_that_was_left_out_is_no_part_of_the_proof(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be anything: it was never whole, or changed on its way."""
+    path = store.model(1) / "manifest.json"
+    content = json.loads(path.read_text())
+    content["weights"] = {"south": 1.0}
+    run_dir.write_whole(path, json.dumps(content | {"unreadable": {"north": "is missing"}}))
+    (store.update(1, store.site("north")) / statement.NAME).unlink()
+    prove_campaign(store, 2)
+    card = (store.model(2) / "export" / statement.CARD).read_text()
+    assert "| Tokens, as facilities count | 3,000 |" in card, "of three updates"
+    assert verify(store, "--quick") == 0
+    assert "not at hand  round 1: north was left out" in capsys.readouterr().out
 
 
 def an_update(store: CampaignStore) -> Path:

@@ -133,10 +133,14 @@ def test_no_path_of_the_machine_is_in_a_card(tmp_path: Path) -> None:
     assert "| Begun from | a local folder |" in text and "- Training: Tokens" in text
 
 
+LINK = ("Link", "![x](http://elsewhere) *\\|\x1b")
+
+
 def test_the_card_shows_text_of_others_as_text() -> None:
     text = card.card(
-        "a|b", {"Model": [("Name", "<script>\n`x` | y"), ("Other", None)]}, {"k": "v: w"}
+        "a|b", {"Model": [("Name", "<script>\n`x` | y"), ("Other", None), LINK]}, {"k": "v: w"}
     )
+    assert r"| Link | !\[x\](http://elsewhere) \*\\\|\\x1b |" in text
     assert "| Name | &lt;script> 'x' \\| y |" in text and "- Model: Other" in text
     assert text.splitlines()[1] == 'k: "v: w"'
 

@@ -18,7 +18,7 @@ from atoll.campaign.last_loss import measure_last
 from atoll.campaign.progress import shown
 from atoll.campaign.prove import prove_campaign
 from atoll.campaign.steps_by_queue import choose_steps
-from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
+from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings, refuse_what_loses
 from atoll.commands import CommandParser
 from atoll.config.compose import campaign_values
 from atoll.proof.statement import NAME
@@ -36,6 +36,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.read(argv)
     campaign = checked_campaign(campaign_values(arguments.overrides))
     store = CampaignStore(campaign, Path(campaign.folder).absolute() / campaign.name)
+    refuse_what_loses(store)
     if arguments.dry_run:
         print(dry_run(store), end="")
     elif arguments.status:

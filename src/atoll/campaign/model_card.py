@@ -19,7 +19,7 @@ Job = dict[str, Any]  # of settings/exchange.py's JobRecord, with facility and r
 def campaign_card(store: CampaignStore, last: int, jobs: list[Job]) -> str:
     """What the campaign knows, and what facilities say of the runs behind their updates."""
     campaign, sites = store.campaign, store.campaign.sites
-    updates = [folder for n in range(1, last + 1) for folder in store.updates(n)]
+    updates = [folder for n in range(1, last + 1) for folder in _in_the_model(store, n)]
     manifests = [read_manifest(folder) for folder in updates]
     tokens, parameters = sum(m.tokens for m in manifests), _parameters(store.export(last))
     parts: dict[str, Rows] = {
@@ -43,9 +43,15 @@ def campaign_card(store: CampaignStore, last: int, jobs: list[Job]) -> str:
             ("Node-hours, as schedulers count", _node_hours(jobs)),
             ("Energy, kWh", _kilowatt_hours(jobs)),
         ],
-        "Made with, as facilities say": _made_with(campaign, updates),
+        "Made with, as facilities say": _made_with(updates),
     }
     return card(campaign.name, parts, {"library_name": "transformers", "tags": ["atoll"]})
+
+
+def _in_the_model(store: CampaignStore, number: int) -> list[Path]:
+    """The updates of a round that weigh anything in its model."""
+    weights = store.model_manifest(number)["weights"]
+    return [folder for folder in store.updates(number) if folder.parent.name in weights]
 
 
 def _model(store: CampaignStore, last: int, parameters: int) -> Rows:
@@ -69,13 +75,12 @@ def _parameters(export: Path) -> int:
     return count
 
 
-def _made_with(campaign: Campaign, updates: Sequence[Path]) -> Rows:
+def _made_with(updates: Sequence[Path]) -> Rows:
     """Of each facility the images, commits and libraries of all its runs, each once."""
-    for site in campaign.sites:
-        said = [
-            in_words(made_with(folder)) for folder in updates if folder.parent.name == site.name
-        ]
-        yield site.name, "; ".join(dict.fromkeys(filter(None, said)))
+    for facility in sorted({folder.parent.name for folder in updates}):
+        own = [folder for folder in updates if folder.parent.name == facility]
+        said = dict.fromkeys(in_words(made_with(folder)) for folder in own)
+        yield facility, "; ".join(filter(None, said))
 
 
 def _node_hours(jobs: list[Job]) -> str | None:

@@ -58,7 +58,7 @@ def _jobs(store: CampaignStore, last: int) -> list[Job]:
         {"facility": site.name, "round": number, **job}
         for number in range(1, last + 1)
         for site in store.campaign.sites
-        for job in store.state(number, site).answer.get("jobs") or []
+        for job in store.jobs(number, site)
     ]
 
 

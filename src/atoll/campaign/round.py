@@ -150,7 +150,7 @@ def use_answer(
     store.record_answer(number, site, answer)
     state, why = answer["state"], answer.get("why", "")
     if state == "ready":
-        _take(store, number, site, stopped)
+        _take(store, number, site, answer.get("jobs", []), stopped)
     elif state == "refused":
         store.count_failure(number, site, why)
     elif state == "failed" and store.asked_round(number, site) < number:
@@ -159,7 +159,9 @@ def use_answer(
         store.leave_out(number, site, why)
 
 
-def _take(store: CampaignStore, number: int, site: Site, stopped: Over) -> None:
+def _take(
+    store: CampaignStore, number: int, site: Site, jobs: list[dict[str, Any]], stopped: Over
+) -> None:
     """Fetch an update and check it; what is wrong in it is fetched again, then left out.
 
     Its manifest comes first: nothing is fetched that it does not name, or that is larger than a
@@ -193,6 +195,7 @@ def _take(store: CampaignStore, number: int, site: Site, stopped: Over) -> None:
             raise
         size = sum(path.stat().st_size for path in _files(partial))
         shutil.rmtree(partial / PARTS, ignore_errors=True)  # of an update that came before it
+        store.keep_jobs(number, site, jobs)
         store.remember_nonce(number, site, manifest.nonce)
         partial.rename(update)
         run_dir.sync_folder(update.parent)

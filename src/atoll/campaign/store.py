@@ -203,13 +203,19 @@ class CampaignStore:
     def record_answer(self, number: int, site: Site, answer: dict[str, Any]) -> None:
         """Keep what a facility said, where it is not what it said before.
 
-        Of its jobs at the end alone: while they run, each answer has others.
+        But its jobs, which are others in each answer: those come with its update.
         """
-        facts = _facts(answer)
-        if facts.get("state") != "ready":
-            facts.pop("jobs", None)
+        facts = {name: value for name, value in _facts(answer).items() if name != "jobs"}
         if facts != self.state(number, site).answer:
             self.journal(number).append("answered", **facts, facility=site.name)
+
+    def keep_jobs(self, number: int, site: Site, jobs: list[dict[str, Any]]) -> None:
+        """What a facility told of the jobs behind an update that is about to be taken."""
+        self.journal(number).append("jobs", facility=site.name, jobs=jobs)
+
+    def jobs(self, number: int, site: Site) -> list[dict[str, Any]]:
+        told = self.journal(number).records("jobs")
+        return next((r["jobs"] for r in reversed(told) if r["facility"] == site.name), [])
 
     def count_failure(self, number: int, site: Site, why: str) -> None:
         """A facility that says no, or sends what is wrong, is asked a few times, then left out."""
@@ -258,6 +264,18 @@ def load_store(folder: Path) -> CampaignStore:
     except OSError:
         raise UserError(f"no campaign in {folder}", "give the folder of one") from None
     return CampaignStore(checked_campaign(values), folder.absolute())
+
+
+def refuse_what_loses(store: CampaignStore) -> None:
+    """Of a campaign that has not begun; one that has goes on as it was begun."""
+    campaign = store.campaign
+    begun = settings_file(store.folder).is_file()
+    if not begun and (campaign.codec, campaign.rule.update) == ("int2", "nesterov"):
+        raise UserError(
+            "codec=int2 with rule.update=nesterov learns no more than with replace, and less in "
+            "short and in long rounds (docs/atlas.md)",
+            "codec=int4, or rule.update=replace",
+        )
 
 
 def keep_settings(store: CampaignStore) -> CampaignStore:

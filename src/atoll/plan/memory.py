@@ -151,6 +151,9 @@ def _of_evaluation(run: Run, shape: Shape, stage: int) -> Memory:
     # whose buckets are there before the first gradient; on processors, untouched
     buckets = ("ddp" in run.sharding.layouts) * w.learning * FP32 * (trained.runtime == 0)
     peak = trained.runtime + on_device + buckets + trained.gathered + forward
+    if "ddp" in run.sharding.layouts:
+        first = w.own_bytes + min(w.own_bytes, DDP_BROADCAST_BYTES)
+        peak = max(peak, trained.runtime + first)
     export = run.export.untrained * (trained.export - (trained.optimizer - copies))
     scoring = _scoring(run, shape, w, state)
     return replace(

@@ -3,6 +3,7 @@
 from atoll.plan.shapes import Shape, family_of
 from atoll.settings import Run
 
+FUSED = ("gpt2", "gpt_neox", "phi3")  # queries, keys and values are one matrix
 ITERATIONS = 5  # of Newton and Schulz, as train.muon takes them
 
 
@@ -13,21 +14,31 @@ def orthogonal_flops(run: Run, shape: Shape) -> float:
     """
     if run.optimizer.name != "muon" or run.model.lora is not None:
         return 0.0
-    hidden, wide = shape.hidden, shape.expert_width
-    block = 2 * (_iterations(hidden, shape.query_width) + _iterations(hidden, shape.kv_width))
-    if shape.experts:  # whose first and third matrix are one
-        own = shape.experts / _expert_parts(run, shape)
-        block += own * (_iterations(hidden, 2 * wide) + _iterations(hidden, wide))
+    hidden, wide, gated = shape.hidden, shape.expert_width, family_of(shape.family).gated
+    if shape.family in FUSED:
+        block = _iterations(hidden, shape.query_width + 2 * shape.kv_width)
+        block += _iterations(hidden, shape.query_width)
     else:
-        block += (3 if family_of(shape.family).gated else 2) * _iterations(hidden, wide)
+        block = 2 * (_iterations(hidden, shape.query_width) + _iterations(hidden, shape.kv_width))
+    if shape.experts:  # whose first and third matrix are one
+        block += _own_experts(run, shape) * _gated_in_one(hidden, wide)
+    elif shape.family in FUSED and gated:
+        block += _gated_in_one(hidden, wide)
+    else:
+        block += (3 if gated else 2) * _iterations(hidden, wide)
     return -(-shape.layers // run.axes.pipeline) * block
 
 
-def _expert_parts(run: Run, shape: Shape) -> int:
-    """Among how many ranks whole experts are divided."""
-    if "fsdp" not in run.sharding.layouts or not shape.experts:
-        return 1
-    return min(shape.experts, run.axes.shard * run.axes.context)
+def _gated_in_one(hidden: int, wide: int) -> float:
+    return _iterations(hidden, 2 * wide) + _iterations(hidden, wide)
+
+
+def _own_experts(run: Run, shape: Shape) -> int:
+    """Whole experts of the fullest rank; beside an expert axis FSDP divides each of them."""
+    parts = run.axes.expert
+    if parts == 1 and "fsdp" in run.sharding.layouts:
+        parts = run.axes.shard * run.axes.context
+    return -(-shape.experts // parts)
 
 
 def _iterations(height: int, width: int) -> float:

@@ -123,9 +123,10 @@ def predict(
 
 
 def _memory_gib(run: Run, shape: Shape, calibration: Calibration | None) -> float:
-    """Of its steps; on processors of all that it does, since a process keeps its highest."""
+    """Of its steps and scores; on processors of all it does, since a process keeps its highest."""
     memory = memory_of(run, shape)
-    needed = memory.whole_gib if run.facility.node.device == "cpu" else memory.peak_gib
+    on_device = max(memory.peak, memory.runtime + memory.scoring) / 2**30
+    needed = memory.whole_gib if run.facility.node.device == "cpu" else on_device
     factor = memory_factor(calibration, strategy_family(run), needed)
     return needed * (1.0 if factor is None else factor.value)
 

@@ -60,9 +60,17 @@ def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
         * tokens
         * attention
         / _rate(run, measured, "attention_tflops", run.data.sequence_tokens),
-        orthogonal_flops(run, shape) / _rate(run, measured, "product_tflops_bf16", shape.hidden),
     )
     return sum(times) / 1e12 * _factor(measured, "compute")
+
+
+def orthogonal_seconds(run: Run, shape: Shape, measured: Measured) -> float:
+    """Of Muon's products, which are in bf16 whatever the rest is."""
+    flops = orthogonal_flops(run, shape)
+    if not flops:
+        return 0.0
+    rate = _rate(run, measured, "product_tflops_bf16", shape.hidden)
+    return flops / rate / 1e12 * _factor(measured, "compute")
 
 
 def memory_seconds(run: Run, shape: Shape, measured: Measured) -> float:

@@ -137,11 +137,12 @@ def step_seconds(
     memory_needed: `memory_of` the same run, where it is known already.
     """
     if rates.on_processors is None:
-        flops = _flops(run, shape) + orthogonal_flops(run, shape)
-        compute = _over(flops, rates.device_tflops, 1e12)
+        beside = _over(orthogonal_flops(run, shape), rates.device_tflops, 1e12)
+        compute = _over(_flops(run, shape), rates.device_tflops, 1e12)
         moved = _moved_bytes(run, shape, memory_needed or memory_of(run, shape))
         memory = _over(moved, rates.memory_gb_s, 1e9)
     else:
+        beside = processors.orthogonal_seconds(run, shape, rates.on_processors)
         compute = processors.compute_seconds(run, shape, rates.on_processors)
         memory = processors.memory_seconds(run, shape, rates.on_processors)
     groups = _groups(run)
@@ -160,6 +161,8 @@ def step_seconds(
     links = {
         kind: "inside nodes" if _inside(run, *groups[kind]) else "between nodes" for kind in sent
     }
+    # behind all microbatches: nobody waits for it, and nothing is sent meanwhile
+    compute = None if compute is None or beside is None else compute + beside
     return StepSeconds(compute, memory, sent, hidden, bubble, links)
 
 

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from atoll.errors import printable
 from atoll.proof.accounting import ASKED
 from atoll.proof.statement import NAME, instant
 from atoll.settings import Run
@@ -24,6 +25,10 @@ FOR_PEOPLE = (
     "Rights to the data, personal data in it, and what was filtered",
     "Biases and risks, and tests for them",
 )
+LONGEST_CELL = 4000  # characters
+# what has a meaning in a cell, and how it is shown; first what the others are shown with
+MARKS = {"&": "&amp;", "\\": "\\\\", "<": "&lt;", "|": "\\|", "`": "'"}
+MARKS |= {mark: f"\\{mark}" for mark in "[]*"}
 METRICS = ("loss", "perplexity", "accuracy", "f1", "auc")
 
 
@@ -165,8 +170,8 @@ def _count(number: Any) -> str | None:
 
 
 def _cell(value: Any) -> str:
-    """Plain text in one cell: nothing in it is Markdown or HTML."""
-    text = " ".join(str(value).split())
-    for mark, shown in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("`", "'")):
+    """Plain text in one cell, not too long: nothing in it is Markdown or HTML."""
+    text = printable(" ".join(str(value).split()), LONGEST_CELL)
+    for mark, shown in MARKS.items():
         text = text.replace(mark, shown)
     return text

@@ -5,14 +5,20 @@ from typing import Any
 
 from atoll.errors import UserError, printable
 from atoll.proof.statement import materials_of, read_statement
+from atoll.settings.exchange import read_manifest
 
 NAMED = ("image", "lock", "source", "sbom")  # of an image, as of_run.py names them
 SHOWN = 200  # characters of what others say
 
 
 def made_with(update: Path) -> dict[str, str]:
-    """Image, its lock, sources and SBOM, the commit and libraries; empty where nothing was said."""
+    """Image, its lock, sources and SBOM, the commit and libraries; empty where nothing was said.
+
+    Or where the update's manifest, which is signed, does not name the statement.
+    """
     try:
+        if read_manifest(update).provenance is None:
+            return {}
         entries = {entry["name"]: entry for entry in materials_of(read_statement(update))}
     except UserError:
         return {}
@@ -24,7 +30,8 @@ def made_with(update: Path) -> dict[str, str]:
 
 
 def in_words(facts: dict[str, str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in facts.items())
+    """Each value in quotes: one cannot pose as several."""
+    return ", ".join(f"{name} '{value.replace(chr(39), '')}'" for name, value in facts.items())
 
 
 def _of(entry: dict[str, Any], part: str, name: str) -> str:

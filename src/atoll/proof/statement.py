@@ -24,6 +24,8 @@ SIGNATURE = f"{NAME}.sig"
 OWN = {CARD, CRATE, NAME, SIGNATURE}
 KINDS = ("run", "campaign")
 MAX_BYTES = 1 << 26  # a longer statement is not read
+# what JSON of others may end in: a size of 1e999 is an OverflowError
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, ArithmeticError)
 
 Resource = dict[str, Any]  # in-toto's ResourceDescriptor: name, digest, annotations
 
@@ -128,7 +130,7 @@ def read_statement(export: Path) -> dict[str, Any]:
             raise ValueError("a file without a digest")
         if kind_of(content) not in KINDS:
             raise ValueError(f"of {kind_of(content)}")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except UNREADABLE as error:
         why = printable(f"{type(error).__name__}: {error}", 200)
         raise UserError(f"{path} is no statement of Atoll ({why})", "do not use it") from None
     return content

@@ -177,12 +177,6 @@ class Campaign(Settings):
 
     @model_validator(mode="after")
     def _encoding_suits_the_step(self) -> "Campaign":
-        if self.codec == "int2" and self.rule.update in ("momentum", "nesterov"):
-            raise ValueError(
-                f"codec=int2 with rule.update={self.rule.update} learns no more than with replace, "
-                "and less in short and in long rounds (docs/atlas.md); choose codec=int4, or "
-                "rule.update=replace"
-            )
         if self.codec not in SPARSE_CODECS:
             return self
         if self.rule.update != "replace":

@@ -63,19 +63,21 @@ def _updates(store: CampaignStore, number: int, signers: Path | None) -> Iterato
     """The files of a round's updates, as their manifests have them."""
     if not store.updates(number) and store.model_manifest(number)["weights"]:
         yield Line("not at hand", f"round {number}: its updates")
+    manifest = store.model_manifest(number)
+    left_out = {**manifest["rejected"], **manifest.get("unreadable", {})}
     for update in store.updates(number):
         facility = update.parent.name
+        if facility in left_out:  # nothing of it is in the model
+            yield Line("not at hand", f"round {number}: {facility} was left out")
+            continue
         if signers is not None:
             refuse_unsigned(manifest_file(update), signers, facility)
-        manifest = read_manifest(update)
-        for name, facts in manifest.all_files.items():
+        for name, facts in read_manifest(update).all_files.items():
             refuse_changed(update / name, facts.bytes, facts.sha256)
         how = "nobody's key is known" if signers is None else "signed, as allowed"
         yield Line("as stated", f"round {number}: the update of {facility} ({how})")
-        if said := made_with(update):
-            yield Line("as stated", f"round {number}: {facility} says: {in_words(said)}")
-        else:
-            yield Line("not at hand", f"round {number}: what the run of {facility} was made with")
+        said = in_words(made_with(update)) or "nothing"
+        yield Line("not at hand", f"round {number}: {facility} says of its run: {said}")
 
 
 def _model(store: CampaignStore, number: int) -> Line:
