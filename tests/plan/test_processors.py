@@ -8,7 +8,8 @@ import small_run
 
 from atoll.plan import processors
 from atoll.plan.optimizer_work import orthogonal_flops
-from atoll.plan.seconds import STATED, rates_of, step_seconds
+from atoll.plan.prediction import predict
+from atoll.plan.seconds import STATED, explained, rates_of, step_seconds
 from atoll.plan.shapes import shape_of
 from atoll.plan.traffic import bytes_sent
 from atoll.settings import Run
@@ -80,6 +81,16 @@ def test_what_an_optimizer_does_beside_its_state() -> None:
         adamw, shape, RATES
     )
     assert more == pytest.approx(12 * shape.parameters / 10e9)
+
+
+def test_deepspeed_has_no_time_on_processors() -> None:
+    run = run_of(2, "deepspeed_zero1")
+    shape = shape_of(run.model.config)
+    plan = predict(run, shape, RATES)
+    assert plan.step_seconds is None and plan.memory_gib is not None
+    assert "DeepSpeed's engine" in plan.why_no_time
+    assert "DeepSpeed's engine" in explained(step_seconds(run, shape, rates_of(run, RATES)))[1]
+    assert predict(run_of(2), shape, RATES).step_seconds is not None
 
 
 def test_ranks_beyond_the_cores_take_turns() -> None:

@@ -114,7 +114,7 @@ def predict(
         node_hours=None if held is None else held * run.job_nodes,
         device_kwh=_device_kwh(run, hours),
         jobs=jobs,
-        why_no_time="" if seconds is not None else unknown or no_rate,
+        why_no_time="" if seconds is not None else unknown or step.why or no_rate,
         rates=rates,
         start_seconds=start,
         saving_seconds=saving,

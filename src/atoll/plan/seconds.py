@@ -48,6 +48,7 @@ class StepSeconds:
     hidden: float | None  # of sent, what takes place while the device computes
     bubble: float | None  # what a stage waits for others
     links: Mapping[str, str]  # by what is sent: inside nodes, or between them
+    why: str = ""  # it has no time, whatever is measured
 
     @property
     def total(self) -> float | None:
@@ -145,6 +146,8 @@ def step_seconds(
         beside = processors.orthogonal_seconds(run, shape, rates.on_processors)
         compute = processors.compute_seconds(run, shape, rates.on_processors)
         memory = processors.memory_seconds(run, shape, rates.on_processors)
+    why = _why_no_seconds(run, rates)
+    compute = None if why else compute
     groups = _groups(run)
     messages = messages_sent(run, shape)
     sent = {
@@ -163,7 +166,13 @@ def step_seconds(
     }
     # behind all microbatches: nobody waits for it, and nothing is sent meanwhile
     compute = None if compute is None or beside is None else compute + beside
-    return StepSeconds(compute, memory, sent, hidden, bubble, links)
+    return StepSeconds(compute, memory, sent, hidden, bubble, links, why)
+
+
+def _why_no_seconds(run: Run, rates: Rates) -> str:
+    if run.sharding.engine == "deepspeed" and rates.on_processors is not None:
+        return "what DeepSpeed's engine adds to a step on processors has no formula"
+    return ""
 
 
 def _hidden(run: Run, sent: Mapping[str, float | None], busy: float) -> float:
@@ -210,6 +219,8 @@ def _inside(run: Run, distance: int, ranks: int) -> bool:
 
 def explained(step: StepSeconds) -> tuple[str, str, str]:
     """Three lines: what bounds a step, its parts, and what is sent by the link it takes."""
+    if step.why:
+        return "bound by: unknown", step.why, "take another sharding, or measure a short run"
     if step.total is None:
         missing = ", ".join(step.unknown) or "the device"
         return (
