@@ -4,9 +4,9 @@
 
 In an empty folder: `atoll plan --measure facility=laptop`, then small runs of three shapes in
 turns, each submitted as a user does. The line that submit says is held against the median step,
-the memory and the node-hours behind it. The first line rests
-on measured rates alone, later ones also on what the runs before them taught. Rows go to
-results/plan_line.jsonl, and from there into docs/planner.md.
+the memory and the node-hours behind it. The first line rests on measured rates alone, later ones
+also on what the runs before them taught. Rows go to results/plan_line.jsonl, and from there into
+docs/planner.md.
 """
 
 import argparse
@@ -122,6 +122,9 @@ def write_table() -> bool:
     rows = list(
         {(r["case"], r["round"]): r for r in map(json.loads, lines) if "line" in r}.values()
     )
+    rows = [row for row in rows if row["figures"].keys() >= set(FIGURES)]
+    if not rows:
+        raise SystemExit("no run was measured with all figures: leave --table out")
     rows.sort(key=lambda each: each["round"])
     heads = [f"{each} | took | error" for each in ("step, s", "memory, GiB", "node-hours")]
     shown = [f"| run | line rests on | {' | '.join(heads)} |", "|---|---|" + "---|" * 9]
