@@ -17,12 +17,10 @@ def forward_bytes(run: Run, shape: Shape, stage: int) -> float:
 
 
 def scoring_bytes(run: Run, shape: Shape) -> float:
-    """What evaluation.tasks add on each rank: the whole model as it is exported, and its logits.
+    """What scoring a task adds on each rank: the whole model as it is exported, and its logits.
 
     How long a task's documents are is known when they are read: of a sample's length here.
     """
-    if not run.evaluation.tasks:
-        return 0.0
     each = FP32 if run.export.dtype == "float32" else BF16
     logits = 2 * run.data.sequence_tokens * shape.vocabulary  # and their logarithms
     return float(each * (shape.parameters + logits))

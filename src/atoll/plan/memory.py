@@ -149,9 +149,10 @@ def _of_evaluation(run: Run, shape: Shape, stage: int) -> Memory:
     state, forward = w.own_bytes + copies, forward_bytes(run, shape, stage)
     on_device = 0 if _offloads(run) else state
     # whose buckets are there before the first gradient; on processors, untouched
-    buckets = ("ddp" in run.sharding.layouts) * w.learning * FP32 * (trained.runtime == 0)
+    is_copied, on_processors = "ddp" in run.sharding.layouts, run.facility.node.device == "cpu"
+    buckets = is_copied * (not on_processors) * w.learning * FP32
     peak = trained.runtime + on_device + buckets + trained.gathered + forward
-    if "ddp" in run.sharding.layouts:
+    if is_copied:
         first = w.own_bytes + min(w.own_bytes, DDP_BROADCAST_BYTES)
         peak = max(peak, trained.runtime + first)
     export = run.export.untrained * (trained.export - (trained.optimizer - copies))
