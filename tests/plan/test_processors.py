@@ -1,5 +1,6 @@
 """Seconds of a step on processors: each part from the rate that it should take."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ OWN = {
     "attention_tflops": {"32": 0.05},
     "memory_gb_s": 10.0,
     "optimizer_gb_s": 8.0,
+    "optimizer_8bit_gb_s": 2.0,
     "logits_gb_s": 4.0,
     "blocks_per_us": 1e-3,
     "block_gb_s": 5.0,
@@ -81,6 +83,42 @@ def test_what_an_optimizer_does_beside_its_state() -> None:
         adamw, shape, RATES
     )
     assert more == pytest.approx(12 * shape.parameters / 10e9)
+
+
+def test_an_8_bit_step_takes_its_own_rate_and_has_no_time_where_there_is_none() -> None:
+    eight = run_of(1, optimizer__name="adamw_8bit")
+    shape = shape_of(eight.model.config)
+    more = processors.memory_seconds(eight, shape, RATES) - processors.memory_seconds(
+        run_of(1), shape, RATES
+    )
+    assert more == pytest.approx(28 * shape.parameters * (1 / 2e9 - 1 / 8e9))
+    older = {name: rate for name, rate in OWN.items() if name != "optimizer_8bit_gb_s"}
+    plan = predict(eight, shape, RATES | {"alone": older, "together": older})
+    assert plan.step_seconds is None and plan.memory_gib is not None
+    assert "not measured the step of adamw_8bit" in plan.why_no_time
+
+
+def test_all_wait_for_the_stage_of_a_pipeline_that_has_the_head() -> None:
+    run = run_of(2, "full_shard", sharding__pipeline=2)
+    shape = shape_of(run.model.config)
+    rate = processors._at(HALF["product_tflops_fp32"], 32) * 1e12  # loss_chunk_tokens of a sample
+    head = 6 * (8 * 32 / 2) * shape.head_parameters / rate
+    even = processors.compute_seconds(run_of(2, "full_shard"), shape, RATES)
+    assert processors.compute_seconds(run, shape, RATES) == pytest.approx(even + head)
+    shared = RATES | {"cores": 1}  # the core of the stage that waits goes to the other
+    half = processors.compute_seconds(run, shape, shared)
+    assert half == pytest.approx(even + head / 2)
+
+
+def test_of_three_layers_in_two_stages_one_has_two() -> None:
+    run = run_of(2, "full_shard", sharding__pipeline=2)
+    two, three, four = (
+        processors.compute_seconds(
+            run, dataclasses.replace(shape_of(run.model.config), layers=layers), RATES
+        )
+        for layers in (2, 3, 4)
+    )
+    assert two < three == pytest.approx(four)
 
 
 def test_deepspeed_has_no_time_on_processors() -> None:

@@ -3,12 +3,14 @@
 First one rank alone with all cores, then all ranks at once with theirs, then their collectives.
 """
 
+import contextlib
 import json
 import os
 import statistics
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,7 @@ def own_rates(device: torch.device) -> Rates:
     lengths = SEQUENCES[device.type]
     rates["attention_tflops"] = {str(n): attention_tflops(device, n) for n in lengths}
     rates["memory_gb_s"] = copy_gb_s(device)
-    rates["optimizer_gb_s"] = optimizer_gb_s(device)
+    rates |= optimizers_gb_s(device)
     tflops = rates["product_tflops_fp32"][str(WIDTHS[device.type][1])]
     rates["logits_gb_s"] = logits_gb_s(device, tflops)
     least = block_seconds(device, 16, 16, 48, 2)
@@ -130,12 +132,20 @@ def attention_tflops(device: torch.device, tokens: int) -> float:
     return 12 * tokens**2 * heads * width / quick_seconds(device, attention) / 1e12
 
 
-def optimizer_gb_s(device: torch.device) -> float:
-    """A fused step of AdamW: of each parameter four numbers are read, three written."""
+def optimizers_gb_s(device: torch.device) -> Rates:
+    """Of a step of AdamW, fused and in 8 bit, by AdamW's four numbers read and three written."""
+    kinds: dict[str, Any] = {"optimizer_gb_s": partial(torch.optim.AdamW, fused=True)}
+    with contextlib.suppress(ImportError):  # not every image has it
+        import bitsandbytes
+
+        kinds["optimizer_8bit_gb_s"] = bitsandbytes.optim.AdamW8bit
     parameter = torch.zeros(OPTIMIZED[device.type], device=device, requires_grad=True)
     parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    return 28 * parameter.numel() / quick_seconds(device, optimizer.step) / 1e9
+    bytes_moved = 28 * parameter.numel()
+    return {
+        name: bytes_moved / quick_seconds(device, kind([parameter]).step) / 1e9
+        for name, kind in kinds.items()
+    }
 
 
 def logits_gb_s(device: torch.device, tflops: float) -> float:

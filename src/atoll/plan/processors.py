@@ -46,16 +46,18 @@ def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     """Matrix products of blocks and of the head, and attention, each at the rate of its size."""
     over_weights, over_attention = passes_of(run)
     tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
+    layers = _busiest_layers(run, shape, measured)
     at_once = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.context
     head = 0 if shape.labels else shape.head_parameters
-    blocks = shape.multiplied_parameters - head
+    blocks = (shape.multiplied_parameters - head) * layers / shape.layers
     products = f"product_tflops_{'bf16' if compute_bytes(run) == BF16 else 'fp32'}"
     width = min(shape.hidden / run.axes.tensor, at_once)
     chunk = min(shape.hidden, at_once, run.training.loss_chunk_tokens)
-    attention = 4 * shape.layers * shape.query_width * run.data.sequence_tokens
+    attention = 4 * layers * shape.query_width * run.data.sequence_tokens
+    of_head = passes_over_head(run) * head * _of_last_stage(run, measured)
     times = (
         over_weights * tokens * 2 * blocks / _rate(run, measured, products, width),
-        passes_over_head(run) * tokens * 2 * head / _rate(run, measured, products, chunk),
+        tokens * 2 * of_head / _rate(run, measured, products, chunk),
         over_attention
         * tokens
         * attention
@@ -77,11 +79,13 @@ def memory_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     """Activations, logits, the optimizer's step, and what each block costs whatever its size."""
     weights = weights_of(run, shape, run.axes.pipeline - 1)
     share = PASSES[run.training.activation_checkpointing][0] / 3
-    blocks = run.microbatches * shape.layers / run.axes.pipeline * share
+    layers = _busiest_layers(run, shape, measured)
+    blocks = run.microbatches * layers / run.axes.pipeline * share
     tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
+    tokens *= _of_last_stage(run, measured)
     added = ADD_BYTES * max(0, run.microbatches - 1)
     state = weights.learning * (CLIP_BYTES + added) / _rate(run, measured, "memory_gb_s")
-    state += weights.learning * STEP_BYTES / _rate(run, measured, "optimizer_gb_s")
+    state += weights.learning * STEP_BYTES / _rate(run, measured, _optimizer_rate(run))
     averaged = bool(run.optimizer.ema_decay) * weights.learning * AVERAGE_BYTES
     state += averaged / _rate(run, measured, "memory_gb_s")
     kept = 2 * block_activations(run, shape) / _rate(run, measured, "block_gb_s")
@@ -113,6 +117,27 @@ def sending_seconds(
     seconds = messages * link["latency_us"] / 1e6 + size / (link["gb_s"] * 1e9)
     own = messages * _factor(measured, "message_seconds") if kind in WITHIN_SAMPLES else 0.0
     return float(seconds * turns * _factor(measured, "sent") + own)
+
+
+def has_optimizer_rate(run: Run, measured: Measured) -> bool:
+    """Whether its optimizer's step was measured: older certificates have AdamW's alone."""
+    return _optimizer_rate(run) in measured["alone"]
+
+
+def _optimizer_rate(run: Run) -> str:
+    return "optimizer_8bit_gb_s" if run.optimizer.name == "adamw_8bit" else "optimizer_gb_s"
+
+
+def _busiest_layers(run: Run, shape: Shape, measured: Measured) -> float:
+    """All layers, as if each stage had as many as the one with most."""
+    stages = run.axes.pipeline
+    uneven = -(-shape.layers // stages) * stages / shape.layers - 1
+    return shape.layers * (1 + uneven * waiting_share(run, measured))
+
+
+def _of_last_stage(run: Run, measured: Measured) -> float:
+    """What a pipeline's last stage alone does, of an average rank's: the others wait for it."""
+    return 1 + (run.axes.pipeline - 1) * waiting_share(run, measured)
 
 
 def waiting_share(run: Run, measured: Measured) -> float:

@@ -137,17 +137,19 @@ def step_seconds(
 
     memory_needed: `memory_of` the same run, where it is known already.
     """
+    why = _why_no_seconds(run, rates)
+    beside: float | None
     if rates.on_processors is None:
         beside = _over(orthogonal_flops(run, shape), rates.device_tflops, 1e12)
         compute = _over(_flops(run, shape), rates.device_tflops, 1e12)
         moved = _moved_bytes(run, shape, memory_needed or memory_of(run, shape))
         memory = _over(moved, rates.memory_gb_s, 1e9)
+    elif why:
+        beside = compute = memory = None
     else:
         beside = processors.orthogonal_seconds(run, shape, rates.on_processors)
         compute = processors.compute_seconds(run, shape, rates.on_processors)
         memory = processors.memory_seconds(run, shape, rates.on_processors)
-    why = _why_no_seconds(run, rates)
-    compute = None if why else compute
     groups = _groups(run)
     messages = messages_sent(run, shape)
     sent = {
@@ -170,8 +172,12 @@ def step_seconds(
 
 
 def _why_no_seconds(run: Run, rates: Rates) -> str:
-    if run.sharding.engine == "deepspeed" and rates.on_processors is not None:
+    if rates.on_processors is None:
+        return ""
+    if run.sharding.engine == "deepspeed":
         return "what DeepSpeed's engine adds to a step on processors has no formula"
+    if not processors.has_optimizer_rate(run, rates.on_processors):
+        return f"atoll plan --measure has not measured the step of {run.optimizer.name} here"
     return ""
 
 
@@ -220,7 +226,7 @@ def _inside(run: Run, distance: int, ranks: int) -> bool:
 def explained(step: StepSeconds) -> tuple[str, str, str]:
     """Three lines: what bounds a step, its parts, and what is sent by the link it takes."""
     if step.why:
-        return "bound by: unknown", step.why, "take another sharding, or measure a short run"
+        return "bound by: unknown", step.why, "measure it in a short run"
     if step.total is None:
         missing = ", ".join(step.unknown) or "the device"
         return (
