@@ -4,10 +4,11 @@
                                    [--again]
 
 First `atoll plan --measure` calibrates this machine. Then the runs of FIT, of shapes that are not
-judged, give the factors that remain: of computing, memory and sending, and the seconds that every
-step, each sharded tensor in it, each of FSDP's gathers, and each message within samples take. Then
-each of CASES is a whole run in processes of its own, in two turns of all of them, and the median of
-the faster half of its steps behind the first three is held against the plan.
+judged, give the factors that remain: of computing, memory and sending, the seconds that every step,
+each sharded tensor in it, each of FSDP's gathers, and each message within samples take, and what
+the busiest of ranks that divide experts has to do beyond the others. Then each of CASES is a whole
+run in processes of its own, in two turns of all of them, and the median of the faster half of its
+steps behind the first three is held against the plan.
 Rows go to results/plan_time.jsonl, and from there into docs/planner.md. --again: plan the newest
 measured steps anew, after a formula has changed.
 --quick: four cases of four steps, nothing is kept.
@@ -32,7 +33,13 @@ from plan_memory import text_to_learn
 
 from atoll.config.compose import compose, known_shape
 from atoll.plan.messages import gathers, messages_sent
-from atoll.plan.processors import NEUTRAL, WITHIN_SAMPLES, Measured, sharded_tensors
+from atoll.plan.processors import (
+    NEUTRAL,
+    WITHIN_SAMPLES,
+    Measured,
+    divided_seconds,
+    sharded_tensors,
+)
 from atoll.plan.seconds import StepSeconds, rates_of, step_seconds
 
 LIMITS = {"median error": 0.10, "worst error": 0.25}
@@ -114,6 +121,7 @@ FIT = [
     Case("fit", "full_shard, accumulation", 2, 1, (SHARDED,)),
     Case("fit", "tensor", 2, 8, (SHARDED, "sharding.tensor=2")),
     Case("fit", "context", 2, 8, (SHARDED, "sharding.context=2")),
+    Case("fit mixture", "experts divided", 2, 4, (SHARDED, "sharding.expert=2")),
 ]
 CASES = [
     Case("tiny", "single", 1, 8, SINGLE),
@@ -317,6 +325,7 @@ def weighed(case: Case, rates: Measured) -> dict[str, float]:
         "tensor_seconds": sharded_tensors(run, shape),
         "gather_seconds": gathers(run, shape),
         "message_seconds": sum(messages.get(kind, 0.0) for kind in WITHIN_SAMPLES),
+        "uneven_experts": divided_seconds(run, shape, rates),
     }
 
 

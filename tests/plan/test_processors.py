@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import small_run
+import tiny
 
 from atoll.plan import processors
 from atoll.plan.optimizer_work import orthogonal_flops
@@ -119,6 +120,25 @@ def test_of_three_layers_in_two_stages_one_has_two() -> None:
         for layers in (2, 3, 4)
     )
     assert two < three == pytest.approx(four)
+
+
+def test_the_busiest_of_ranks_that_divide_experts_has_more() -> None:
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = tiny.CONFIGS["llama"] | {"vocab_size": 300} | experts
+    mixture = {"name": "mixtral", "config": config}
+    sharded = run_of(2, "full_shard", model=mixture)
+    divided = run_of(2, "full_shard", model=mixture, sharding__expert=2)
+    shape = shape_of(config)
+    assert processors.divided_seconds(sharded, shape, RATES) == 0
+    active = shape.layers * shape.expert_parameters * shape.active_experts / shape.experts
+    rate = processors._at(HALF["product_tflops_fp32"], shape.hidden) * 1e12
+    seconds = processors.divided_seconds(divided, shape, RATES)
+    assert seconds == pytest.approx(6 * (8 * 32 / 2) * active / rate)
+    even, uneven = (
+        processors.compute_seconds(divided, shape, RATES | {"factors": {"uneven_experts": part}})
+        for part in (0.0, 0.2)
+    )
+    assert uneven - even == pytest.approx(0.2 * seconds)
 
 
 def test_deepspeed_has_no_time_on_processors() -> None:

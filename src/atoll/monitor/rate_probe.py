@@ -33,7 +33,7 @@ MESSAGES_BYTES = {"cpu": (2**10, 2**23), "cuda": (2**10, 2**27)}
 BLOCK = {"hidden": 256, "intermediate": 704, "heads": 4}
 PASSES = 3  # over all rates
 DIFFERENCES = ("logits_gb_s", "block_gb_s", "blocks_per_us")
-SECONDS_EACH = 0.4  # at most, of what is repeated
+SECONDS_EACH = 0.2  # at most, of what is repeated
 # how many messages of a ring follow one another, and how often the message goes around
 HOPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -226,19 +226,26 @@ def message_seconds(world: World, sizes: tuple[int, int]) -> dict[str, dict[int,
 def quick_seconds(device: torch.device, call: Callable[[], object]) -> float:
     """Of calls behind a first one, for as long as SECONDS_EACH and three at least.
 
-    The time that a quarter of them keep: what else the machine does only adds to it.
+    The time that a quarter of them keep: what else the machine does only adds to it. A first call
+    that takes longer than that is the only one: what it does just once is little beside it.
     """
-    call()
+    first = _seconds(device, call)
+    if first > SECONDS_EACH:
+        return first
     seconds: list[float] = []
     while len(seconds) < 3 or (sum(seconds) < SECONDS_EACH and len(seconds) < 200):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(_seconds(device, call))
     return sorted(seconds)[len(seconds) // 4]
+
+
+def _seconds(device: torch.device, call: Callable[[], object]) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def _mean(rates: list[Rates]) -> Rates:

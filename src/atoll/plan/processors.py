@@ -29,8 +29,9 @@ AVERAGE_BYTES = 3 * FP32  # of a parameter: its average read and written, itself
 # by what is sent; of what is not here, as an all-reduce
 COLLECTIVES = {"parameters": "all_gather", "gradients": "reduce_scatter"}
 WITHIN_SAMPLES = ("tensor", "context")  # sent by DTensors in each layer, which takes their own time
-# what is fitted on whole runs: of each part, and the seconds of any step, of a sharded tensor in
-# it, of a gather of FSDP's whatever its bytes, and of a message within samples
+# what is fitted on whole runs: of each part, the seconds of any step, of a sharded tensor in it, of
+# a gather of FSDP's whatever its bytes, and of a message within samples; and how much more than the
+# average the busiest of those ranks computes that divide experts
 NEUTRAL = {
     "compute": 1.0,
     "memory": 1.0,
@@ -39,6 +40,7 @@ NEUTRAL = {
     "tensor_seconds": 0.0,
     "gather_seconds": 0.0,
     "message_seconds": 0.0,
+    "uneven_experts": 0.0,
 }
 
 
@@ -63,7 +65,21 @@ def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
         * attention
         / _rate(run, measured, "attention_tflops", run.data.sequence_tokens),
     )
-    return sum(times) / 1e12 * _factor(measured, "compute")
+    seconds = sum(times) / 1e12 * _factor(measured, "compute")
+    return seconds + divided_seconds(run, shape, measured) * _factor(measured, "uneven_experts")
+
+
+def divided_seconds(run: Run, shape: Shape, measured: Measured) -> float:
+    """Of the products of experts that ranks divide; the rank whose experts are asked for most has
+    more of them, and the others wait for it in each layer.
+    """
+    if run.axes.expert == 1:
+        return 0.0
+    tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
+    weights = shape.layers * shape.expert_parameters * shape.active_experts / shape.experts
+    products = f"product_tflops_{'bf16' if compute_bytes(run) == BF16 else 'fp32'}"
+    rate = _rate(run, measured, products, shape.hidden)
+    return passes_of(run)[0] * tokens * 2 * weights / rate / 1e12
 
 
 def orthogonal_seconds(run: Run, shape: Shape, measured: Measured) -> float:
