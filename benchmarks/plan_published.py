@@ -33,6 +33,7 @@ def composed(row: Row, known: dict[str, Any]) -> Run:
     in_node = hardware.get("devices", 8)
     tensor = next((int(w[16:]) for w in row["words"] if w.startswith("sharding.tensor=")), 1)
     samples = in_node * row["nodes"] // tensor * row["microbatch"] * row.get("passes", 1)
+    samples = row.get("samples", samples)
     words = [
         *["facility=generic_slurm", "model=llama_tiny", "precision=bf16", "launcher=static"],
         *[f"facility.node.devices={in_node}", f"ranks_per_node={in_node}"],

@@ -77,6 +77,12 @@ SHAPES: dict[str, list[str]] = {
         *["model=llama_tiny", "model.config.hidden_size=128", "model.config.num_hidden_layers=8"],
         *["model.config.intermediate_size=384", "data.sequence_tokens=128"],
     ],
+    "fit mixture": [
+        *["model=llama_tiny", "model.config.model_type=mixtral"],
+        *["model.config.hidden_size=192", "model.config.intermediate_size=384"],
+        *["+model.config.num_local_experts=4", "+model.config.num_experts_per_tok=2"],
+        "data.sequence_tokens=192",
+    ],
 }
 BATCH = 8
 FULL = "training.activation_checkpointing=full"
