@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from atoll import run_dir
 from atoll.settings import Optimizer
+from atoll.train import muon
 from atoll.train.optimizer import make_optimizer, take_step
 from atoll.train.parameter_groups import freeze
 
@@ -39,6 +40,7 @@ class Wrapped(nn.Module):
         self.parts = SimpleNamespace(blocks="model.layers")
 
 
+@pytest.mark.usefixtures("torch_s_kernels")
 def test_one_process_takes_the_steps_of_torch_s_own() -> None:
     ours, theirs = Wrapped(), Wrapped()
     settings = Optimizer(**defaults.group("optimizer", name="muon", learning_rate=RATE))
@@ -65,6 +67,12 @@ def test_one_process_takes_the_steps_of_torch_s_own() -> None:
         others.step()
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter, named[name], msg=name)
+
+
+@pytest.fixture
+def torch_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those for bf16, which torch's own takes wherever it runs."""
+    monkeypatch.setattr(muon, "has_bf16", lambda device: True)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +133,7 @@ def test_divided_matrices_learn_as_whole_ones(
 EXPERTS = families.config_of("mixtral") | {"vocab_size": 300, "output_router_logits": False}
 
 
+@pytest.mark.usefixtures("torch_s_kernels")
 def test_each_expert_learns_as_a_matrix_of_its_own() -> None:
     ours = Wrapped(EXPERTS)
     settings = Optimizer(**defaults.group("optimizer", name="muon", learning_rate=RATE))
@@ -271,3 +280,31 @@ def test_a_killed_run_is_typed_again_and_goes_on(tmp_path: Path) -> None:
     assert not run_dir.result_file(killed).exists()
     carried_out(tmp_path, line)
     assert small_run.losses(killed) == small_run.losses(tmp_path / "runs" / "whole")
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (64, 32), (3, 32, 64)])
+def test_a_device_without_bf16_has_the_same_numbers(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(5)).bfloat16()
+    made = []
+    for able in (True, False):
+        monkeypatch.setattr(muon, "has_bf16", lambda device, able=able: able)
+        made.append(muon.newton_schulz(matrix))
+    assert made[1].dtype == torch.bfloat16
+    # a sum in another order may be rounded to the next number
+    torch.testing.assert_close(made[1], made[0], atol=2**-8, rtol=2**-7)
+
+
+def test_a_device_without_bf16_multiplies_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[torch.dtype]()
+
+    def product(*matrices: torch.Tensor) -> torch.Tensor:
+        seen.extend(matrix.dtype for matrix in matrices)
+        return torch.matmul(*matrices)
+
+    matrix = torch.ones(4, 4, dtype=torch.bfloat16)
+    for able in (True, False):
+        monkeypatch.setattr(muon, "has_bf16", lambda device, able=able: able)
+        muon.rounded(product, matrix, matrix)
+    assert seen == [torch.bfloat16] * 2 + [torch.float32] * 2

@@ -83,11 +83,12 @@ def divided_seconds(run: Run, shape: Shape, measured: Measured) -> float:
 
 
 def orthogonal_seconds(run: Run, shape: Shape, measured: Measured) -> float:
-    """Of Muon's products, which are in bf16 whatever the rest is."""
+    """Of Muon's products, in bf16 whatever the rest is; in fp32 where processors have no bf16."""
     flops = orthogonal_flops(run, shape)
     if not flops:
         return 0.0
-    rate = _rate(run, measured, "product_tflops_bf16", shape.hidden)
+    kinds = ("product_tflops_bf16", "product_tflops_fp32")
+    rate = max(_rate(run, measured, kind, shape.hidden) for kind in kinds)
     return flops / rate / 1e12 * _factor(measured, "compute")
 
 
