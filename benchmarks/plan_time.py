@@ -47,6 +47,7 @@ LEAST_TAU = 0.9
 ALL_TAU = "tau of all pairs within a shape"
 TOWARDS_MEASURED = 0.02  # as a squared relative error: how much a factor far from 1 costs
 STEPS, WARM_UP, QUICK_STEPS, TURNS = 10, 3, 4, 2
+FEWEST_OF_A_RUN = 20  # cases, for a run to stand in the table of runs
 LONGEST_SECONDS = 240.0  # of one run
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- plan_time: made by make bench-plan_time -->", "<!-- plan_time: end -->"
@@ -400,6 +401,33 @@ def keep(rows: Sequence[dict[str, Any]]) -> None:
     results.record("plan_time", held)
 
 
+def runs_so_far() -> list[str]:
+    """A table of whole runs of this benchmark: how far its machine's speed matters, and formulas.
+
+    A machine that others slow down while the runs last computes slower than its rates say.
+    """
+    lines = (results.FOLDER / "plan_time.jsonl").read_text().splitlines()
+    runs: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in map(json.loads, lines):
+        if "planned_seconds" in row:
+            run = runs.setdefault((row["date"], row["versions"]["commit"]), {})
+            run[row["case"]] = row
+    table = [
+        "| run | cases | median error | worst | tau of all pairs | computing, x its rates |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (date, commit), run in runs.items():
+        rows = list(run.values())
+        if len(rows) < FEWEST_OF_A_RUN or "turn_seconds" not in rows[0]:
+            continue
+        found = summary(rows)
+        cells = [f"{date}, {commit}", str(len(rows)), f"{found['median error']:.1%}"]
+        cells += [f"{found['worst error']:.1%}", f"{found[ALL_TAU]:.2f}"]
+        cells += [f"{rows[-1]['factors']['compute']:.2f}"]
+        table.append(f"| {' | '.join(cells)} |")
+    return table
+
+
 def newest(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """The last row of each case."""
     lines = (results.FOLDER / "plan_time.jsonl").read_text().splitlines()
@@ -432,7 +460,8 @@ def write_table() -> bool:
     )
     before, rest = PAGE.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    PAGE.write_text("\n".join([before + BEGIN, about, "", *lines, END + after]))
+    text = [before + BEGIN, about, "", *lines, "", *runs_so_far(), END + after]
+    PAGE.write_text("\n".join(text))
     return all(held)
 
 

@@ -318,25 +318,31 @@ def test_a_facility_that_never_answers_is_left_out(folder: Path) -> None:
 
 @pytest.mark.login_node
 @pytest.mark.matrix
-def test_late_work_has_its_part_in_the_next_round(folder: Path) -> None:
-    """One facility answers when round 1 is over; in round 2 what it makes for round 1 is taken."""
+@pytest.mark.parametrize("late", [1, 3])
+def test_late_work_has_its_part_in_a_later_round(folder: Path, late: int) -> None:
+    """One facility answers when so many rounds are over; its work for the first counts then."""
     sites = settings(folder)["sites"]
-    slow = folder / "slow"
+    slow, last = folder / "slow", late + 1
     slow.write_text(
-        f"#!/bin/sh\n[ -e {folder}/campaigns/c/round-002/journal.jsonl ] || exit 255\n"
+        f"#!/bin/sh\n[ -e {folder}/campaigns/c/{round_name(last)}/journal.jsonl ] || exit 255\n"
         f'exec {sys.executable} -m atoll "$@"\n'
     )
     slow.chmod(0o755)
     sites[1]["command"] = [str(slow)]
-    rule = {"max_norm_ratio": 100, "max_staleness": 1}
-    output = finished(folder, sites=sites, rule=rule, deadline_minutes=0.02, attempts=1000)
-    assert "without lagoon: no update after 0.02 minutes" in output
-    assert list(manifest(folder, 1)["weights"]) == ["reef"]
-    assert set(manifest(folder, 2)["weights"]) == set(TEXT)
-    update = folder / "campaigns" / "c" / "round-002" / "lagoon" / "update" / "manifest.json"
+    rule = {"max_norm_ratio": 100, "max_staleness": late}
+    output = finished(
+        folder, rounds=last, sites=sites, rule=rule, deadline_minutes=0.02, attempts=1000
+    )
+    assert output.count("without lagoon: no update after 0.02 minutes") == late
+    for number in range(1, last):
+        assert list(manifest(folder, number)["weights"]) == ["reef"]
+    assert set(manifest(folder, last)["weights"]) == set(TEXT)
+    store = load_store(folder / "campaigns" / "c")
+    update = store.update(last, store.site("lagoon")) / "manifest.json"
     assert json.loads(update.read_text())["round"] == 1
-    shares = manifest(folder, 2)["weights"]
-    assert shares["lagoon"] == pytest.approx(2**-0.5 / (1 + 2**-0.5))
+    share = (1 + late) ** -0.5
+    shares = manifest(folder, last)["weights"]
+    assert shares["lagoon"] == pytest.approx(share / (1 + share))
 
 
 @pytest.mark.login_node

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import defaults
 import families
@@ -287,24 +288,13 @@ def test_a_device_without_bf16_has_the_same_numbers(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(5)).bfloat16()
+    in_fp32 = Mock(wraps=muon.in_fp32)
+    monkeypatch.setattr(muon, "in_fp32", in_fp32)
     made = []
-    for able in (True, False):
+    for able, products in ((True, 0), (False, 3 * muon.ITERATIONS)):
         monkeypatch.setattr(muon, "has_bf16", lambda device, able=able: able)
         made.append(muon.newton_schulz(matrix))
+        assert in_fp32.call_count == products
     assert made[1].dtype == torch.bfloat16
     # a sum in another order may be rounded to the next number
     torch.testing.assert_close(made[1], made[0], atol=2**-8, rtol=2**-7)
-
-
-def test_a_device_without_bf16_multiplies_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = list[torch.dtype]()
-
-    def product(*matrices: torch.Tensor) -> torch.Tensor:
-        seen.extend(matrix.dtype for matrix in matrices)
-        return torch.matmul(*matrices)
-
-    matrix = torch.ones(4, 4, dtype=torch.bfloat16)
-    for able in (True, False):
-        monkeypatch.setattr(muon, "has_bf16", lambda device, able=able: able)
-        muon.rounded(product, matrix, matrix)
-    assert seen == [torch.bfloat16] * 2 + [torch.float32] * 2
