@@ -11,7 +11,7 @@ import tiny
 from atoll.plan import processors
 from atoll.plan.optimizer_work import orthogonal_flops
 from atoll.plan.prediction import predict
-from atoll.plan.seconds import STATED, explained, rates_of, step_seconds
+from atoll.plan.seconds import STATED, Rates, explained, rates_of, step_seconds
 from atoll.plan.shapes import shape_of
 from atoll.plan.traffic import bytes_sent
 from atoll.settings import Run
@@ -109,6 +109,22 @@ def test_all_wait_for_the_stage_of_a_pipeline_that_has_the_head() -> None:
     shared = RATES | {"cores": 1}  # the core of the stage that waits goes to the other
     half = processors.compute_seconds(run, shape, shared)
     assert half == pytest.approx(even + head / 2)
+
+
+def test_nobody_waits_for_the_optimizers_of_other_stages() -> None:
+    run = run_of(2, "full_shard", sharding__pipeline=2)
+    shape = shape_of(run.model.config)
+    slower = {way: RATES[way] | {"optimizer_gb_s": 0.01} for way in ("alone", "together")}
+    quick, slow = (
+        step_seconds(run, shape, rates_of(run, RATES | changed)) for changed in ({}, slower)
+    )
+    assert (slow.memory or 0.0) > 5 * (quick.memory or 0.0)
+    assert slow.bubble == quick.bubble
+    stated = Rates(1e3, 1e3, 1e3, 1e3)
+    muon = run_of(2, "full_shard", sharding__pipeline=2, optimizer__name="muon")
+    adamw, less = (step_seconds(each, shape, stated) for each in (run, muon))
+    assert (less.memory or 0.0) < (adamw.memory or 0.0)  # a matrix has one moment there
+    assert less.bubble == adamw.bubble
 
 
 def test_of_three_layers_in_two_stages_one_has_two() -> None:

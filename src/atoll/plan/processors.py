@@ -93,26 +93,34 @@ def orthogonal_seconds(run: Run, shape: Shape, measured: Measured) -> float:
 
 
 def memory_seconds(run: Run, shape: Shape, measured: Measured) -> float:
-    """Activations, logits, the optimizer's step, and what each block costs whatever its size."""
+    """What passes move, the optimizer's step, and what FSDP takes whatever the sizes are."""
     weights = weights_of(run, shape, run.axes.pipeline - 1)
-    share = PASSES[run.training.activation_checkpointing][0] / 3
-    layers = _busiest_layers(run, shape, measured)
-    blocks = run.microbatches * layers / run.axes.pipeline * share
-    tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
-    tokens *= _of_last_stage(run, measured)
     added = ADD_BYTES * max(0, run.microbatches - 1)
     state = weights.learning * (CLIP_BYTES + added) / _rate(run, measured, "memory_gb_s")
     state += weights.learning * STEP_BYTES / _rate(run, measured, _optimizer_rate(run))
     averaged = bool(run.optimizer.ema_decay) * weights.learning * AVERAGE_BYTES
     state += averaged / _rate(run, measured, "memory_gb_s")
-    kept = 2 * block_activations(run, shape) / _rate(run, measured, "block_gb_s")
-    logits = FP32 * tokens * shape.vocabulary * (not shape.labels)
-    moved = (state + blocks * kept + logits / _rate(run, measured, "logits_gb_s")) / 1e9
-    moved += blocks * 1e-6 / _rate(run, measured, "blocks_per_us")
     own = _factor(measured, "step_seconds")
     own += sharded_tensors(run, shape) * _factor(measured, "tensor_seconds")
     own += gathers(run, shape) * _factor(measured, "gather_seconds")
-    return moved * _factor(measured, "memory") + own
+    moved = state / 1e9 * _factor(measured, "memory")
+    return moved + own + moving_seconds(run, shape, measured)
+
+
+def moving_seconds(run: Run, shape: Shape, measured: Measured) -> float:
+    """Of memory in the passes of all microbatches: activations, logits, and what each block costs
+    whatever its size.
+    """
+    share = PASSES[run.training.activation_checkpointing][0] / 3
+    layers = _busiest_layers(run, shape, measured)
+    blocks = run.microbatches * layers / run.axes.pipeline * share
+    tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
+    tokens *= _of_last_stage(run, measured)
+    kept = 2 * block_activations(run, shape) / _rate(run, measured, "block_gb_s")
+    logits = FP32 * tokens * shape.vocabulary * (not shape.labels)
+    moved = (blocks * kept + logits / _rate(run, measured, "logits_gb_s")) / 1e9
+    moved += blocks * 1e-6 / _rate(run, measured, "blocks_per_us")
+    return moved * _factor(measured, "memory")
 
 
 def sharded_tensors(run: Run, shape: Shape) -> float:

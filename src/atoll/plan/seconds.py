@@ -142,14 +142,16 @@ def step_seconds(
     if rates.on_processors is None:
         beside = _over(orthogonal_flops(run, shape), rates.device_tflops, 1e12)
         compute = _over(_flops(run, shape), rates.device_tflops, 1e12)
-        moved = _moved_bytes(run, shape, memory_needed or memory_of(run, shape))
-        memory = _over(moved, rates.memory_gb_s, 1e9)
+        state = _state_bytes(run, shape, memory_needed or memory_of(run, shape))
+        moving = _over(_moved_bytes(run, shape), rates.memory_gb_s, 1e9)
+        memory = _over(state + _moved_bytes(run, shape), rates.memory_gb_s, 1e9)
     elif why:
-        beside = compute = memory = None
+        beside = compute = memory = moving = None
     else:
         beside = processors.orthogonal_seconds(run, shape, rates.on_processors)
         compute = processors.compute_seconds(run, shape, rates.on_processors)
         memory = processors.memory_seconds(run, shape, rates.on_processors)
+        moving = processors.moving_seconds(run, shape, rates.on_processors)
     groups = _groups(run)
     messages = messages_sent(run, shape)
     sent = {
@@ -162,7 +164,8 @@ def step_seconds(
     if rates.on_processors is not None:
         wait *= processors.waiting_share(run, rates.on_processors)
     hidden = None if busy is None else _hidden(run, sent, busy)
-    bubble = None if busy is None else busy * wait
+    # for other stages' microbatches: not for their optimizers
+    bubble = None if compute is None or moving is None else (compute + moving) * wait
     links = {
         kind: "inside nodes" if _inside(run, *groups[kind]) else "between nodes" for kind in sent
     }
@@ -270,14 +273,18 @@ def _flops(run: Run, shape: Shape) -> float:
     return tokens * (-(-shape.layers // stages) * layer + of_head + beside)
 
 
-def _moved_bytes(run: Run, shape: Shape, memory: Memory) -> float:
-    """What learns and its moments read and written, gradients read, activations both."""
+def _state_bytes(run: Run, shape: Shape, memory: Memory) -> float:
+    """Once a step: what learns and its moments are read and written, gradients read."""
     learning = memory.parameters
     if run.model.lora is not None:
         learning = round(FP32 * weights_of(run, shape, run.axes.pipeline - 1).learning)
-    state = 2 * (learning + memory.optimizer) + learning
+    return 2 * (learning + memory.optimizer) + learning
+
+
+def _moved_bytes(run: Run, shape: Shape) -> float:
+    """Activations of all microbatches, written and read."""
     layers = shape.layers / run.axes.pipeline
-    return state + 2 * run.microbatches * layers * block_activations(run, shape)
+    return 2 * run.microbatches * layers * block_activations(run, shape)
 
 
 def _by_group(run: Run, shape: Shape) -> dict[str, float | None]:
