@@ -318,7 +318,7 @@ def test_a_facility_that_never_answers_is_left_out(folder: Path) -> None:
 
 @pytest.mark.login_node
 @pytest.mark.matrix
-@pytest.mark.parametrize("late", [1, 3])
+@pytest.mark.parametrize("late", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_late_work_has_its_part_in_a_later_round(folder: Path, late: int) -> None:
     """One facility answers when so many rounds are over; its work for the first counts then."""
     sites = settings(folder)["sites"]
