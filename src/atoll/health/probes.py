@@ -3,7 +3,6 @@
 Random numbers are drawn from a generator of their own: a run's are left as they were.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -115,13 +114,15 @@ def link_gb_s(world: World, partner: int) -> float:
 
 
 def best_seconds(device: torch.device, call: Callable[[], object]) -> float:
-    best = math.inf
-    for _ in range(REPEATS[device.type]):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - started)
-    return best
+    return min(seconds_of(device, call) for _ in range(REPEATS[device.type]))
+
+
+def seconds_of(device: torch.device, call: Callable[[], object]) -> float:
+    """Of one call, until the device has done all of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started

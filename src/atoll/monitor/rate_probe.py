@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from atoll import run_dir
-from atoll.health.probes import copy_gb_s
+from atoll.health.probes import copy_gb_s, seconds_of
 from atoll.launch import Placement
 from atoll.models.loss import chunked_cross_entropy
 from atoll.monitor.bandwidth import timed
@@ -229,23 +228,13 @@ def quick_seconds(device: torch.device, call: Callable[[], object]) -> float:
     The time that a quarter of them keep: what else the machine does only adds to it. A first call
     that takes longer than that is the only one: what it does just once is little beside it.
     """
-    first = _seconds(device, call)
+    first = seconds_of(device, call)
     if first > SECONDS_EACH:
         return first
     seconds: list[float] = []
     while len(seconds) < 3 or (sum(seconds) < SECONDS_EACH and len(seconds) < 200):
-        seconds.append(_seconds(device, call))
+        seconds.append(seconds_of(device, call))
     return sorted(seconds)[len(seconds) // 4]
-
-
-def _seconds(device: torch.device, call: Callable[[], object]) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def _mean(rates: list[Rates]) -> Rates:

@@ -52,14 +52,13 @@ def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     at_once = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.context
     head = 0 if shape.labels else shape.head_parameters
     blocks = (shape.multiplied_parameters - head) * layers / shape.layers
-    products = f"product_tflops_{'bf16' if compute_bytes(run) == BF16 else 'fp32'}"
     width = min(shape.hidden / run.axes.tensor, at_once)
     chunk = min(shape.hidden, at_once, run.training.loss_chunk_tokens)
     attention = 4 * layers * shape.query_width * run.data.sequence_tokens
     of_head = passes_over_head(run) * head * _of_last_stage(run, measured)
     times = (
-        over_weights * tokens * 2 * blocks / _rate(run, measured, products, width),
-        tokens * 2 * of_head / _rate(run, measured, products, chunk),
+        over_weights * tokens * 2 * blocks / _rate(run, measured, _products(run), width),
+        tokens * 2 * of_head / _rate(run, measured, _products(run), chunk),
         over_attention
         * tokens
         * attention
@@ -77,8 +76,7 @@ def divided_seconds(run: Run, shape: Shape, measured: Measured) -> float:
         return 0.0
     tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
     weights = shape.layers * shape.expert_parameters * shape.active_experts / shape.experts
-    products = f"product_tflops_{'bf16' if compute_bytes(run) == BF16 else 'fp32'}"
-    rate = _rate(run, measured, products, shape.hidden)
+    rate = _rate(run, measured, _products(run), shape.hidden)
     return passes_of(run)[0] * tokens * 2 * weights / rate / 1e12
 
 
@@ -142,6 +140,10 @@ def sending_seconds(
     seconds = messages * link["latency_us"] / 1e6 + size / (link["gb_s"] * 1e9)
     own = messages * _factor(measured, "message_seconds") if kind in WITHIN_SAMPLES else 0.0
     return float(seconds * turns * _factor(measured, "sent") + own)
+
+
+def _products(run: Run) -> str:
+    return f"product_tflops_{'bf16' if compute_bytes(run) == BF16 else 'fp32'}"
 
 
 def has_optimizer_rate(run: Run, measured: Measured) -> bool:
