@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import defaults
+import pytest
 import tiny
 import yaml
 
@@ -15,6 +16,7 @@ from atoll import run_dir
 from atoll.data.tokenize import prepare
 from atoll.settings import Run, checked, dumped
 from atoll.sharding.process_group import World
+from atoll.train import precision
 from atoll.train.train import train
 
 # with a peak, so that not every rank of every run measures one
@@ -114,8 +116,11 @@ def write_settings(run: Run) -> Path:
 
 
 def train_here(world: World, run: Run) -> None:
-    """The entrypoint that ranks of the pool run."""
-    train(run, run_dir.folder(run), world, lambda: 0)
+    """The entrypoint that ranks of the pool run; bf16 is emulated where the processor has none."""
+    with pytest.MonkeyPatch.context() as patch:
+        if run.precision.compute == "bf16":
+            patch.setattr(precision, "has_bf16", lambda device: True)
+        train(run, run_dir.folder(run), world, lambda: 0)
 
 
 def losses(folder: Path) -> dict[int, float]:

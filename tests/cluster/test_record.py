@@ -17,7 +17,6 @@ from atoll.errors import UserError
 from atoll.report import command as report
 from atoll.settings import dumped
 from atoll.sharding.process_group import World
-from atoll.train.train import train
 
 ALONE = World(0, 1, torch.device("cpu"))
 RATES = {"peak_tflops": 1.0, "device_memory_gb_s": 50.0, "link_gbps": 100.0, "device_watts": 90.0}
@@ -31,7 +30,7 @@ def test_a_finished_run_has_its_prediction_beside_what_happened(tmp_path, capsys
     run = small_run.settings(tmp_path, 1, **words)
     folder = small_run.ready(run)
     before_queue.keep_prediction(run)
-    train(run, folder, ALONE, lambda: 0)
+    small_run.train_here(ALONE, run)
     found = {one.name: one for one in outcomes(folder)}
     assert -0.8 < found["memory_gib"].error < 1.0  # this process holds the tests as well
     assert -0.5 < found["checkpoint_gib"].error < 0  # each tensor has a head, and these are tiny
