@@ -7,7 +7,7 @@ First `atoll plan --measure` calibrates this machine. Then the runs of FIT, of s
 judged, give the factors that remain: of computing, memory and sending, the seconds that every step,
 each sharded tensor in it, each of FSDP's gathers, and each message within samples take, and what
 the busiest of ranks that divide experts has to do beyond the others. Then each of CASES is a whole
-run in processes of its own, in two turns of all of them, and the median of the faster half of its
+run in processes of its own, in three turns of all of them, and the median of the faster half of its
 steps behind the first three is held against the plan.
 Rows go to results/plan_time.jsonl, and from there into docs/planner.md. --again: plan the newest
 measured steps anew, after a formula has changed.
@@ -46,7 +46,7 @@ LIMITS = {"median error": 0.10, "worst error": 0.25}
 LEAST_TAU = 0.9
 ALL_TAU = "tau of all pairs within a shape"
 TOWARDS_MEASURED = 0.02  # as a squared relative error: how much a factor far from 1 costs
-STEPS, WARM_UP, QUICK_STEPS, TURNS = 10, 3, 4, 2
+STEPS, WARM_UP, QUICK_STEPS, TURNS = 10, 3, 4, 3
 FEWEST_OF_A_RUN = 20  # cases, for a run to stand in the table of runs
 LONGEST_SECONDS = 240.0  # of one run
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
