@@ -5,10 +5,10 @@
 
 First `atoll plan --measure` calibrates this machine. Then the runs of FIT, of shapes that are not
 judged, give the factors that remain: of computing, memory and sending, the seconds that every step,
-each sharded tensor in it, each of FSDP's gathers, and each message within samples take, and what
-the busiest of ranks that divide experts has to do beyond the others. Then each of CASES is a whole
-run in processes of its own, in three turns of all of them, and the median of the faster half of its
-steps behind the first three is held against the plan.
+each block of a microbatch, each sharded tensor, each of FSDP's gathers, and each message within
+samples take, and what the busiest of ranks that divide experts has to do beyond the others. Each of
+CASES is then a whole run in processes of its own, in three turns of all of them, and the median of
+the faster half of its steps behind the first three is held against the plan.
 Rows go to results/plan_time.jsonl, and from there into docs/planner.md. --again: plan the newest
 measured steps anew, after a formula has changed.
 --quick: four cases of four steps, nothing is kept.
@@ -37,6 +37,7 @@ from atoll.plan.processors import (
     NEUTRAL,
     WITHIN_SAMPLES,
     Measured,
+    block_passes,
     divided_seconds,
     sharded_tensors,
 )
@@ -329,6 +330,7 @@ def weighed(case: Case, rates: Measured) -> dict[str, float]:
         "memory": step.memory or 0.0,
         "sent": sum(size or 0.0 for size in step.sent.values()),
         "step_seconds": 1.0,
+        "block_seconds": block_passes(run, shape, rates),
         "tensor_seconds": sharded_tensors(run, shape),
         "gather_seconds": gathers(run, shape),
         "message_seconds": sum(messages.get(kind, 0.0) for kind in WITHIN_SAMPLES),

@@ -59,6 +59,18 @@ def test_what_else_a_machine_does_is_in_no_link(monkeypatch: pytest.MonkeyPatch)
     assert links["all_gather"]["gb_s"] == pytest.approx(0.5 * large / (large - small))
 
 
+def test_no_share_of_the_logits_is_denormal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some processors multiply denormal numbers slowly, and no model has any."""
+    least = []
+
+    def loss(hidden: torch.Tensor, head: torch.Tensor, *rest: object) -> None:
+        least.append(float((hidden @ head.T).softmax(-1).detach().min()))
+
+    monkeypatch.setattr(rate_probe, "chunked_cross_entropy", loss)
+    rate_probe.logits_gb_s(torch.device("cpu"), 1.0)
+    assert min(least) > torch.finfo(torch.float32).tiny
+
+
 def test_a_certificate_keeps_what_the_other_command_wrote(tmp_path: Path, rates: dict) -> None:
     run = small_run.settings(tmp_path, 2, folders__facilities=str(tmp_path / "facilities"))
     run_dir.add_to_certificate(run, {"rates": {"device": "cpu"}})

@@ -193,12 +193,26 @@ def test_fitted_factors_weigh_the_parts() -> None:
     run = run_of(1)
     shape = shape_of(run.model.config)
     factors = {"compute": 2.0, "memory": 0.0, "sent": 1.0, "step_seconds": 0.5}
+    factors |= {"block_seconds": 0.001}
     plain, fitted = (
         step_seconds(run, shape, rates_of(run, rates))
         for rates in (RATES, RATES | {"factors": factors})
     )
     assert fitted.compute == pytest.approx(2 * (plain.compute or 0.0))
-    assert fitted.memory == pytest.approx(0.5)
+    blocks = run.microbatches * shape.layers
+    assert fitted.memory == pytest.approx(0.5 + 0.001 * blocks)
+
+
+def test_a_block_is_passed_again_where_it_is_recomputed_and_by_one_stage() -> None:
+    plain, again = (run_of(1, training__activation_checkpointing=way) for way in ("none", "full"))
+    staged = run_of(2, "full_shard", sharding__pipeline=2)
+    shape = shape_of(plain.model.config)
+    once, more, stage = (
+        processors.block_passes(run, shape, RATES) / run.microbatches
+        for run in (plain, again, staged)
+    )
+    assert once == shape.layers and stage == shape.layers / 2
+    assert once < more < 2 * once
 
 
 def test_rates_of_another_kind_of_device_are_not_taken() -> None:

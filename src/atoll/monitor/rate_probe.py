@@ -151,7 +151,8 @@ def logits_gb_s(device: torch.device, tflops: float) -> float:
     """What the loss does beside its products, by the bytes of the logits in fp32."""
     tokens, width, vocabulary = TOKENS[device.type], WIDTHS[device.type][1], 4096
     hidden = torch.randn(tokens, width, device=device, requires_grad=True)
-    head = torch.randn(vocabulary, width, device=device, requires_grad=True)
+    # as small as a model's: large ones make denormal shares, which some processors multiply slowly
+    head = (0.02 * torch.randn(vocabulary, width, device=device)).requires_grad_()
     labels = torch.zeros(tokens, dtype=torch.long, device=device)
     seconds = quick_seconds(
         device, lambda: chunked_cross_entropy(hidden, head, None, labels, tokens)

@@ -29,14 +29,16 @@ AVERAGE_BYTES = 3 * FP32  # of a parameter: its average read and written, itself
 # by what is sent; of what is not here, as an all-reduce
 COLLECTIVES = {"parameters": "all_gather", "gradients": "reduce_scatter"}
 WITHIN_SAMPLES = ("tensor", "context")  # sent by DTensors in each layer, which takes their own time
-# what is fitted on whole runs: of each part, the seconds of any step, of a sharded tensor in it, of
-# a gather of FSDP's whatever its bytes, and of a message within samples; and how much more than the
-# average the busiest of those ranks computes that divide experts
+# what is fitted on whole runs: of each part, the seconds of any step, of a block in each microbatch
+# beyond what was measured of it, of a sharded tensor, of a gather of FSDP's whatever its bytes, and
+# of a message within samples; and how much more than the average the busiest of those ranks
+# computes that divide experts
 NEUTRAL = {
     "compute": 1.0,
     "memory": 1.0,
     "sent": 1.0,
     "step_seconds": 0.0,
+    "block_seconds": 0.0,
     "tensor_seconds": 0.0,
     "gather_seconds": 0.0,
     "message_seconds": 0.0,
@@ -109,16 +111,21 @@ def moving_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     """Of memory in the passes of all microbatches: activations, logits, and what each block costs
     whatever its size.
     """
-    share = PASSES[run.training.activation_checkpointing][0] / 3
-    layers = _busiest_layers(run, shape, measured)
-    blocks = run.microbatches * layers / run.axes.pipeline * share
+    blocks = block_passes(run, shape, measured)
     tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
     tokens *= _of_last_stage(run, measured)
     kept = 2 * block_activations(run, shape) / _rate(run, measured, "block_gb_s")
     logits = FP32 * tokens * shape.vocabulary * (not shape.labels)
     moved = (blocks * kept + logits / _rate(run, measured, "logits_gb_s")) / 1e9
     moved += blocks * 1e-6 / _rate(run, measured, "blocks_per_us")
-    return moved * _factor(measured, "memory")
+    own = blocks * _factor(measured, "block_seconds")
+    return moved * _factor(measured, "memory") + own
+
+
+def block_passes(run: Run, shape: Shape, measured: Measured) -> float:
+    """Forward and backward passes of blocks in all microbatches; more where some are repeated."""
+    share = PASSES[run.training.activation_checkpointing][0] / 3
+    return run.microbatches * _busiest_layers(run, shape, measured) / run.axes.pipeline * share
 
 
 def sharded_tensors(run: Run, shape: Shape) -> float:
