@@ -33,6 +33,7 @@ from plan_memory import text_to_learn
 
 from atoll.config.compose import compose, known_shape
 from atoll.plan.messages import gathers, messages_sent
+from atoll.plan.pipeline_parts import parts_of
 from atoll.plan.processors import (
     NEUTRAL,
     WITHIN_SAMPLES,
@@ -324,17 +325,17 @@ def weighed(case: Case, rates: Measured) -> dict[str, float]:
     run = compose([*case.overrides, "data.files=[text.txt]"]).run
     shape = known_shape(run)
     step = step_seconds(run, shape, rates_of(run, rates))
-    messages = messages_sent(run, shape)
+    messages, part = messages_sent(run, shape), parts_of(run, shape)[-1]
     return {
         "compute": step.compute or 0.0,
         "memory": step.memory or 0.0,
         "sent": sum(size or 0.0 for size in step.sent.values()),
         "step_seconds": 1.0,
-        "block_seconds": block_passes(run, shape, rates),
+        "block_seconds": block_passes(run, part),
         "tensor_seconds": sharded_tensors(run, shape),
         "gather_seconds": gathers(run, shape),
         "message_seconds": sum(messages.get(kind, 0.0) for kind in WITHIN_SAMPLES),
-        "uneven_experts": divided_seconds(run, shape, rates),
+        "uneven_experts": divided_seconds(run, shape, rates, part),
     }
 
 

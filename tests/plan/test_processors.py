@@ -1,6 +1,5 @@
 """Seconds of a step on processors: each part from the rate that it should take."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,10 @@ import tiny
 
 from atoll.plan import processors
 from atoll.plan.optimizer_work import orthogonal_flops
+from atoll.plan.pipeline_parts import Part, parts_of
 from atoll.plan.prediction import predict
 from atoll.plan.seconds import STATED, Rates, explained, rates_of, step_seconds
-from atoll.plan.shapes import shape_of
+from atoll.plan.shapes import Shape, shape_of
 from atoll.plan.traffic import bytes_sent
 from atoll.settings import Run
 
@@ -47,6 +47,12 @@ def run_of(ranks: int, sharding: str = "ddp", **changes: Any) -> Run:
     return small_run.settings(Path("/nowhere"), ranks, sharding=spread, **changes)
 
 
+def compute_seconds(run: Run, shape: Shape, rates: dict[str, Any]) -> float:
+    """Of a run without a pipeline."""
+    [whole] = parts_of(run, shape)
+    return processors.compute_seconds(run, shape, rates, whole)
+
+
 def test_products_take_the_rate_of_their_width() -> None:
     run = run_of(1)
     shape = shape_of(run.model.config)
@@ -55,7 +61,7 @@ def test_products_take_the_rate_of_their_width() -> None:
     blocks = 6 * tokens * (shape.multiplied_parameters - head) / (rate * 1e12)
     of_head = 6 * tokens * head / (rate * 1e12)
     attention = 12 * tokens * shape.layers * shape.query_width * 32 / 0.05e12
-    found = processors.compute_seconds(run, shape, RATES)
+    found = compute_seconds(run, shape, RATES)
     assert found == pytest.approx(blocks + of_head + attention)
     assert processors._at({"16": 1.0, "64": 3.0}, 32) == pytest.approx(2.0)
 
@@ -63,9 +69,7 @@ def test_products_take_the_rate_of_their_width() -> None:
 def test_attention_alone_is_not_computed_again_where_its_results_are_kept() -> None:
     shape = shape_of(run_of(1).model.config)
     seconds = {
-        again: processors.compute_seconds(
-            run_of(1, training__activation_checkpointing=again), shape, RATES
-        )
+        again: compute_seconds(run_of(1, training__activation_checkpointing=again), shape, RATES)
         for again in ("none", "selective", "full")
     }
     attention = 4 * (8 * 32) * shape.layers * shape.query_width * 32 / 0.05e12
@@ -80,7 +84,7 @@ def test_what_an_optimizer_does_beside_its_state() -> None:
     assert processors.orthogonal_seconds(adamw, shape, RATES) == 0
     more = processors.orthogonal_seconds(muon, shape, RATES)
     assert more == pytest.approx(orthogonal_flops(muon, shape) / 0.2e12)
-    more = processors.memory_seconds(averaging, shape, RATES) - processors.memory_seconds(
+    more = processors.state_seconds(averaging, shape, RATES) - processors.state_seconds(
         adamw, shape, RATES
     )
     assert more == pytest.approx(12 * shape.parameters / 10e9)
@@ -89,7 +93,7 @@ def test_what_an_optimizer_does_beside_its_state() -> None:
 def test_an_8_bit_step_takes_its_own_rate_and_has_no_time_where_there_is_none() -> None:
     eight = run_of(1, optimizer__name="adamw_8bit")
     shape = shape_of(eight.model.config)
-    more = processors.memory_seconds(eight, shape, RATES) - processors.memory_seconds(
+    more = processors.state_seconds(eight, shape, RATES) - processors.state_seconds(
         run_of(1), shape, RATES
     )
     assert more == pytest.approx(28 * shape.parameters * (1 / 2e9 - 1 / 8e9))
@@ -104,11 +108,22 @@ def test_all_wait_for_the_stage_of_a_pipeline_that_has_the_head() -> None:
     shape = shape_of(run.model.config)
     rate = processors._at(HALF["product_tflops_fp32"], 32) * 1e12  # loss_chunk_tokens of a sample
     head = 6 * (8 * 32 / 2) * shape.head_parameters / rate
-    even = processors.compute_seconds(run_of(2, "full_shard"), shape, RATES)
-    assert processors.compute_seconds(run, shape, RATES) == pytest.approx(even + head)
+    even = compute_seconds(run_of(2, "full_shard"), shape, RATES)
+    step = step_seconds(run, shape, rates_of(run, RATES))
+    assert step.compute == pytest.approx(even + head)
     shared = RATES | {"cores": 1}  # the core of the stage that waits goes to the other
-    half = processors.compute_seconds(run, shape, shared)
-    assert half == pytest.approx(even + head / 2)
+    half = step_seconds(run, shape, rates_of(run, shared))
+    assert half.compute == pytest.approx(even + head / 2)
+    # the other stage has none: a first microbatch takes it less time than the last stage
+    _, moved = processors_passes(run, shape, parts_of(run, shape)[0])
+    assert step.bubble == pytest.approx((even - head + moved) / run.microbatches)
+
+
+def processors_passes(run: Run, shape: Shape, part: Part) -> tuple[float, float]:
+    return (
+        processors.compute_seconds(run, shape, RATES, part),
+        processors.moving_seconds(run, shape, RATES, part),
+    )
 
 
 def test_nobody_waits_for_the_optimizers_of_other_stages() -> None:
@@ -127,17 +142,6 @@ def test_nobody_waits_for_the_optimizers_of_other_stages() -> None:
     assert less.bubble == adamw.bubble
 
 
-def test_of_three_layers_in_two_stages_one_has_two() -> None:
-    run = run_of(2, "full_shard", sharding__pipeline=2)
-    two, three, four = (
-        processors.compute_seconds(
-            run, dataclasses.replace(shape_of(run.model.config), layers=layers), RATES
-        )
-        for layers in (2, 3, 4)
-    )
-    assert two < three == pytest.approx(four)
-
-
 def test_the_busiest_of_ranks_that_divide_experts_has_more() -> None:
     experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     config = tiny.CONFIGS["llama"] | {"vocab_size": 300} | experts
@@ -145,13 +149,14 @@ def test_the_busiest_of_ranks_that_divide_experts_has_more() -> None:
     sharded = run_of(2, "full_shard", model=mixture)
     divided = run_of(2, "full_shard", model=mixture, sharding__expert=2)
     shape = shape_of(config)
-    assert processors.divided_seconds(sharded, shape, RATES) == 0
+    [whole] = parts_of(divided, shape)
+    assert processors.divided_seconds(sharded, shape, RATES, whole) == 0
     active = shape.layers * shape.expert_parameters * shape.active_experts / shape.experts
     rate = processors._at(HALF["product_tflops_fp32"], shape.hidden) * 1e12
-    seconds = processors.divided_seconds(divided, shape, RATES)
+    seconds = processors.divided_seconds(divided, shape, RATES, whole)
     assert seconds == pytest.approx(6 * (8 * 32 / 2) * active / rate)
     even, uneven = (
-        processors.compute_seconds(divided, shape, RATES | {"factors": {"uneven_experts": part}})
+        compute_seconds(divided, shape, RATES | {"factors": {"uneven_experts": part}})
         for part in (0.0, 0.2)
     )
     assert uneven - even == pytest.approx(0.2 * seconds)
@@ -169,8 +174,8 @@ def test_deepspeed_has_no_time_on_processors() -> None:
 
 def test_ranks_beyond_the_cores_take_turns() -> None:
     shape = shape_of(run_of(1).model.config)
-    two, four = (processors.compute_seconds(run_of(n), shape, RATES) for n in (2, 4))
-    one = processors.compute_seconds(run_of(1), shape, RATES)
+    two, four = (compute_seconds(run_of(n), shape, RATES) for n in (2, 4))
+    one = compute_seconds(run_of(1), shape, RATES)
     # half of the tokens at half of the rate, then a quarter at a quarter of it
     assert two == pytest.approx(one)
     assert four == pytest.approx(one)
@@ -208,7 +213,7 @@ def test_a_block_is_passed_again_where_it_is_recomputed_and_by_one_stage() -> No
     staged = run_of(2, "full_shard", sharding__pipeline=2)
     shape = shape_of(plain.model.config)
     once, more, stage = (
-        processors.block_passes(run, shape, RATES) / run.microbatches
+        processors.block_passes(run, parts_of(run, shape)[0]) / run.microbatches
         for run in (plain, again, staged)
     )
     assert once == shape.layers and stage == shape.layers / 2

@@ -15,8 +15,10 @@ from atoll.plan.activations import (
     passes_of,
     passes_over_head,
 )
+from atoll.plan.adapters import adapter_parameters
 from atoll.plan.messages import TENSORS, gathers
 from atoll.plan.optimizer_work import orthogonal_flops
+from atoll.plan.pipeline_parts import Part
 from atoll.plan.shapes import Shape, family_of
 from atoll.plan.weights import BF16, FP32, compute_bytes, weights_of
 from atoll.settings import Run
@@ -31,8 +33,8 @@ COLLECTIVES = {"parameters": "all_gather", "gradients": "reduce_scatter"}
 WITHIN_SAMPLES = ("tensor", "context")  # sent by DTensors in each layer, which takes their own time
 # what is fitted on whole runs: of each part, the seconds of any step, of a block in each microbatch
 # beyond what was measured of it, of a sharded tensor, of a gather of FSDP's whatever its bytes, and
-# of a message within samples; and how much more than the average the busiest of those ranks
-# computes that divide experts
+# of a message within samples; and of the seconds of experts' products at their rate, what the
+# busiest of those ranks has beyond the average that divide them
 NEUTRAL = {
     "compute": 1.0,
     "memory": 1.0,
@@ -46,40 +48,37 @@ NEUTRAL = {
 }
 
 
-def compute_seconds(run: Run, shape: Shape, measured: Measured) -> float:
-    """Matrix products of blocks and of the head, and attention, each at the rate of its size."""
+def compute_seconds(run: Run, shape: Shape, measured: Measured, part: Part) -> float:
+    """Matrix products of a rank's blocks and head, and attention, each at the rate of its size."""
     over_weights, over_attention = passes_of(run)
-    tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
-    layers = _busiest_layers(run, shape, measured)
-    at_once = run.training.microbatch_samples * run.data.sequence_tokens / run.axes.context
     head = 0 if shape.labels else shape.head_parameters
-    blocks = (shape.multiplied_parameters - head) * layers / shape.layers
-    width = min(shape.hidden / run.axes.tensor, at_once)
-    chunk = min(shape.hidden, at_once, run.training.loss_chunk_tokens)
-    attention = 4 * layers * shape.query_width * run.data.sequence_tokens
-    of_head = passes_over_head(run) * head * _of_last_stage(run, measured)
-    times = (
-        over_weights * tokens * 2 * blocks / _rate(run, measured, _products(run), width),
-        tokens * 2 * of_head / _rate(run, measured, _products(run), chunk),
-        over_attention
-        * tokens
+    block = (shape.multiplied_parameters - head) / shape.layers
+    width, products = _product_width(run, shape), _products(run)
+    chunk = min(shape.hidden, _tokens_at_once(run), run.training.loss_chunk_tokens)
+    attention = 4 * shape.query_width * run.data.sequence_tokens
+    rank, beside = _adapters(run, shape)
+    of_layers = part.layers * (
+        over_weights * 2 * block / _rate(run, measured, products, width)
+        + over_attention
         * attention
-        / _rate(run, measured, "attention_tflops", run.data.sequence_tokens),
+        / _rate(run, measured, "attention_tflops", run.data.sequence_tokens)
+        + PASSES["none"][0] * 2 * beside / _rate(run, measured, products, rank)
     )
-    seconds = sum(times) / 1e12 * _factor(measured, "compute")
-    return seconds + divided_seconds(run, shape, measured) * _factor(measured, "uneven_experts")
+    of_head = passes_over_head(run) * 2 * head / _rate(run, measured, products, chunk)
+    seconds = _tokens_of_stage(run) * (of_layers + part.heads * of_head) / 1e12
+    uneven = divided_seconds(run, shape, measured, part) * _factor(measured, "uneven_experts")
+    return seconds * _factor(measured, "compute") + uneven
 
 
-def divided_seconds(run: Run, shape: Shape, measured: Measured) -> float:
+def divided_seconds(run: Run, shape: Shape, measured: Measured, part: Part) -> float:
     """Of the products of experts that ranks divide; the rank whose experts are asked for most has
     more of them, and the others wait for it in each layer.
     """
     if run.axes.expert == 1:
         return 0.0
-    tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
-    weights = shape.layers * shape.expert_parameters * shape.active_experts / shape.experts
-    rate = _rate(run, measured, _products(run), shape.hidden)
-    return passes_of(run)[0] * tokens * 2 * weights / rate / 1e12
+    weights = part.layers * shape.expert_parameters * shape.active_experts / shape.experts
+    rate = _rate(run, measured, _products(run), _product_width(run, shape))
+    return passes_of(run)[0] * _tokens_of_stage(run) * 2 * weights / rate / 1e12
 
 
 def orthogonal_seconds(run: Run, shape: Shape, measured: Measured) -> float:
@@ -92,8 +91,8 @@ def orthogonal_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     return flops / rate / 1e12 * _factor(measured, "compute")
 
 
-def memory_seconds(run: Run, shape: Shape, measured: Measured) -> float:
-    """What passes move, the optimizer's step, and what FSDP takes whatever the sizes are."""
+def state_seconds(run: Run, shape: Shape, measured: Measured) -> float:
+    """The optimizer's step, and what FSDP takes whatever the sizes are."""
     weights = weights_of(run, shape, run.axes.pipeline - 1)
     added = ADD_BYTES * max(0, run.microbatches - 1)
     state = weights.learning * (CLIP_BYTES + added) / _rate(run, measured, "memory_gb_s")
@@ -103,29 +102,26 @@ def memory_seconds(run: Run, shape: Shape, measured: Measured) -> float:
     own = _factor(measured, "step_seconds")
     own += sharded_tensors(run, shape) * _factor(measured, "tensor_seconds")
     own += gathers(run, shape) * _factor(measured, "gather_seconds")
-    moved = state / 1e9 * _factor(measured, "memory")
-    return moved + own + moving_seconds(run, shape, measured)
+    return state / 1e9 * _factor(measured, "memory") + own
 
 
-def moving_seconds(run: Run, shape: Shape, measured: Measured) -> float:
+def moving_seconds(run: Run, shape: Shape, measured: Measured, part: Part) -> float:
     """Of memory in the passes of all microbatches: activations, logits, and what each block costs
     whatever its size.
     """
-    blocks = block_passes(run, shape, measured)
-    tokens = run.training.global_batch_samples * run.data.sequence_tokens / run.world_size
-    tokens *= _of_last_stage(run, measured)
+    blocks = block_passes(run, part)
     kept = 2 * block_activations(run, shape) / _rate(run, measured, "block_gb_s")
-    logits = FP32 * tokens * shape.vocabulary * (not shape.labels)
+    logits = FP32 * _tokens_of_stage(run) * part.heads * shape.vocabulary * (not shape.labels)
     moved = (blocks * kept + logits / _rate(run, measured, "logits_gb_s")) / 1e9
     moved += blocks * 1e-6 / _rate(run, measured, "blocks_per_us")
     own = blocks * _factor(measured, "block_seconds")
     return moved * _factor(measured, "memory") + own
 
 
-def block_passes(run: Run, shape: Shape, measured: Measured) -> float:
+def block_passes(run: Run, part: Part) -> float:
     """Forward and backward passes of blocks in all microbatches; more where some are repeated."""
     share = PASSES[run.training.activation_checkpointing][0] / 3
-    return run.microbatches * _busiest_layers(run, shape, measured) / run.axes.pipeline * share
+    return run.microbatches * part.layers * share
 
 
 def sharded_tensors(run: Run, shape: Shape) -> float:
@@ -162,16 +158,26 @@ def _optimizer_rate(run: Run) -> str:
     return "optimizer_8bit_gb_s" if run.optimizer.name == "adamw_8bit" else "optimizer_gb_s"
 
 
-def _busiest_layers(run: Run, shape: Shape, measured: Measured) -> float:
-    """All layers, as if each stage had as many as the one with most."""
-    stages = run.axes.pipeline
-    uneven = -(-shape.layers // stages) * stages / shape.layers - 1
-    return shape.layers * (1 + uneven * waiting_share(run, measured))
+def _tokens_of_stage(run: Run) -> float:
+    """That a rank's stages pass on in a step."""
+    tokens = run.training.global_batch_samples * run.data.sequence_tokens
+    return tokens * run.axes.pipeline / run.world_size
 
 
-def _of_last_stage(run: Run, measured: Measured) -> float:
-    """What a pipeline's last stage alone does, of an average rank's: the others wait for it."""
-    return 1 + (run.axes.pipeline - 1) * waiting_share(run, measured)
+def _tokens_at_once(run: Run) -> float:
+    return run.training.microbatch_samples * run.data.sequence_tokens / run.axes.context
+
+
+def _product_width(run: Run, shape: Shape) -> float:
+    """The least side of a block's products, which their rate goes by."""
+    return min(shape.hidden / run.axes.tensor, _tokens_at_once(run))
+
+
+def _adapters(run: Run, shape: Shape) -> tuple[int, float]:
+    """Their rank, and how many parameters of them a block has."""
+    if run.model.lora is None:
+        return 1, 0.0
+    return run.model.lora.rank, adapter_parameters(run, shape) / shape.layers
 
 
 def waiting_share(run: Run, measured: Measured) -> float:

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from atoll.plan import processors
-from atoll.plan.activations import block_activations, passes_of, passes_over_head
+from atoll.plan.activations import PASSES, block_activations, passes_of, passes_over_head
 from atoll.plan.adapters import adapter_parameters
 from atoll.plan.memory import Memory, memory_of
 from atoll.plan.messages import messages_sent
 from atoll.plan.optimizer_work import orthogonal_flops
-from atoll.plan.processors import Measured
+from atoll.plan.pipeline_parts import Part, busiest, parts_of
+from atoll.plan.processors import Measured, waiting_share
 from atoll.plan.shapes import Shape
 from atoll.plan.traffic import bytes_sent, shards_averaged
 from atoll.plan.weights import FP32, compute_bytes, weights_of
@@ -48,7 +49,8 @@ class StepSeconds:
     hidden: float | None  # of sent, what takes place while the device computes
     bubble: float | None  # what a stage waits for others
     links: Mapping[str, str]  # by what is sent: inside nodes, or between them
-    why: str = ""  # it has no time, whatever is measured
+    why: str = ""  # it has no time, whatever is stated
+    mend: str = ""
 
     @property
     def total(self) -> float | None:
@@ -137,21 +139,10 @@ def step_seconds(
 
     memory_needed: `memory_of` the same run, where it is known already.
     """
-    why = _why_no_seconds(run, rates)
-    beside: float | None
-    if rates.on_processors is None:
-        beside = _over(orthogonal_flops(run, shape), rates.device_tflops, 1e12)
-        compute = _over(_flops(run, shape), rates.device_tflops, 1e12)
-        state = _state_bytes(run, shape, memory_needed or memory_of(run, shape))
-        moving = _over(_moved_bytes(run, shape), rates.memory_gb_s, 1e9)
-        memory = _over(state + _moved_bytes(run, shape), rates.memory_gb_s, 1e9)
-    elif why:
-        beside = compute = memory = moving = None
-    else:
-        beside = processors.orthogonal_seconds(run, shape, rates.on_processors)
-        compute = processors.compute_seconds(run, shape, rates.on_processors)
-        memory = processors.memory_seconds(run, shape, rates.on_processors)
-        moving = processors.moving_seconds(run, shape, rates.on_processors)
+    why, mend = _why_no_seconds(run, rates)
+    compute, moving, bubble = (None, None, None) if why else _passes(run, shape, rates)
+    state, beside = (None, None) if why else _once(run, shape, rates, memory_needed)
+    memory = None if state is None or moving is None else state + moving
     groups = _groups(run)
     messages = messages_sent(run, shape)
     sent = {
@@ -159,29 +150,75 @@ def step_seconds(
         for kind, size in _by_group(run, shape).items()
     }
     busy = None if compute is None or memory is None else compute + memory
-    stages = run.axes.pipeline * run.sharding.stages_per_rank
-    wait = (run.axes.pipeline - 1) / (run.microbatches * stages / run.axes.pipeline)
-    if rates.on_processors is not None:
-        wait *= processors.waiting_share(run, rates.on_processors)
     hidden = None if busy is None else _hidden(run, sent, busy)
-    # for other stages' microbatches: not for their optimizers
-    bubble = None if compute is None or moving is None else (compute + moving) * wait
     links = {
         kind: "inside nodes" if _inside(run, *groups[kind]) else "between nodes" for kind in sent
     }
-    # behind all microbatches: nobody waits for it, and nothing is sent meanwhile
+    # behind all microbatches: nothing is sent meanwhile
     compute = None if compute is None or beside is None else compute + beside
-    return StepSeconds(compute, memory, sent, hidden, bubble, links, why)
+    return StepSeconds(compute, memory, sent, hidden, bubble, links, why, mend)
 
 
-def _why_no_seconds(run: Run, rates: Rates) -> str:
+def _passes(
+    run: Run, shape: Shape, rates: Rates
+) -> tuple[float | None, float | None, float | None]:
+    """Of all microbatches on a pipeline's busiest rank, by compute and memory, and its bubble."""
+    parts = parts_of(run, shape)
+    known = {part: _passes_of(run, shape, rates, part) for part in set(parts)}
+    waits = 1.0 if rates.on_processors is None else waiting_share(run, rates.on_processors)
+    all_known = [(c or 0.0, m or 0.0) for c, m in (known[part] for part in parts)]
+    compute, moving, others = busiest(all_known, waits)
+    no_compute, no_moving = (each is None for each in known[parts[0]])
+    # once while a first microbatch comes through their stages, and the last goes back
+    bubble = waits * others / (run.microbatches * run.sharding.stages_per_rank)
+    return (
+        None if no_compute else compute,
+        None if no_moving else moving,
+        None if no_compute or no_moving else bubble,
+    )
+
+
+def _passes_of(
+    run: Run, shape: Shape, rates: Rates, part: Part
+) -> tuple[float | None, float | None]:
+    if (measured := rates.on_processors) is not None:
+        return (
+            processors.compute_seconds(run, shape, measured, part),
+            processors.moving_seconds(run, shape, measured, part),
+        )
+    return (
+        _over(_flops(run, shape, part), rates.device_tflops, 1e12),
+        _over(_moved_bytes(run, shape, part), rates.memory_gb_s, 1e9),
+    )
+
+
+def _once(
+    run: Run, shape: Shape, rates: Rates, memory_needed: Memory | None
+) -> tuple[float | None, float | None]:
+    """What a step has behind all microbatches: memory of its state, and Muon's products."""
+    if (measured := rates.on_processors) is not None:
+        return (
+            processors.state_seconds(run, shape, measured),
+            processors.orthogonal_seconds(run, shape, measured),
+        )
+    state = _state_bytes(run, shape, memory_needed or memory_of(run, shape))
+    return (
+        _over(state, rates.memory_gb_s, 1e9),
+        _over(orthogonal_flops(run, shape), rates.device_tflops, 1e12),
+    )
+
+
+def _why_no_seconds(run: Run, rates: Rates) -> tuple[str, str]:
+    """Why a step has no time on processors, and what would give it one."""
     if rates.on_processors is None:
-        return ""
+        return "", ""
     if run.sharding.engine == "deepspeed":
-        return "what DeepSpeed's engine adds to a step on processors has no formula"
+        why = "what DeepSpeed's engine adds to a step on processors has no formula"
+        return why, "measure it in a short run"
     if not processors.has_optimizer_rate(run, rates.on_processors):
-        return f"atoll plan --measure has not measured the step of {run.optimizer.name} here"
-    return ""
+        why = f"atoll plan --measure has not measured the step of {run.optimizer.name} here"
+        return why, "measure the rates again: atoll plan --measure"
+    return "", ""
 
 
 def _hidden(run: Run, sent: Mapping[str, float | None], busy: float) -> float:
@@ -229,7 +266,7 @@ def _inside(run: Run, distance: int, ranks: int) -> bool:
 def explained(step: StepSeconds) -> tuple[str, str, str]:
     """Three lines: what bounds a step, its parts, and what is sent by the link it takes."""
     if step.why:
-        return "bound by: unknown", step.why, "measure it in a short run"
+        return "bound by: unknown", step.why, step.mend
     if step.total is None:
         missing = ", ".join(step.unknown) or "the device"
         return (
@@ -256,8 +293,8 @@ def _over(size: float, rate: float | None, unit: float) -> float | None:
     return None if rate is None else size / (rate * unit)
 
 
-def _flops(run: Run, shape: Shape) -> float:
-    """Of the busiest device: two for each weight and token in a pass, and attention.
+def _flops(run: Run, shape: Shape, part: Part) -> float:
+    """Of one device: two for each weight and token in a pass, and attention.
 
     The last stage of a pipeline has the head as well, which is never computed again. Adapters
     learn beside weights that have no gradients.
@@ -268,9 +305,9 @@ def _flops(run: Run, shape: Shape) -> float:
     head = 0 if shape.labels else shape.head_parameters
     block = (shape.multiplied_parameters - head) / shape.layers
     layer = products * 2.0 * block + attentions * 4 * shape.query_width * context
-    of_head = passes_over_head(run) * 2.0 * head
-    beside = 0.0 if run.model.lora is None else 3 * 2.0 * adapter_parameters(run, shape) / stages
-    return tokens * (-(-shape.layers // stages) * layer + of_head + beside)
+    if run.model.lora is not None:
+        layer += PASSES["none"][0] * 2.0 * adapter_parameters(run, shape) / shape.layers
+    return tokens * (part.layers * layer + part.heads * passes_over_head(run) * 2.0 * head)
 
 
 def _state_bytes(run: Run, shape: Shape, memory: Memory) -> float:
@@ -281,10 +318,9 @@ def _state_bytes(run: Run, shape: Shape, memory: Memory) -> float:
     return 2 * (learning + memory.optimizer) + learning
 
 
-def _moved_bytes(run: Run, shape: Shape) -> float:
+def _moved_bytes(run: Run, shape: Shape, part: Part) -> float:
     """Activations of all microbatches, written and read."""
-    layers = shape.layers / run.axes.pipeline
-    return 2 * run.microbatches * layers * block_activations(run, shape)
+    return 2 * run.microbatches * part.layers * block_activations(run, shape)
 
 
 def _by_group(run: Run, shape: Shape) -> dict[str, float | None]:
