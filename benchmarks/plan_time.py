@@ -10,7 +10,8 @@ samples take, and what the busiest of ranks that divide experts has to do beyond
 CASES is then a whole run in processes of its own, in three turns of all of them, and the median of
 the faster half of its steps behind the first three is held against the plan.
 Rows go to results/plan_time.jsonl, and from there into docs/planner.md. --again: plan the newest
-measured steps anew, after a formula has changed.
+measured steps anew, after a formula has changed; with --calibration, by rates that were measured
+anew on the same machine, after their measurement has changed.
 --quick: four cases of four steps, nothing is kept.
 """
 
@@ -49,6 +50,7 @@ LEAST_TAU = 0.9
 ALL_TAU = "tau of all pairs within a shape"
 TOWARDS_MEASURED = 0.02  # as a squared relative error: how much a factor far from 1 costs
 STEPS, WARM_UP, QUICK_STEPS, TURNS = 10, 3, 4, 3
+ANEW = "planned anew"
 FEWEST_OF_A_RUN = 20  # cases, for a run to stand in the table of runs
 LONGEST_SECONDS = 240.0  # of one run
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
@@ -186,7 +188,9 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="only write the page's table")
     arguments = parser.parse_args()
     if arguments.again:
-        keep(planned_rows(newest(FIT), newest(CASES)))
+        rates = arguments.calibration and {"rates": calibrated(arguments.calibration)}
+        fit, judged = ([row | (rates or {}) for row in newest(each)] for each in (FIT, CASES))
+        keep(planned_rows(fit, judged), ANEW)
     elif not arguments.table:
         chosen = QUICK if arguments.quick else CASES
         chosen = [c for c in chosen if any(p in c.name for p in arguments.only.split("|"))]
@@ -388,9 +392,11 @@ def pairs_of(turns: Sequence[Sequence[float]]) -> list[tuple[int, int, int]]:
     ]
 
 
-def keep(rows: Sequence[dict[str, Any]]) -> None:
+def keep(rows: Sequence[dict[str, Any]], how: str = "") -> None:
     """Each case, and what they come to against its limit."""
-    about = {"benchmark": "plan_time", "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    now = time.gmtime()
+    about: dict[str, Any] = {"benchmark": "plan_time", "date": time.strftime("%Y-%m-%d", now)}
+    about |= {"run": time.strftime("%Y-%m-%dT%H:%M:%SZ", now), "how": how}
     about |= {"machine": results.machine(), "versions": results.versions()}
     with open(results.FOLDER / "plan_time.jsonl", "a") as file:
         for each in rows:
@@ -410,21 +416,22 @@ def runs_so_far() -> list[str]:
     A machine that others slow down while the runs last computes slower than its rates say.
     """
     lines = (results.FOLDER / "plan_time.jsonl").read_text().splitlines()
-    runs: dict[tuple[str, str], dict[str, Any]] = {}
+    runs: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in map(json.loads, lines):
         if "planned_seconds" in row:
-            run = runs.setdefault((row["date"], row["versions"]["commit"]), {})
-            run[row["case"]] = row
+            how = row.get("how", "")
+            run = (row.get("run", row["date"]), row["versions"]["commit"], how and f", {how}")
+            runs.setdefault(run, {})[row["case"]] = row
     table = [
         "| run | cases | median error | worst | tau of all pairs | computing, x its rates |",
         "|---|---|---|---|---|---|",
     ]
-    for (date, commit), run in runs.items():
+    for (when, commit, how), run in runs.items():
         rows = list(run.values())
         if len(rows) < FEWEST_OF_A_RUN or "turn_seconds" not in rows[0]:
             continue
         found = summary(rows)
-        cells = [f"{date}, {commit}", str(len(rows)), f"{found['median error']:.1%}"]
+        cells = [f"{when[:10]}, {commit}{how}", str(len(rows)), f"{found['median error']:.1%}"]
         cells += [f"{found['worst error']:.1%}", f"{found[ALL_TAU]:.2f}"]
         cells += [f"{rows[-1]['factors']['compute']:.2f}"]
         table.append(f"| {' | '.join(cells)} |")

@@ -59,6 +59,27 @@ def test_what_else_a_machine_does_is_in_no_link(monkeypatch: pytest.MonkeyPatch)
     assert links["all_gather"]["gb_s"] == pytest.approx(0.5 * large / (large - small))
 
 
+def test_a_call_takes_what_a_quarter_of_its_repeats_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.1, 0.09, 0.01, 0.05, 0.06])
+    monkeypatch.setattr(rate_probe, "SECONDS_EACH", 0.2)
+    monkeypatch.setattr(rate_probe, "seconds_of", lambda device, call: next(seconds))
+    # behind a first call, until they add up to 0.2 s: the second quickest of four
+    assert rate_probe.quick_seconds(torch.device("cpu"), lambda: None) == 0.05
+    monkeypatch.setattr(rate_probe, "seconds_of", lambda device, call: 0.3)
+    assert rate_probe.quick_seconds(torch.device("cpu"), lambda: None) == 0.3
+
+
+def test_an_optimizer_that_fails_has_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    def fails(self: object, closure: object = None) -> None:
+        raise RuntimeError("no backend for this device")
+
+    monkeypatch.setattr(rate_probe, "OPTIMIZED", {"cpu": 64})
+    monkeypatch.setattr(bitsandbytes.optim.AdamW8bit, "step", fails)
+    assert set(rate_probe.optimizers_gb_s(torch.device("cpu"))) == {"optimizer_gb_s"}
+
+
 def test_no_share_of_the_logits_is_denormal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some processors multiply denormal numbers slowly, and no model has any."""
     least = []

@@ -82,8 +82,10 @@ def test_what_an_optimizer_does_beside_its_state() -> None:
     shape = shape_of(adamw.model.config)
     muon, averaging = run_of(1, optimizer__name="muon"), run_of(1, optimizer__ema_decay=0.9)
     assert processors.orthogonal_seconds(adamw, shape, RATES) == 0
-    more = processors.orthogonal_seconds(muon, shape, RATES)
-    assert more == pytest.approx(orthogonal_flops(muon, shape) / 0.2e12)
+    for slow, quick in (("bf16", "fp32"), ("fp32", "bf16")):  # where there is no bf16, and where
+        own = OWN | {f"product_tflops_{slow}": {"16": 0.01}, f"product_tflops_{quick}": {"16": 0.5}}
+        more = processors.orthogonal_seconds(muon, shape, RATES | {"alone": own})
+        assert more == pytest.approx(orthogonal_flops(muon, shape) / 0.5e12)
     more = processors.state_seconds(averaging, shape, RATES) - processors.state_seconds(
         adamw, shape, RATES
     )

@@ -133,18 +133,18 @@ def attention_tflops(device: torch.device, tokens: int) -> float:
 
 def optimizers_gb_s(device: torch.device) -> Rates:
     """Of a step of AdamW, fused and in 8 bit, by AdamW's four numbers read and three written."""
-    kinds: dict[str, Any] = {"optimizer_gb_s": partial(torch.optim.AdamW, fused=True)}
-    with contextlib.suppress(ImportError):  # not every image has it
+    rates = {"optimizer_gb_s": optimizer_gb_s(device, partial(torch.optim.AdamW, fused=True))}
+    with contextlib.suppress(Exception):  # it fails in many ways where it lacks a backend
         import bitsandbytes
 
-        kinds["optimizer_8bit_gb_s"] = bitsandbytes.optim.AdamW8bit
+        rates["optimizer_8bit_gb_s"] = optimizer_gb_s(device, bitsandbytes.optim.AdamW8bit)
+    return rates
+
+
+def optimizer_gb_s(device: torch.device, kind: Callable[..., torch.optim.Optimizer]) -> float:
     parameter = torch.zeros(OPTIMIZED[device.type], device=device, requires_grad=True)
     parameter.grad = torch.ones_like(parameter)
-    bytes_moved = 28 * parameter.numel()
-    return {
-        name: bytes_moved / quick_seconds(device, kind([parameter]).step) / 1e9
-        for name, kind in kinds.items()
-    }
+    return 28 * parameter.numel() / quick_seconds(device, kind([parameter]).step) / 1e9
 
 
 def logits_gb_s(device: torch.device, tflops: float) -> float:

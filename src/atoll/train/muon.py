@@ -121,4 +121,5 @@ def in_own_numbers(product: Callable[..., Tensor], *matrices: Tensor) -> Tensor:
 
 def in_fp32(product: Callable[..., Tensor], *matrices: Tensor) -> Tensor:
     """Rounded once, as kernels for bf16 do: where no hardware is behind those, 40 times faster."""
-    return product(*(matrix.float() for matrix in matrices)).to(matrices[0].dtype)
+    wide = {id(matrix): matrix.float() for matrix in matrices}  # one may be there more than once
+    return product(*(wide[id(matrix)] for matrix in matrices)).to(matrices[0].dtype)
