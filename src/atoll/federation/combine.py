@@ -13,7 +13,7 @@ from atoll.errors import UserError
 from atoll.settings.exchange import UpdateManifest
 from atoll.settings.federation import Rule
 
-CACHED = 1 << 17  # values whose sums in fp64 stay in a processor's cache, in not too many calls
+CACHED = 1 << 16  # values whose sums in fp64 stay in a processor's cache, in not too many calls
 Weigh = Callable[[list[UpdateManifest], Rule], list[float]]
 Combine = Callable[[Tensor, Tensor, Rule], Tensor]
 
@@ -77,11 +77,13 @@ def shares_of(manifests: list[UpdateManifest], rounds_late: list[int], rule: Rul
 def mean(values_KN: Tensor, weights_K: Tensor, rule: Rule) -> Tensor:
     """In the order of the updates, so that a repeated sum has the same bits; rounded once."""
     mean_N = torch.empty(values_KN.shape[1])
+    sums_C, own_C = torch.empty(2, min(CACHED, len(mean_N)), dtype=torch.float64)
     for first in range(0, len(mean_N), CACHED):
         part_KC = values_KN[:, first : first + CACHED]
-        total_C = part_KC[0].double().mul_(weights_K[0])
+        total_C, weighed_C = sums_C[: part_KC.shape[1]], own_C[: part_KC.shape[1]]
+        total_C.copy_(part_KC[0]).mul_(weights_K[0])
         for values_C, weight in zip(part_KC[1:], weights_K[1:], strict=True):
-            total_C.add_(values_C.double().mul_(weight))
+            total_C.add_(weighed_C.copy_(values_C).mul_(weight))
         mean_N[first : first + CACHED] = total_C
     return mean_N
 
