@@ -139,17 +139,22 @@ def three_rounds() -> dict[str, Any]:
     return {"start": start, "rule": RULE, "rounds": 3, "schedule_rounds": 3}
 
 
+def size_of(path: Path) -> int:
+    return path.stat().st_size
+
+
 @pytest.mark.full
 @pytest.mark.login_node
 def test_a_campaign_of_fragments_is_verified_and_sends_one_a_round(
     begun: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = load_store(begun / "campaigns" / "c")
-    whole = sum(path.stat().st_size for path in (store.model(0) / "master").iterdir())
+    whole = sum(map(size_of, (store.model(0) / "master").iterdir()))
     for number in (1, 2, 3):
         received = store.journal(number).records("received")
         assert {each["facility"] for each in received} == set(TEXT)
-        assert max(each["bytes"] for each in received) < 0.2 * whole  # int8 is a quarter
+        weights = [sum(map(size_of, each.glob("*.safetensors"))) for each in store.updates(number)]
+        assert len(weights) == len(TEXT) and max(weights) < 0.2 * whole  # int8 is a quarter
         assert set(manifest(begun, number)["weights"]) == set(TEXT)
     ended = store.journal(1).last("averaged")["time"]
     there = [Journal(begun / "sites" / name / "rounds" / round_name(2)) for name in TEXT]
