@@ -226,6 +226,15 @@ QUICK_STAGES = (
     partial(compare, seeds=(1,), updates=("replace",), codecs=("int2", "sparse"), lengths=(10, 50)),
     partial(in_fragments, seeds=(1,)),
     partial(compare, splits=("iid",), updates=("replace",), codecs=("int8",), lengths=(10, 50)),
+    partial(compare, updates=("replace",), codecs=("int8",), lengths=(10, 50)),
+    partial(
+        compare,
+        seeds=(1,),
+        facilities=(2, 8),
+        updates=("replace",),
+        codecs=("int8", "int4"),
+        lengths=(10, 50),
+    ),
     partial(in_fragments, updates=("replace",)),
     partial(compare, seeds=(1,), updates=FEW_UPDATES),
 )
