@@ -396,11 +396,11 @@ def keep(rows: Sequence[dict[str, Any]], how: str = "") -> None:
     """Each case, and what they come to against its limit."""
     now = time.gmtime()
     about: dict[str, Any] = {"benchmark": "plan_time", "date": time.strftime("%Y-%m-%d", now)}
-    about |= {"run": time.strftime("%Y-%m-%dT%H:%M:%SZ", now), "how": how}
+    about |= {"run": time.strftime("%Y-%m-%dT%H:%M:%SZ", now)}
     about |= {"machine": results.machine(), "versions": results.versions()}
     with open(results.FOLDER / "plan_time.jsonl", "a") as file:
         for each in rows:
-            file.write(json.dumps(about | each) + "\n")
+            file.write(json.dumps(about | each | {"how": how}) + "\n")
     found = summary(rows)
     held = [
         results.row(name, "", [value], "limit", [LIMITS.get(name, LEAST_TAU)], better, 1.0)

@@ -8,6 +8,7 @@ import small_run
 import tiny
 
 from atoll.plan import processors
+from atoll.plan.adapters import adapter_parameters, linear_layers
 from atoll.plan.optimizer_work import orthogonal_flops
 from atoll.plan.pipeline_parts import Part, parts_of
 from atoll.plan.prediction import predict
@@ -103,6 +104,23 @@ def test_an_8_bit_step_takes_its_own_rate_and_has_no_time_where_there_is_none() 
     plan = predict(eight, shape, RATES | {"alone": older, "together": older})
     assert plan.step_seconds is None and plan.memory_gib is not None
     assert "not measured the step of adamw_8bit" in plan.why_no_time
+
+
+def test_adapters_have_products_of_their_own_and_move_numbers_around_them() -> None:
+    lora = {"rank": 4, "targets": "all-linear"}
+    four, eight = (run_of(1, model__lora=lora | {"rank": rank}) for rank in (4, 8))
+    shape = shape_of(four.model.config)
+    more = compute_seconds(eight, shape, RATES) - compute_seconds(four, shape, RATES)
+    tokens, parameters = 8 * 32, adapter_parameters(four, shape)
+    assert more == pytest.approx(6 * tokens * parameters / 0.1e12)  # at the narrowest rate
+    [whole] = parts_of(four, shape)
+    faster = RATES | {"alone": OWN | {"memory_gb_s": 20.0}}
+    slow, quick = (
+        processors.moving_seconds(four, shape, rates, whole) for rates in (RATES, faster)
+    )
+    numbers = sum(8 * each.outputs + 3 * each.inputs for each in linear_layers(shape))
+    moved = 4 * tokens * shape.layers * numbers
+    assert slow - quick == pytest.approx(moved / 10e9 - moved / 20e9)
 
 
 def test_all_wait_for_the_stage_of_a_pipeline_that_has_the_head() -> None:

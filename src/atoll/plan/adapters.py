@@ -14,6 +14,9 @@ from atoll.settings import Run
 PACKED_BYTES = 0.5  # of an nf4 weight without its scales
 STORED_BYTES = {"none": 4.0, "nf4": PACKED_BYTES + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 ROW_BYTES = {"int8": 4}
+# Of what a layer gives, an adapter's part is written, scaled and added, and its gradient scaled; of
+# the gradients of what the layer reads there are two to add.
+MOVED_OUTPUTS, MOVED_INPUTS = 1 + 2 + 3 + 2, 3
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Staying:
     largest: int  # weights of the largest of them: it is unpacked to be multiplied
     reads: frozenset[str]  # inputs that are kept for the adapters' gradients
     kept: int  # numbers of a token that adapters keep beside those
+    moved: int  # numbers of a token read and written around their products, in both passes
 
 
 def linear_layers(shape: Shape) -> tuple[Linear, ...]:
@@ -109,6 +113,7 @@ def staying(run: Run, shape: Shape) -> Staying | None:
         largest=max((layer.inputs * layer.outputs for layer in quantised), default=0),
         reads=frozenset(layer.reads for layer in reading),
         kept=sum(lora.rank + dropped * layer.inputs for layer in adapted),
+        moved=sum(MOVED_OUTPUTS * layer.outputs + MOVED_INPUTS * layer.inputs for layer in adapted),
     )
 
 

@@ -15,7 +15,7 @@ from atoll.plan.activations import (
     passes_of,
     passes_over_head,
 )
-from atoll.plan.adapters import adapter_parameters
+from atoll.plan.adapters import adapter_parameters, staying
 from atoll.plan.messages import TENSORS, gathers
 from atoll.plan.optimizer_work import orthogonal_flops
 from atoll.plan.pipeline_parts import Part
@@ -106,14 +106,17 @@ def state_seconds(run: Run, shape: Shape, measured: Measured) -> float:
 
 
 def moving_seconds(run: Run, shape: Shape, measured: Measured, part: Part) -> float:
-    """Of memory in the passes of all microbatches: activations, logits, and what each block costs
-    whatever its size.
+    """Of memory in the passes of all microbatches: activations, logits, what adapters add, and what
+    each block costs whatever its size.
     """
     blocks = block_passes(run, part)
     kept = 2 * block_activations(run, shape) / _rate(run, measured, "block_gb_s")
     logits = FP32 * _tokens_of_stage(run) * part.heads * shape.vocabulary * (not shape.labels)
     moved = (blocks * kept + logits / _rate(run, measured, "logits_gb_s")) / 1e9
     moved += blocks * 1e-6 / _rate(run, measured, "blocks_per_us")
+    if (beside := staying(run, shape)) is not None:
+        numbers = _tokens_of_stage(run) * part.layers * beside.moved
+        moved += compute_bytes(run) * numbers / _rate(run, measured, "memory_gb_s") / 1e9
     own = blocks * _factor(measured, "block_seconds")
     return moved * _factor(measured, "memory") + own
 
