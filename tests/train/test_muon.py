@@ -22,7 +22,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from atoll import run_dir
-from atoll.settings import Optimizer
+from atoll.settings import Optimizer, Run
+from atoll.sharding.process_group import World
 from atoll.train import muon
 from atoll.train.optimizer import make_optimizer, take_step
 from atoll.train.parameter_groups import freeze
@@ -196,6 +197,12 @@ def test_groups_are_of_matrices_and_of_the_rest_alike() -> None:
     assert matrices == {(1.0, 0.1), (0.3, 0.0)} and rest == {(1.0, 0.1), (0.1, 0.1), (1.0, 0.0)}
 
 
+def train_in_fp32(world: World, run: Run) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "GATHERED_AS", torch.float32)
+        small_run.train_here(world, run)
+
+
 @pytest.mark.parametrize(
     ("strategy", "world", "sharding"),
     [
@@ -208,27 +215,30 @@ def test_groups_are_of_matrices_and_of_the_rest_alike() -> None:
 def test_divided_experts_learn_as_whole_ones(
     ranks: RankPool, folder: Path, strategy: str, world: int, sharding: dict[str, Any]
 ) -> None:
-    """Beside a group of another rate and frozen parts."""
+    """Beside a group of another rate and frozen parts.
+
+    Products in fp32: some processors round those of several matrices in bf16 otherwise than of one.
+    """
     groups = [GROUPS[0], {"names": "*.experts.*", "learning_rate_factor": 0.5}]
     seen = []
     for name, size, more in (("single", 1, {}), (strategy, world, sharding)):
         run = small_run.settings(
             folder,
             size,
-            name=f"experts-{name}-{size}-{len(more)}",
+            name=f"experts-{name}-{size}-{len(sharding)}",
             model__config=EXPERTS,
             sharding=small_run.sharding(name) | more,
             optimizer__name="muon",
-            optimizer__groups=groups[1:] if more else groups,
+            optimizer__groups=groups,
             training__steps=4,
             training__global_batch_samples=12,
             training__microbatch_samples=1,
         )
         made = small_run.ready(run)
-        ranks.run(small_run.train_here, run, world=size)
+        ranks.run(train_in_fp32, run, world=size)
         seen.append(small_run.losses(made))
     assert seen[0][4] < seen[0][1]
-    assert seen[1] == pytest.approx(seen[0], abs=2e-4)
+    assert seen[1] == pytest.approx(seen[0], abs=2e-5)
 
 
 def typed(folder: Path, name: str, *words: str) -> list[str]:

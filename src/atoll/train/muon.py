@@ -21,6 +21,7 @@ from atoll.train.precision import has_bf16
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration
 ITERATIONS = 5
 LEAST_NORM = 1e-7
+GATHERED_AS = torch.bfloat16  # whole matrices, and what the iteration computes in
 
 
 class Muon:
@@ -87,9 +88,9 @@ class Orthogonal(torch.optim.Optimizer):
 def orthogonal(update: Tensor) -> Tensor:
     """The nearest (semi-)orthogonal matrix, roughly, of each expert too; divided as the update."""
     if not isinstance(update, DTensor):
-        return newton_schulz(update.bfloat16())
+        return newton_schulz(update.to(GATHERED_AS))
     mesh, placements = update.device_mesh, update.placements
-    narrow: Any = update.bfloat16()
+    narrow: Any = update.to(GATHERED_AS)
     by_expert = update.ndim == 3 and all(type(p) in (Shard, Replicate) for p in placements)
     kept = [p if by_expert and p == Shard(0) else Replicate() for p in placements]
     whole = newton_schulz(narrow.redistribute(mesh, kept).to_local())
