@@ -119,7 +119,10 @@ def test_one_device_has_the_losses_of_two(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     atoll(home, "submit", *line)
     two, one = (records(folder, "train") for folder in (job("opt_125m_yelp"), home / "runs/one"))
-    assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], abs=1e-5)
+    losses = [[record["loss"] for record in run] for run in (one, two)]
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=3e-7)  # of the same weights
+    # behind AdamW's steps, which divide by what is nearly zero: last digits grow to 4e-6 somewhere
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     said = atoll(home, "report", "one", "opt_125m_yelp")
     assert said.count(f"  {one[-1]['loss']:.4f}  ") == 2 and "speed-up" in said, said
 
