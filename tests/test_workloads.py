@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,15 @@ def atoll(folder: Path, *words: str, code: int = 0) -> str:
 def records(folder: Path, event: str) -> list[dict[str, Any]]:
     lines = run_dir.metrics_file(folder).read_text().splitlines()
     return [one for one in map(json.loads, lines) if one["event"] == event]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def same_products() -> Iterator[None]:
+    """MKL rounds by alignment and threads otherwise, and AdamW's first steps make that larger."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MKL_CBWR", "COMPATIBLE")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -111,18 +120,11 @@ def test_4_bit_weights_go_with_full_shard(home: Path, job: Job) -> None:
 
 
 @pytest.mark.full
-def test_one_device_has_the_losses_of_two(
-    home: Path, job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_device_has_the_losses_of_two(home: Path, job: Job) -> None:
     line = ["facility=laptop", "ranks_per_node=1", "experiment=opt_125m_yelp_smoke", "name=one"]
-    # as many threads as each of two ranks has on two cores: some processors' products round by them
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     atoll(home, "submit", *line)
     two, one = (records(folder, "train") for folder in (job("opt_125m_yelp"), home / "runs/one"))
-    losses = [[record["loss"] for record in run] for run in (one, two)]
-    assert losses[0][0] == pytest.approx(losses[1][0], rel=3e-7)  # of the same weights
-    # behind AdamW's steps, which divide by what is nearly zero: last digits grow to 4e-6 somewhere
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], abs=1e-5)
     said = atoll(home, "report", "one", "opt_125m_yelp")
     assert said.count(f"  {one[-1]['loss']:.4f}  ") == 2 and "speed-up" in said, said
 
