@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from atoll.plan import processors
-from atoll.plan.activations import PASSES, block_activations, passes_of, passes_over_head
-from atoll.plan.adapters import adapter_parameters
+from atoll.plan.activations import passes_of
+from atoll.plan.device_work import flops, moved_bytes, state_bytes
 from atoll.plan.memory import Memory, memory_of
 from atoll.plan.messages import messages_sent
 from atoll.plan.optimizer_work import orthogonal_flops
@@ -18,7 +18,7 @@ from atoll.plan.pipeline_parts import Part, busiest, parts_of
 from atoll.plan.processors import Measured, waiting_share
 from atoll.plan.shapes import Shape
 from atoll.plan.traffic import bytes_sent, shards_averaged
-from atoll.plan.weights import FP32, compute_bytes, weights_of
+from atoll.plan.weights import compute_bytes
 from atoll.settings import Run
 
 STATED, MEASURED_HERE = "stated by the facility", "measured by atoll plan --measure"
@@ -187,8 +187,8 @@ def _passes_of(
             processors.moving_seconds(run, shape, measured, part),
         )
     return (
-        _over(_flops(run, shape, part), rates.device_tflops, 1e12),
-        _over(_moved_bytes(run, shape, part), rates.memory_gb_s, 1e9),
+        _over(flops(run, shape, part), rates.device_tflops, 1e12),
+        _over(moved_bytes(run, shape, part), rates.memory_gb_s, 1e9),
     )
 
 
@@ -201,7 +201,7 @@ def _once(
             processors.state_seconds(run, shape, measured),
             processors.orthogonal_seconds(run, shape, measured),
         )
-    state = _state_bytes(run, shape, memory_needed or memory_of(run, shape))
+    state = state_bytes(run, shape, memory_needed or memory_of(run, shape))
     return (
         _over(state, rates.memory_gb_s, 1e9),
         _over(orthogonal_flops(run, shape), rates.device_tflops, 1e12),
@@ -291,36 +291,6 @@ def explained(step: StepSeconds) -> tuple[str, str, str]:
 
 def _over(size: float, rate: float | None, unit: float) -> float | None:
     return None if rate is None else size / (rate * unit)
-
-
-def _flops(run: Run, shape: Shape, part: Part) -> float:
-    """Of one device: two for each weight and token in a pass, and attention.
-
-    The last stage of a pipeline has the head as well, which is never computed again. Adapters
-    learn beside weights that have no gradients.
-    """
-    context, stages = run.data.sequence_tokens, run.axes.pipeline
-    tokens = run.training.global_batch_samples * context * stages / run.world_size
-    products, attentions = passes_of(run)
-    head = 0 if shape.labels else shape.head_parameters
-    block = (shape.multiplied_parameters - head) / shape.layers
-    layer = products * 2.0 * block + attentions * 4 * shape.query_width * context
-    if run.model.lora is not None:
-        layer += PASSES["none"][0] * 2.0 * adapter_parameters(run, shape) / shape.layers
-    return tokens * (part.layers * layer + part.heads * passes_over_head(run) * 2.0 * head)
-
-
-def _state_bytes(run: Run, shape: Shape, memory: Memory) -> float:
-    """Once a step: what learns and its moments are read and written, gradients read."""
-    learning = memory.parameters
-    if run.model.lora is not None:
-        learning = round(FP32 * weights_of(run, shape, run.axes.pipeline - 1).learning)
-    return 2 * (learning + memory.optimizer) + learning
-
-
-def _moved_bytes(run: Run, shape: Shape, part: Part) -> float:
-    """Activations of all microbatches, written and read."""
-    return 2 * run.microbatches * part.layers * block_activations(run, shape)
 
 
 def _by_group(run: Run, shape: Shape) -> dict[str, float | None]:
