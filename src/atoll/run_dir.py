@@ -164,6 +164,11 @@ def accounting_file(run_folder: Path) -> Path:
     return run_folder / "accounting.json"
 
 
+def held_file(run_folder: Path) -> Path:
+    """When each job took and left the run, as `job.sh` noted: began or ended, lease, time."""
+    return run_folder / "held.txt"
+
+
 def sbom_file(run_folder: Path) -> Path:
     """What is in the image that the run was made in."""
     return run_folder / "sbom.cdx.json"

@@ -118,6 +118,18 @@ def test_accounting_is_asked_in_seconds_and_unended_jobs_go_on(tmp_path, monkeyp
     assert asked["format"] == "%s" and "--duplicates" in asked["argv"]
 
 
+def test_without_accounting_a_job_held_its_run_from_note_to_note(tmp_path):
+    """The first note of an end counts; one without has its ranks' last line."""
+    notes = "began 1 10.5\nbegan 2 40\nended 2 90.25\nended 2 91\nbegan 3 100\nbega"
+    run_dir.write_whole(run_dir.held_file(tmp_path), notes)
+    for at in (12.0, 30.0, 60.0):
+        line = {"event": "steps", "time": at, "step": 1, "seconds": {}}
+        run_dir.append_record(run_dir.ledger_file(tmp_path), line)
+    held_by = [(job.started, job.ended, job.nodes) for job in module.noted(tmp_path, 2)]
+    assert held_by == [(10.5, 30.0, 2), (40, 90.25, 2), (100, 100, 2)]
+    assert module.noted(tmp_path / "none", 2) == []
+
+
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     """A run that is killed behind step 5 of 6, a checkpoint at step 3, and started again."""

@@ -32,6 +32,9 @@ def finished(name, slower, *words, ranks=8, result=True, fault=False, age=0.0):
     run_dir.write_whole(run_dir.metrics_file(folder), text)
     began = {"event": "start", "time": 100.0, "step": 0, "job": "", "seconds": {"start": 40.0}}
     run_dir.append_record(run_dir.ledger_file(folder), began)
+    done = {"event": "end", "time": 160.0, "step": 6, "job": "", "seconds": {"start": 40.0}}
+    run_dir.append_record(run_dir.ledger_file(folder), done)
+    run_dir.write_whole(run_dir.held_file(folder), "began 1 50\nended 1 165.5\n")
     if fault:
         record = {"kind": "died", "blame": "node", "evidence": "it left", "time": 1.0}
         run_dir.append_record(run_dir.faults_file(folder), record)
@@ -49,13 +52,14 @@ def test_a_prediction_is_that_of_the_runs_before_it(here):
     assert before.runs == 0 and before.is_bound
     learn(run)
     after = before_queue.prediction_of(run)
-    assert after.runs == 3 and not after.is_bound and after.start_seconds == 40.0
+    assert after.runs == 3 and not after.is_bound and after.start_seconds == 50.0
+    assert after.end_seconds == 5.5
     assert after.step_seconds == pytest.approx(2.4 * before.step_seconds)
     # the plan counts as one run beside the three
     assert after.memory_gib == pytest.approx((1 + 3 * 1.25) / 4 * before.memory_gib)
-    assert after.node_hours == pytest.approx((6 * after.step_seconds + 40) / 3600)
+    assert after.node_hours == pytest.approx((6 * after.step_seconds + 50 + 5.5) / 3600)
     line = before_queue.line(run)
-    assert ": about " in line and "40 s of each job to start" in line
+    assert ": about " in line and "50 s of each job to start, 5.5 s behind its export" in line
     assert line.endswith("; from 3 runs here")
     before_queue.keep_prediction(run)
     kept = json.loads(run_dir.prediction_file(run_dir.folder(run)).read_text())

@@ -76,8 +76,11 @@ def test_the_second_job_is_refused_at_once_with_the_owner_s_name(folder, program
     assert "name=NAME" in hint
     assert first.poll() is None
     assert run_dir.jobs_file(folder).read_text() == "slurm 41\nslurm 42 refused\n"
+    [began] = run_dir.held_file(folder).read_text().splitlines()
+    assert began.startswith("began 1 ") and float(began.split()[2]) <= time.time()
     first.communicate("\n", timeout=10)
     assert first.returncode == 3
+    assert run_dir.held_file(folder).read_text().splitlines()[1].startswith("ended 1 ")
     lease = lease_of(folder)
     assert (lease.job, lease.node, lease.alive) == ("41", "n7", False)
     third = job(folder, "slurm", "43")
@@ -103,6 +106,7 @@ def test_a_killed_job_leaves_its_run_to_the_next(folder, programs):
     deadline = time.monotonic() + 10
     while lease_of(folder).alive and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert "ended 1 " in run_dir.held_file(folder).read_text()
     output, _ = job(folder, "slurm", "42").communicate("\n", timeout=10)
     assert output == "holds\n"
 

@@ -5,9 +5,11 @@ add up to what the jobs held.
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -76,7 +78,7 @@ def goodput(run_folder: Path) -> dict[str, float]:
     if not lines:
         return {}
     nodes = load_run(run_dir.settings_file(run_folder)).nodes
-    jobs = job_starts(run_folder) or by_itself(lines, nodes)
+    jobs = job_starts(run_folder) or noted(run_folder, nodes) or by_itself(lines, nodes)
     return spent(jobs, ranks_starts(lines), faults(run_folder), nodes)
 
 
@@ -132,8 +134,32 @@ def _kept(jobs: Iterable[Mapping[str, Any]]) -> Iterator[JobStart]:
             yield JobStart(float(submitted), float(started), float(ended), int(nodes))
 
 
+def noted(run_folder: Path, nodes: int) -> list[JobStart]:
+    """Without accounting: from when each job took the run until it left it, by the first note.
+
+    One that left without a note held it as long as its ranks wrote, until the next began.
+    """
+    began: dict[str, float] = {}
+    ended: dict[str, float] = {}
+    file = run_dir.held_file(run_folder)
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        with suppress(ValueError):  # a line that was not written whole
+            event, lease, at = line.split()
+            (began if event == "began" else ended).setdefault(lease, float(at))
+    times = [float(line["time"]) for line in ledger(run_folder)]
+    nexts = [*list(began.values())[1:], math.inf]
+    return [
+        JobStart(start, start, ended.get(lease) or _last(times, start, until), nodes)
+        for (lease, start), until in zip(began.items(), nexts, strict=False)
+    ]
+
+
+def _last(times: Sequence[float], start: float, until: float) -> float:
+    return max((at for at in times if start <= at <= until), default=start)
+
+
 def by_itself(lines: Sequence[Line], nodes: int) -> list[JobStart]:
-    """Without accounting: each start of the ranks is a job, from their first second to the last."""
+    """Without either: each start of the ranks is a job, from their first second to the last."""
     return [
         JobStart(start.launched, start.launched, float(start.lines[-1]["time"]), nodes)
         for start in ranks_starts(lines)

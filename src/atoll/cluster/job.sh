@@ -123,6 +123,13 @@ take_lease() { # PID: of the one who renews it
 write_lease() { # WORDS: whole or not at all
     printf '%s\n' "$1" > "$lease_folder/.$job" && mv -f "$lease_folder/.$job" "$lease"
 }
+note() { # began or ended: when this job took and left the run
+    local now=${EPOCHREALTIME:-$(date +%s)}
+    printf '%s %s %s\n' "$1" "${lease##*/}" "${now/,/.}" >> "$run_folder/held.txt" || true
+}
+end_lease() {
+    write_lease "$owner ended" && note ended
+}
 # Beside the job: renews the lease, and is PBS's clock. It ends with the last process that has its
 # pipe, which all processes of the job inherit; so no lease and no clock outlives its job.
 keep_lease() {
@@ -149,7 +156,7 @@ keep_lease() {
             clock_seconds=
         fi
     done
-    [[ -z ${lease:-} ]] || write_lease "$owner ended" || true
+    [[ -z ${lease:-} ]] || end_lease || true
 }
 hold_run() {
     [[ $clock_seconds == '' ]] || ((clock_seconds > renew_seconds)) || renew_seconds=1
@@ -157,6 +164,7 @@ hold_run() {
     local keeper=$!
     take_lease "$keeper"
     printf '%s\n' "${lease##*/}" >&"$pipe"
+    note began
     rm -f "$stop_file" "$restart_file" "$run_folder/failure.txt"
     [[ $scheduler != none ]] || return 0
     grep -qsE "^$scheduler ${job%%.*}(\.|$)" "$run_folder/jobs.txt" ||
@@ -408,7 +416,7 @@ at_end() {
     local code=$?
     end_preparation
     if [[ -n ${lease:-} ]] && (($(newest_lease) <= ${lease##*/})); then
-        write_lease "$owner ended" || true
+        end_lease || true
         (printf 'ended\n' >&"$pipe") 2> /dev/null || true # it may be gone
         [[ ! -e $restart_file || $scheduler == none ]] || queue_again
     fi

@@ -1,7 +1,6 @@
 """What a facility's finished runs teach its next predictions, kept in its certificate."""
 
 import json
-import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,7 +9,7 @@ from typing import Any
 
 from atoll import run_dir
 from atoll.cluster.fit import shape_known_here
-from atoll.cluster.goodput import ledger, ranks_starts
+from atoll.cluster.goodput import by_itself, job_starts, ledger, noted, ranks_starts
 from atoll.cluster.record import measured
 from atoll.config import certificate
 from atoll.errors import UserError
@@ -20,7 +19,6 @@ from atoll.plan.own_processors import as_computed_here
 from atoll.plan.prediction import predict
 from atoll.settings import Run, load_run
 
-LONGEST_START = 3600.0  # seconds; what lies further back began another start of it
 LEAST_LINES = 3  # of training, of a run that counts: the first warms up
 
 
@@ -81,21 +79,19 @@ def _sample(folder: Path, facility: str, rates: dict[str, Any] | None) -> Iterat
             took["step_seconds"],
             plan.memory_gib,
             took["memory_gib"],
-            _start_seconds(folder, run.facility.scheduler),
+            *_beside_steps(folder, run.job_nodes),
         )
 
 
-def _start_seconds(folder: Path, scheduler: str) -> float | None:
-    """From its job's begin, as far as that is known, until its first step could be taken."""
-    starts = ranks_starts(ledger(folder))
-    if not starts:
-        return None
-    begins = [starts[0].launched]
-    if scheduler == "none":  # it begins where it is submitted
-        begins.append(run_dir.prediction_file(folder).stat().st_mtime)
-    elif (file := run_dir.accounting_file(folder)).is_file():
-        begins += [
-            float(job["started"] or math.inf) for job in json.loads(file.read_text())["jobs"]
-        ]
-    begun = min(begins)
-    return starts[0].began - begun if begun > starts[0].began - LONGEST_START else None
+def _beside_steps(folder: Path, nodes: int) -> tuple[float | None, float | None]:
+    """Seconds from its first job's begin to the first step, and from the last line to the end."""
+    lines = ledger(folder)
+    starts = ranks_starts(lines)
+    is_kept = run_dir.accounting_file(folder).is_file()
+    jobs = (job_starts(folder) if is_kept else noted(folder, nodes)) or by_itself(lines, nodes)
+    before = [job for job in jobs if job.started <= starts[0].began] if starts else []
+    if not before:
+        return None, None
+    last = float(lines[-1]["time"])
+    end = jobs[-1].ended - last if lines[-1]["event"] == "end" else None
+    return starts[0].began - before[-1].started, None if end is None else max(0.0, end)

@@ -32,6 +32,7 @@ class Sample(NamedTuple):
     planned_gib: float | None
     measured_gib: float
     start_seconds: float | None  # from its job's begin to its first step
+    end_seconds: float | None = None  # from its export to its last job's end
 
 
 class Factor(NamedTuple):
@@ -74,6 +75,7 @@ def calibration_of(samples: Sequence[Sample]) -> dict[str, Any]:
             peak = (sample.family, float(f"{sample.planned_gib:.6g}"))
             memory.setdefault(peak, []).append(sample.measured_gib / sample.planned_gib)
     starts = [sample.start_seconds for sample in samples if sample.start_seconds is not None]
+    ends = [sample.end_seconds for sample in samples if sample.end_seconds is not None]
     return {
         "step": [
             {"family": family, "size": size} | _median(ratios, STEP_BOUNDS)
@@ -85,6 +87,7 @@ def calibration_of(samples: Sequence[Sample]) -> dict[str, Any]:
         ],
         "start_seconds": statistics.median(starts) if starts else None,
         "start_runs": len(starts),
+        "end_seconds": statistics.median(ends) if ends else None,
     }
 
 

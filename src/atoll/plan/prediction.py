@@ -58,6 +58,7 @@ class Prediction:
     rates: Rates
     start_seconds: float | None = None  # of each job, as runs here took; None: not counted
     saving_seconds: float | None = None  # for which training waits to write, in all
+    end_seconds: float | None = None  # behind the export: samples and the report
     runs: int = 0  # that taught the time of a step; 0: none did
 
     @property
@@ -100,7 +101,8 @@ def predict(
     start = (calibration or {}).get("start_seconds")
     saving = None if unknown else saving_seconds(run, shape, seconds, file_write_gb_s)
     jobs = _jobs(run, hours, start or 0.0, saving or 0.0)
-    beside = (jobs or 1) * (start or 0.0) + (saving or 0.0)
+    end = (calibration or {}).get("end_seconds")
+    beside = (jobs or 1) * (start or 0.0) + (saving or 0.0) + (end or 0.0)
     held = None if hours is None else hours + beside / 3600
     sent = total(bytes_sent(run, shape))
     tokens = run.training.global_batch_samples * run.data.sequence_tokens
@@ -118,6 +120,7 @@ def predict(
         rates=rates,
         start_seconds=start,
         saving_seconds=saving,
+        end_seconds=end,
         runs=0 if factor is None else factor.runs,
     )
 
@@ -219,7 +222,8 @@ def _time(prediction: Prediction, run: Run) -> str:
         return f"{text}time ? (training.epochs: the steps follow from the text)"
     start = prediction.start_seconds
     begins = "" if start is None else f", {length(start / 3600)} of each job to start"
-    saving = prediction.saving_seconds
+    saving, end = prediction.saving_seconds, prediction.end_seconds
+    begins += "" if not end else f", {length(end / 3600)} behind its export"
     ends = "" if saving is None else f", {length(saving / 3600)} to save"
     # what a job takes to start is on top until runs have taught it
     total = "at least" if start is None else least
