@@ -31,12 +31,12 @@ from atoll.cluster.record import outcomes
 LIMIT = 0.10
 BEGIN, END = "<!-- plan_line: made by make bench-plan_line -->", "<!-- plan_line: end -->"
 FIGURES = ("step_seconds", "memory_gib", "node_hours")
-STEPS = 24
+STEPS = {"tiny": 96, "wide": 96, "gpt2": 40}  # a minute each
 TEXT = ("data=python_stdlib",)
 WORDS = [
     *["facility=laptop", "sharding=ddp", "precision=fp32", "override=[fit]", "data.workers=1"],
     *["data=text_files", "tokenizer.vocabulary_tokens=2048", "evaluation.max_samples=1"],
-    *[f"training.steps={STEPS}", "training.log_every_steps=1", "checkpoint.every_steps=0"],
+    *["training.log_every_steps=1", "checkpoint.every_steps=0"],
     *["training.global_batch_samples=8", "training.microbatch_samples=4"],
 ]
 
@@ -63,7 +63,7 @@ def measured_rows(rounds: int, calibration: Path | None) -> list[dict[str, Any]]
             (folder / "facilities").mkdir()
             shutil.copy(calibration, folder / "facilities" / "laptop.json")
         for turn in range(1, rounds + 1):
-            for shape in ("tiny", "wide", "gpt2"):
+            for shape in STEPS:
                 rows.append(row(folder, text, shape, turn))
                 print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -72,7 +72,8 @@ def measured_rows(rounds: int, calibration: Path | None) -> list[dict[str, Any]]
 def row(folder: Path, text: Path, shape: str, turn: int) -> dict[str, Any]:
     """One run from its line to its end."""
     name = f"{shape}-{turn}"
-    words = [f"name={name}", f"data.files=[{text}/text.txt]", f"folders.prepared={text}/prepared"]
+    words = [f"name={name}", f"training.steps={STEPS[shape]}"]
+    words += [f"data.files=[{text}/text.txt]", f"folders.prepared={text}/prepared"]
     said = atoll(folder, "submit", *WORDS, *SHAPES[shape], *words)
     line = next(each for each in said.splitlines() if each.startswith(f"{name}: "))
     run_folder = folder / "runs" / name
