@@ -38,6 +38,9 @@ def test_a_size_without_runs_takes_that_of_the_nearest_within_a_power_of_ten() -
     assert step_factor(learned, "fsdp", 25.0) == (1.25, 2) == step_factor(learned, "fsdp", 1.2)
     assert step_factor(learned, "fsdp", 80.0) is None
     assert step_factor(learned, "tensor", 0.5) is None
+    # where it is no bound, the plan counts as a run beside those of another size
+    assert step_factor(learned, "fsdp", 0.05, True) == (pytest.approx(1.25), 1)
+    assert step_factor(learned, "fsdp", 3.0, True) == step_factor(learned, "fsdp", 3.0)
     assert step_factor(None, "fsdp", 0.5) is None and memory_factor(None, "fsdp", 1.0) is None
 
 

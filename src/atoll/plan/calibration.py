@@ -91,8 +91,13 @@ def calibration_of(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def step_factor(calibration: Calibration | None, family: str, seconds: float) -> Factor | None:
-    """Of the nearest size, of two as near the one that more runs took; None: none is near."""
+def step_factor(
+    calibration: Calibration | None, family: str, seconds: float, plan_counts: bool = False
+) -> Factor | None:
+    """Of the nearest size, of two as near the one that more runs took; None: none is near.
+
+    plan_counts: as one run beside those of another size, where it is no bound.
+    """
 
     def apart(row: Mapping[str, Any]) -> tuple[int, int]:
         return abs(int(row["size"]) - size_of(seconds)), -int(row["runs"])
@@ -101,7 +106,10 @@ def step_factor(calibration: Calibration | None, family: str, seconds: float) ->
     row = min(own, key=apart, default=None)
     if row is None or apart(row)[0] > MOST_APART:
         return None
-    return Factor(row["factor"], row["runs"])
+    factor, runs = row["factor"], row["runs"]
+    if plan_counts and apart(row)[0]:
+        factor = _beside_plan(factor, runs)
+    return Factor(factor, runs)
 
 
 def memory_factor(calibration: Calibration | None, family: str, gib: float) -> Factor | None:
@@ -114,7 +122,12 @@ def memory_factor(calibration: Calibration | None, family: str, gib: float) -> F
         return None
     runs = sum(row["runs"] for row in chosen)
     median = statistics.median(row["factor"] for row in chosen)
-    return Factor((1.0 + runs * median) / (1 + runs), runs)
+    return Factor(_beside_plan(median, runs), runs)
+
+
+def _beside_plan(factor: float, runs: int) -> float:
+    """The mean of these runs and of the plan as one more."""
+    return (1.0 + runs * factor) / (1 + runs)
 
 
 def _rows(calibration: Calibration | None, name: str) -> Iterable[Mapping[str, Any]]:

@@ -93,7 +93,8 @@ def predict(
     unknown, rates, family = why_unknown(run, shape), rates_of(run, measured), strategy_family(run)
     step = step_seconds(run, shape, rates)
     seconds, steps = None if unknown else step.total, steps_taken(run)
-    factor = step_factor(calibration, family, seconds) if seconds else None
+    is_measured = rates.on_processors is not None
+    factor = step_factor(calibration, family, seconds, is_measured) if seconds else None
     seconds = seconds * factor.value if seconds and factor else seconds
     missing = ", ".join(step.unknown) or "the device"
     no_rate = f"{run.facility.name} states no rate for: {missing}"
