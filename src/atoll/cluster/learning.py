@@ -92,6 +92,6 @@ def _beside_steps(folder: Path, nodes: int) -> tuple[float | None, float | None]
     before = [job for job in jobs if job.started <= starts[0].began] if starts else []
     if not before:
         return None, None
-    last = float(lines[-1]["time"])
-    end = jobs[-1].ended - last if lines[-1]["event"] == "end" else None
-    return starts[0].began - before[-1].started, None if end is None else max(0.0, end)
+    start = starts[0].began - before[-1].started
+    behind = jobs[-1].ended - float(lines[-1]["time"])  # 0: when it ended is not known
+    return start, behind if behind > 0 and lines[-1]["event"] == "end" else None
