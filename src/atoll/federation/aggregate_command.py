@@ -43,6 +43,7 @@ def _aggregate(
     from atoll.federation.cohort import SmallCohort
     from atoll.federation.global_model import read_global
 
+    gc.freeze()  # nor is it looked through for garbage later
     gc.enable()
     sys.setswitchinterval(usual)
     torch.set_num_threads(1)  # stretches are worked on side by side
