@@ -35,7 +35,7 @@ SPARSE = ("sparse", "topk")
 UPDATES = ("replace", "nesterov", "momentum", "adam", "yogi")
 SPLITS = ("iid", "by_language")
 TUNING_SEED, SEEDS = 0, (1, 2, 3)
-RATES = (2e-3, 4e-3, 8e-3)  # of AdamW
+RATES = (2e-3, 4e-3, 8e-3, 1e-3)  # of AdamW
 # the server's step -> rates and beta1 that are tried
 OUTER = {
     "replace": ((1.0, 0.9), (0.7, 0.9)),
@@ -236,7 +236,13 @@ QUICK_STAGES = (
         lengths=(10, 50),
     ),
     partial(in_fragments, updates=("replace",)),
+    partial(tune_outer, updates=("momentum", "adam", "yogi"), lengths=(50,)),
+    partial(compare, seeds=(1,), splits=("iid",), codecs=("int4",)),
+    partial(compare, updates=FEW_UPDATES, codecs=("int4",), lengths=(10, 50)),
     partial(compare, seeds=(1,), updates=FEW_UPDATES),
+    partial(compare, seeds=(1,), splits=("iid",)),
+    partial(compare, updates=FEW_UPDATES),
+    compare,
 )
 NIGHT_STAGES = (
     tune_inner,

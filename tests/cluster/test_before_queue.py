@@ -86,7 +86,7 @@ def test_a_machine_without_rates_says_nothing_and_one_with_them_does(scheduler, 
     said = capsys.readouterr().err
     assert said.startswith("y: about ") and said.rstrip().endswith("by rates measured here")
     learned = {
-        "step": [{"family": "fsdp", "size": n, "factor": 2.0, "runs": 7} for n in range(-16, 4)]
+        "step": [{"family": "fsdp", "size": n, "factor": 2.0, "runs": 7} for n in range(-16, 8)]
     }
     certificate["calibration"] = learned | {"memory": [], "start_seconds": 9.0}
     run_dir.write_whole(here / "facilities" / "laptop.json", json.dumps(certificate))

@@ -32,6 +32,8 @@ HALF = {
     name: {size: rate / 2 for size, rate in each.items()} if isinstance(each, dict) else each / 2
     for name, each in OWN.items()
 }
+# that change nothing, in place of the usual ones
+FACTORS = {name: float(name in ("compute", "memory", "sent")) for name in processors.USUAL}
 LINK = {"latency_us": 100.0, "gb_s": 1.0}
 RATES: dict[str, Any] = {
     "device": "cpu",
@@ -40,6 +42,7 @@ RATES: dict[str, Any] = {
     "alone": OWN,
     "together": HALF,
     "collectives": {"all_reduce": LINK, "all_gather": LINK, "reduce_scatter": LINK},
+    "factors": FACTORS,
 }
 
 
@@ -176,7 +179,7 @@ def test_the_busiest_of_ranks_that_divide_experts_has_more() -> None:
     seconds = processors.divided_seconds(divided, shape, RATES, whole)
     assert seconds == pytest.approx(6 * (8 * 32 / 2) * active / rate)
     even, uneven = (
-        compute_seconds(divided, shape, RATES | {"factors": {"uneven_experts": part}})
+        compute_seconds(divided, shape, RATES | {"factors": FACTORS | {"uneven_experts": part}})
         for part in (0.0, 0.2)
     )
     assert uneven - even == pytest.approx(0.2 * seconds)
@@ -217,8 +220,8 @@ def test_latency_and_bytes_of_what_is_sent() -> None:
 def test_fitted_factors_weigh_the_parts() -> None:
     run = run_of(1)
     shape = shape_of(run.model.config)
-    factors = {"compute": 2.0, "memory": 0.0, "sent": 1.0, "step_seconds": 0.5}
-    factors |= {"block_seconds": 0.001}
+    changed = {"compute": 2.0, "memory": 0.0, "step_seconds": 0.5, "block_seconds": 0.001}
+    factors = FACTORS | changed
     plain, fitted = (
         step_seconds(run, shape, rates_of(run, rates))
         for rates in (RATES, RATES | {"factors": factors})
@@ -226,6 +229,18 @@ def test_fitted_factors_weigh_the_parts() -> None:
     assert fitted.compute == pytest.approx(2 * (plain.compute or 0.0))
     blocks = run.microbatches * shape.layers
     assert fitted.memory == pytest.approx(0.5 + 0.001 * blocks)
+
+
+def test_without_fitted_factors_the_usual_ones_weigh() -> None:
+    run = run_of(1)
+    shape = shape_of(run.model.config)
+    bare = {name: value for name, value in RATES.items() if name != "factors"}
+    usual, same = (
+        step_seconds(run, shape, rates_of(run, rates)).total
+        for rates in (bare, bare | {"factors": processors.USUAL})
+    )
+    plain = step_seconds(run, shape, rates_of(run, RATES)).total
+    assert usual == same and usual is not None and plain is not None and usual > 1.02 * plain
 
 
 def test_a_block_is_passed_again_where_it_is_recomputed_and_by_one_stage() -> None:

@@ -1,10 +1,11 @@
 """What a facility's finished runs teach its next ones: few factors, each a median of runs.
 
 Of a step there is one for each strategy family and size of a step, since a tiny model's runs say
-nothing of a large one's; sizes are quarters of a power of ten. Where the plan is no bound, it counts
-as one run beside those of another size. Of memory there is one for each family and planned peak: a
-job that ran here before is known by its plan, others take the median of their family's; the plan itself counts as one run, since peaks of one job differ by a tenth on
-processors. A factor stays within bounds, whatever runs measured.
+nothing of a large one's; sizes are quarters of a power of ten. Where the plan is no bound, it
+counts as one run beside those of another size. Of memory there is one for each family and planned
+peak: a job that ran here before is known by its plan, others take the median of their family's; the
+plan itself counts as one run, since peaks of one job differ by a tenth on processors. A factor
+stays within bounds, whatever runs measured.
 """
 
 import math
