@@ -363,7 +363,7 @@ def test_secrets_of_the_shell_are_in_no_file_of_the_run(clone):
     assert done.returncode == 0
     assert clone.calls()[0]["environment"]["HF_TOKEN"] == "hf_very_secret"
     texts = [path.read_text() for path in only_run(clone).rglob("*") if path.is_file()]
-    assert len(texts) == 5  # run.yaml, launch.sh, job.sh, prediction.json, lease/1
+    assert len(texts) == 6  # run.yaml, launch.sh, job.sh, prediction.json, held.txt, lease/1
     assert not [text for text in texts if "hf_very_secret" in text]
     assert "hf_very_secret" not in done.stdout + done.stderr
 
