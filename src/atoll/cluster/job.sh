@@ -127,8 +127,9 @@ note() { # began or ended: when this job took and left the run
     local now=${EPOCHREALTIME:-$(date +%s)}
     printf '%s %s %s\n' "$1" "${lease##*/}" "${now/,/.}" >> "$run_folder/held.txt" || true
 }
-end_lease() {
-    write_lease "$owner ended" && note ended
+end_lease() { # noted first: who sees the lease ended finds the note
+    note ended
+    write_lease "$owner ended"
 }
 # Beside the job: renews the lease, and is PBS's clock. It ends with the last process that has its
 # pipe, which all processes of the job inherit; so no lease and no clock outlives its job.
