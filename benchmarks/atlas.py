@@ -35,7 +35,7 @@ SPARSE = ("sparse", "topk")
 UPDATES = ("replace", "nesterov", "momentum", "adam", "yogi")
 SPLITS = ("iid", "by_language")
 TUNING_SEED, SEEDS = 0, (1, 2, 3)
-RATES = (2e-3, 4e-3, 8e-3, 1e-3)  # of AdamW
+RATES = {"adamw": (2e-3, 4e-3, 8e-3, 1e-3), "muon": (8e-3, 4e-3, 16e-3)}
 # the server's step -> rates and beta1 that are tried
 OUTER = {
     "replace": ((1.0, 0.9), (0.7, 0.9)),
@@ -117,7 +117,8 @@ def kept_rows() -> list[Row]:
     """Those on the texts of this environment: of others nothing can be compared."""
     lines = KEPT.read_text().splitlines() if KEPT.is_file() else []
     rows = [json.loads(line) for line in lines]
-    return [row for row in rows if row["texts"] == atlas_texts.digest()]
+    of_texts = [row for row in rows if row["texts"] == atlas_texts.digest()]
+    return [row | {"cell": asdict(Cell(**row["cell"]))} for row in of_texts]
 
 
 def done(rows: Iterable[Row]) -> set[Cell]:
@@ -128,10 +129,11 @@ def done(rows: Iterable[Row]) -> set[Cell]:
 # there already, as the rates of the next follow from it.
 
 
-def tune_inner(steps: int, rows: Sequence[Row]) -> Iterator[Cell]:
-    """AdamW's rate, of the synchronous run: all campaigns take it too."""
-    for rate in RATES:
-        yield Cell(SYNCHRONOUS, "fp32", 1, 4, "iid", TUNING_SEED, steps, rate)
+def tune_inner(steps: int, rows: Sequence[Row], optimizer: str = "adamw") -> Iterator[Cell]:
+    """The optimizer's rate, of the synchronous run: all campaigns with it take it too."""
+    for rate in RATES[optimizer]:
+        sizes = (1, 4, "iid", TUNING_SEED, steps, rate)
+        yield Cell(SYNCHRONOUS, "fp32", *sizes, optimizer=optimizer)
 
 
 def tune_outer(
@@ -155,19 +157,21 @@ def compare(
     updates: Sequence[str] = UPDATES,
     codecs: Sequence[str] = CODECS,
     lengths: Sequence[int] = ROUND_LENGTHS,
+    optimizer: str = "adamw",
 ) -> Iterator[Cell]:
     """Every combination, and the synchronous runs beside them, at the tuned rates."""
-    rate = best_rate(steps, rows)
+    rate = best_rate(steps, rows, optimizer)
     for seed in seeds:
         for split in splits:
             for count in facilities:
-                yield Cell(SYNCHRONOUS, "fp32", 1, count, split, seed, steps, rate)
+                sizes = (1, count, split, seed, steps, rate)
+                yield Cell(SYNCHRONOUS, "fp32", *sizes, optimizer=optimizer)
                 for codec in codecs:
                     for update in updates if codec not in SPARSE else ("replace",):
                         for inner_steps in lengths:
                             outer = best_outer(steps, rows, update, inner_steps)
-                            sizes = (inner_steps, count, split, seed, steps)
-                            yield Cell(update, codec, *sizes, rate, *outer)
+                            sizes = (inner_steps, count, split, seed, steps, rate)
+                            yield Cell(update, codec, *sizes, *outer, optimizer=optimizer)
 
 
 def in_fragments(
@@ -189,15 +193,15 @@ def in_fragments(
                     yield Cell(update, "int8", *sizes, rate, *outer, fragments, *late)
 
 
-def best_rate(steps: int, rows: Sequence[Row]) -> float:
-    tried = _tuning(steps, rows, SYNCHRONOUS)
-    return float(min(tried, key=_validation)["cell"]["rate"]) if tried else RATES[1]
+def best_rate(steps: int, rows: Sequence[Row], optimizer: str = "adamw") -> float:
+    tried = _tuning(steps, rows, SYNCHRONOUS, optimizer)
+    return float(min(tried, key=_validation)["cell"]["rate"]) if tried else RATES[optimizer][0]
 
 
 def best_outer(
     steps: int, rows: Sequence[Row], update: str, inner_steps: int
 ) -> tuple[float, float]:
-    """Of the tried rates the best one, at the length nearest to this; untried, the first."""
+    """Of the rates tried with AdamW the best, at the length nearest to this; untried, the first."""
     tried = _tuning(steps, rows, update)
     if not tried:
         return OUTER[update][0]
@@ -207,8 +211,8 @@ def best_outer(
     return float(best["cell"]["outer_rate"]), float(best["cell"]["beta1"])
 
 
-def _tuning(steps: int, rows: Sequence[Row], update: str) -> list[Row]:
-    wanted = {"update": update, "steps": steps, "seed": TUNING_SEED}
+def _tuning(steps: int, rows: Sequence[Row], update: str, optimizer: str = "adamw") -> list[Row]:
+    wanted = {"update": update, "steps": steps, "seed": TUNING_SEED, "optimizer": optimizer}
     return [row for row in rows if wanted.items() <= row["cell"].items()]
 
 
@@ -217,6 +221,20 @@ def _validation(row: Row) -> float:
 
 
 FEW_CODECS, FEW_UPDATES = ("fp32", "int8", "int4", "sparse"), ("replace", "nesterov")
+WITH_MUON = (
+    partial(tune_inner, optimizer="muon"),
+    partial(
+        compare,
+        seeds=(1,),
+        splits=("iid",),
+        updates=FEW_UPDATES,
+        codecs=("int4",),
+        lengths=(10, 50),
+        optimizer="muon",
+    ),
+    partial(compare, seeds=(1,), updates=("replace",), codecs=("int4",), optimizer="muon"),
+    partial(compare, updates=("replace",), codecs=("int4",), lengths=(10, 50), optimizer="muon"),
+)
 QUICK_STAGES = (
     tune_inner,
     partial(tune_outer, updates=("nesterov",), lengths=(50,)),
@@ -239,6 +257,7 @@ QUICK_STAGES = (
     partial(tune_outer, updates=("momentum", "adam", "yogi"), lengths=(50,)),
     partial(compare, seeds=(1,), splits=("iid",), codecs=("int4",)),
     partial(compare, updates=FEW_UPDATES, codecs=("int4",), lengths=(10, 50)),
+    *WITH_MUON,
     partial(compare, seeds=(1,), updates=FEW_UPDATES),
     partial(compare, seeds=(1,), splits=("iid",)),
     partial(compare, updates=FEW_UPDATES),
@@ -250,6 +269,7 @@ NIGHT_STAGES = (
     partial(compare, seeds=(1,), splits=("iid",), updates=("replace",), codecs=("int8",)),
     partial(compare, seeds=(1,), splits=("iid",), updates=("nesterov",), codecs=("int8",)),
     partial(compare, seeds=(1,), updates=("replace",), codecs=("int4", "sparse"), lengths=(10, 50)),
+    *WITH_MUON,
     partial(in_fragments, seeds=(1,), updates=("replace",)),
     partial(tune_outer, updates=UPDATES, lengths=TUNED_LENGTHS),
     partial(compare, seeds=(1,), updates=FEW_UPDATES, codecs=FEW_CODECS),

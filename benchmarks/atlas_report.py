@@ -24,6 +24,8 @@ T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # by the number of seeds
 # so many times fewer bytes -> the most that the loss may be above the synchronous one
 GOALS = {20: 0.003, 100: 0.01}
 NAMES = {"iid": "mixed text", "by_language": "a language each"}
+# what campaigns of before were, whose lines do not say it
+OF_BEFORE = {"fragments": 1, "overlap_rounds": 0, "merge_alpha": 0.0, "optimizer": "adamw"}
 Row = dict[str, Any]
 
 
@@ -39,8 +41,10 @@ class Point:
     fragments: int
     overlap_rounds: int
     merge_alpha: float
+    optimizer: str
     rates: str
     gaps: Sequence[float]  # of the loss, a share
+    over_adamw: Sequence[float]  # gaps to AdamW's synchronous runs, of the seeds that have one
     answered: Sequence[float]  # the share of questions, less the synchronous one
     fewer_bytes: float
 
@@ -54,13 +58,23 @@ class Point:
         mixed = f", {self.merge_alpha:g} of its own kept" if self.merge_alpha else ""
         return f"{self.fragments}{late}{mixed}"
 
+    @property
+    def texts(self) -> str:
+        return f"{self.facilities}, {NAMES[self.split]}"
+
     def shown(self) -> str:
-        """The gap in percent, with its interval where there are seeds enough for one."""
-        spread = ""
-        if len(self.gaps) in T_95:
-            half = T_95[len(self.gaps)] * statistics.stdev(self.gaps) / sqrt(len(self.gaps))
-            spread = f" ± {100 * half:.1f}"
-        return f"{100 * self.gap:+.1f}{spread} %"
+        return shown(self.gaps)
+
+
+def shown(gaps: Sequence[float]) -> str:
+    """Their mean in percent, with its interval where there are seeds enough for one."""
+    if not gaps:
+        return "?"
+    spread = ""
+    if len(gaps) in T_95:
+        half = T_95[len(gaps)] * statistics.stdev(gaps) / sqrt(len(gaps))
+        spread = f" ± {100 * half:.1f}"
+    return f"{100 * statistics.mean(gaps):+.1f}{spread} %"
 
 
 def write(rows: Sequence[Row]) -> None:
@@ -74,17 +88,22 @@ def write(rows: Sequence[Row]) -> None:
     text = "\n\n".join(sections(steps, points, rows))
     write_whole(page, f"{before}{BEGIN}{text}\n{END}{rest.partition(END)[2]}")
     for split in {point.split for point in points}:
-        whole = [point for point in points if point.fragments == 1]
+        whole = [point for point in points if _is_usual(point)]
         write_whole(DOCS / "images" / f"atlas_{split}.svg", figure(split, whole))
     print(text)
 
 
 def most_compared(rows: Sequence[Row]) -> tuple[int, list[Point]]:
     """The length of campaigns of which most can be compared; of two the longer."""
-    lengths = {row["cell"]["steps"] for row in rows}
-    points = {n: points_of([row for row in rows if row["cell"]["steps"] == n]) for n in lengths}
+    points = by_steps(rows)
     steps = max(points, key=lambda n: (len(points[n]), n), default=0)
     return steps, points.get(steps, [])
+
+
+def by_steps(rows: Sequence[Row]) -> dict[int, list[Point]]:
+    """What can be compared, by the length of the campaigns."""
+    lengths = sorted({row["cell"]["steps"] for row in rows})
+    return {n: points_of([row for row in rows if row["cell"]["steps"] == n]) for n in lengths}
 
 
 def points_of(rows: Sequence[Row]) -> list[Point]:
@@ -99,24 +118,30 @@ def points_of(rows: Sequence[Row]) -> list[Point]:
 
 
 def _texts_of(row: Row) -> tuple[Any, ...]:
-    return tuple(row["cell"][name] for name in ("facilities", "split", "seed"))
+    return tuple(_cell(row)[name] for name in ("optimizer", "facilities", "split", "seed"))
+
+
+def _cell(row: Row) -> dict[str, Any]:
+    """What a campaign was, also one of before that could be told."""
+    return OF_BEFORE | row["cell"]
 
 
 def _way_of(row: Row) -> tuple[Any, ...]:
     names = ("update", "codec", "inner_steps", "facilities", "split")
-    of_fragments = {"fragments": 1, "overlap_rounds": 0, "merge_alpha": 0.0}
-    cell = of_fragments | row["cell"]
-    return tuple(cell[name] for name in (*names, *of_fragments))
+    cell = _cell(row)
+    return tuple(cell[name] for name in (*names, *OF_BEFORE))
 
 
 def _point(way: tuple[Any, ...], rows: Sequence[Row], beside: Mapping[Any, Row]) -> Point:
     pairs = [(row, beside[_texts_of(row)]) for row in rows]
+    usual = [(row, beside.get(("adamw", *_texts_of(row)[1:]))) for row in rows]
     cell = rows[-1]["cell"]
     momentum = "" if cell["update"] == "replace" else f", {cell['beta1']:g}"
     return Point(
         *way,
         rates=f"{cell['outer_rate']:g}{momentum}",
         gaps=[ours["test"] / peer["test"] - 1 for ours, peer in pairs],
+        over_adamw=[ours["test"] / peer["test"] - 1 for ours, peer in usual if peer],
         answered=[ours["answered"] - peer["answered"] for ours, peer in pairs],
         fewer_bytes=statistics.mean(peer["bytes"] / ours["bytes"] for ours, peer in pairs),
     )
@@ -128,10 +153,10 @@ def sections(steps: int, points: Sequence[Point], rows: Sequence[Row]) -> Iterab
     yield (
         f"{len(of_steps)} runs of {steps:,} steps at each facility, {hours:.1f} processor hours; "
         f"{of_steps[0]['parameters']:,} parameters; AdamW's rate "
-        f"{points_rate(of_steps):g} at its peak."
+        f"{rate_of(of_steps):g} at its peak."
     )
     yield "## How near to the synchronous run"
-    whole = [point for point in points if point.fragments == 1]
+    whole = [point for point in points if _is_usual(point)]
     yield tables.markdown(goals(whole))
     yield "## By encoding and length of a round"
     for split in NAMES:
@@ -141,12 +166,23 @@ def sections(steps: int, points: Sequence[Point], rows: Sequence[Row]) -> Iterab
     if lines := in_fragments(points):
         yield "## In fragments"
         yield tables.markdown(lines)
-    yield "The synchronous runs:"
-    yield tables.markdown(synchronous(of_steps))
+    if lines := with_muon(points):
+        yield f"## With Muon\n\nIts rate is {rate_of(of_steps, 'muon'):g} at its peak."
+        yield tables.markdown(lines)
+    if lines := longer(by_steps(rows)):
+        yield "## Longer campaigns"
+        yield tables.markdown(lines)
+    yield "## The synchronous runs"
+    yield tables.markdown(synchronous(rows))
 
 
-def points_rate(rows: Sequence[Row]) -> float:
-    return float(rows[-1]["cell"]["rate"])
+def rate_of(rows: Sequence[Row], optimizer: str = "adamw") -> float:
+    cells = [_cell(row) for row in rows if row["cell"]["seed"] > 0]
+    return float([cell["rate"] for cell in cells if cell["optimizer"] == optimizer][-1])
+
+
+def _is_usual(point: Point) -> bool:
+    return point.fragments == 1 and point.optimizer == "adamw"
 
 
 def goals(points: Sequence[Point]) -> list[dict[str, str]]:
@@ -166,7 +202,7 @@ def goals(points: Sequence[Point]) -> list[dict[str, str]]:
             miss = best.gap - most
             lines.append(
                 {
-                    "facilities": f"{facilities}, {NAMES[split]}",
+                    "facilities": best.texts,
                     "bytes": f"1/{fewer} or fewer",
                     "best": f"{best.update} ({best.rates}), {best.codec}, {best.inner_steps} steps",
                     "its bytes": f"1/{best.fewer_bytes:.0f}",
@@ -199,7 +235,7 @@ def in_fragments(points: Sequence[Point]) -> list[dict[str, str]]:
     asked = {(p.facilities, p.split, p.update, p.codec, _averaged_every(p)) for p in divided}
     return [
         {
-            "facilities": f"{point.facilities}, {NAMES[point.split]}",
+            "facilities": point.texts,
             "update": f"{point.update} ({point.rates}), {point.codec}",
             "averaged every": f"{_averaged_every(point)} steps",
             "fragments": point.fragments_shown,
@@ -213,27 +249,63 @@ def in_fragments(points: Sequence[Point]) -> list[dict[str, str]]:
     ]
 
 
+def with_muon(points: Sequence[Point]) -> list[dict[str, str]]:
+    """Campaigns whose facilities step with Muon, beside both synchronous runs."""
+    return [
+        {
+            "facilities": point.texts,
+            "update": f"{point.update} ({point.rates}), {point.codec}",
+            "round": f"{point.inner_steps} steps",
+            "bytes": f"1/{point.fewer_bytes:.0f}",
+            "loss over Muon's": point.shown(),
+            "over AdamW's": shown(point.over_adamw),
+            "seeds": str(len(point.gaps)),
+        }
+        for point in sorted(points, key=lambda p: (p.split, p.update, p.inner_steps))
+        if point.optimizer == "muon"
+    ]
+
+
+def longer(points: Mapping[int, Sequence[Point]]) -> list[dict[str, str]]:
+    """Ways that campaigns of more than one length have tried: does the gap close?"""
+    ways: dict[tuple[Any, ...], dict[int, Point]] = {}
+    for steps, of_steps in points.items():
+        for p in of_steps:
+            way = (p.texts, p.optimizer, p.update, p.codec, p.inner_steps, p.fragments_shown)
+            ways.setdefault(way, {})[steps] = p
+    lengths = sorted({steps for tried in ways.values() if len(tried) > 1 for steps in tried})
+    names = ("facilities", "optimizer", "update", "codec", "round", "fragments")
+    return [
+        dict(zip(names, map(str, way), strict=True))
+        | {f"{n:,} steps": tried[n].shown() if n in tried else "" for n in lengths}
+        for way, tried in sorted(ways.items())
+        if len(tried) > 1
+    ]
+
+
 def _averaged_every(point: Point) -> int:
     return point.fragments * point.inner_steps
 
 
 def synchronous(rows: Sequence[Row]) -> list[dict[str, str]]:
     """Their losses, each a mean over seeds."""
-    groups: dict[tuple[int, str], list[Row]] = {}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        cell = row["cell"]
+        cell = _cell(row)
         if cell["update"] == SYNCHRONOUS and cell["seed"] > 0:
-            groups.setdefault((cell["facilities"], cell["split"]), []).append(row)
+            way = (cell["steps"], cell["optimizer"], cell["facilities"], cell["split"])
+            groups.setdefault(way, []).append(row)
     return [
         {
-            "facilities": str(facilities),
-            "texts": NAMES[split],
+            "steps": f"{steps:,}",
+            "optimizer": optimizer,
+            "facilities": f"{facilities}, {NAMES[split]}",
             "nats a byte": f"{statistics.mean(row['test'] for row in group):.4f}",
             "answered": f"{100 * statistics.mean(row['answered'] for row in group):.1f} %",
             "MB of a facility": f"{group[0]['bytes'] / 1e6:,.0f}",
             "seeds": str(len(group)),
         }
-        for (facilities, split), group in groups.items()
+        for (steps, optimizer, facilities, split), group in sorted(groups.items())
     ]
 
 

@@ -1,9 +1,9 @@
-"""One campaign of the atlas in one process: the product's model, loss, AdamW and rounds.
+"""One campaign of the atlas in one process: the product's model, loss, optimizers and rounds.
 
-Facilities are simulated: one after the other they train, each with an AdamW of its own that goes
-on from round to round. Codecs, error feedback, mean and the server's step are atoll.federation's,
-in memory in place of files. Bytes are those of the encoded tensors, both ways; the first model, and
-headers of files, are left out.
+Facilities are simulated: one after the other they train, each with an optimizer of its own that
+goes on from round to round. Codecs, error feedback, mean and the server's step are those of
+atoll.federation, in memory in place of files. Bytes are those of the encoded tensors, both ways;
+the first model, and headers of files, are left out.
 Legend: B samples, T tokens of a sample, K facilities.
 """
 
@@ -54,12 +54,13 @@ class Cell:
     split: str  # iid, by_language
     seed: int
     steps: int  # of a facility in all
-    rate: float  # AdamW's, at its peak
+    rate: float  # the optimizer's, at its peak
     outer_rate: float = 1.0
     beta1: float = 0.9  # of the server's step
     fragments: int = 1  # of which a round sends one, the next in turn
     overlap_rounds: int = 0  # so many later a facility takes what was averaged
     merge_alpha: float = 0.0  # of its own weights, in what it takes
+    optimizer: str = "adamw"  # of a facility's steps, and of the synchronous run's
 
     @property
     def rule(self) -> Rule:
@@ -180,15 +181,15 @@ def add_update(
 
 
 def settings(cell: Cell) -> Run:
-    """A run's settings: the schedule of AdamW spans all rounds, as a campaign's does."""
-    return _settings(cell.seed, cell.rate, max(1, cell.steps // 20))
+    """A run's settings: the schedule of the rate spans all rounds, as a campaign's does."""
+    return _settings(cell.seed, cell.optimizer, cell.rate, max(1, cell.steps // 20))
 
 
 @cache
-def _settings(seed: int, rate: float, warmup_steps: int) -> Run:
+def _settings(seed: int, optimizer: str, rate: float, warmup_steps: int) -> Run:
     words = [f"model.config.{name}={value}" for name, value in SIZES.items()]
     words += [f"data.sequence_tokens={TOKENS}", f"seed={seed}", f"optimizer.learning_rate={rate}"]
-    words += [f"optimizer.warmup_steps={warmup_steps}", "optimizer=adamw"]
+    words += [f"optimizer.warmup_steps={warmup_steps}", f"optimizer={optimizer}"]
     return compose(["facility=laptop", "model=llama_tiny", *words]).run
 
 

@@ -123,13 +123,16 @@ def test_what_is_done_is_not_done_again_and_rates_are_those_tuned(atlas: ModuleT
     run(tuned, 3.0)
     assert atlas.done(kept) == set(tuned)
     tries = list(atlas.tune_outer(500, kept, updates=("nesterov",), lengths=(50,)))
-    assert {each.rate for each in tries} == {max(atlas.RATES)}
+    assert {each.rate for each in tries} == {max(atlas.RATES["adamw"])}
     run(tries[:1], 4.0)
     run(tries[1:2], 1.0)
     compared = list(atlas.compare(500, kept, seeds=(1,), updates=("nesterov",)))
     rates = {(c.outer_rate, c.beta1) for c in compared if c.update == "nesterov"}
     assert rates == {(tries[1].outer_rate, tries[1].beta1)}
     assert all(c.update == "replace" for c in compared if c.codec in atlas.SPARSE)
+    run(list(atlas.tune_inner(500, kept, optimizer="muon"))[1:2], 3.0)
+    with_muon = list(atlas.compare(500, kept, codecs=("int4",), optimizer="muon"))
+    assert {(c.optimizer, c.rate) for c in with_muon} == {("muon", atlas.RATES["muon"][1])}
     run(compared, 1.0)
     assert set(atlas.compare(500, kept, seeds=(1,), updates=("nesterov",))) <= atlas.done(kept)
 
@@ -156,5 +159,29 @@ def test_the_page_compares_with_the_same_seed_and_says_what_is_missed(atlas: Mod
     whole, of_two = atlas_report.in_fragments([point, divided])
     assert whole["averaged every"] == of_two["averaged every"] == "2 steps"
     assert of_two["fragments"] == "2, taken 1 round later, 0.5 of its own kept"
+    assert not atlas_report.with_muon([point, divided])
     drawn = ElementTree.fromstring(atlas_report.figure("iid", [point]))
     assert "replace, int8" in " ".join(drawn.itertext())
+
+
+def test_the_page_says_what_muon_and_longer_campaigns_lose(atlas: ModuleType) -> None:
+    import atlas_report
+
+    rows = []
+    losses = {"adamw": {6: (2.0, 2.2), 12: (1.6, 1.68)}, "muon": {6: (1.8, 1.9)}}
+    for optimizer, of_steps in losses.items():
+        for steps, pair in of_steps.items():
+            for update, nats in zip(("synchronous", "replace"), pair, strict=True):
+                sizes = {"facilities": 4, "codec": "int4", "steps": steps, "optimizer": optimizer}
+                each = asdict(cell(atlas, update, **sizes))
+                facts = {"answered": 0.5, "bytes": 800.0, "parameters": 9, "processor_seconds": 1.0}
+                rows.append({"cell": each, "test": nats, **facts})
+    steps, points = atlas_report.most_compared(rows)
+    [with_muon] = atlas_report.with_muon(points)
+    assert (with_muon["loss over Muon's"], with_muon["over AdamW's"]) == ("+5.6 %", "-5.0 %")
+    [longer] = atlas_report.longer(atlas_report.by_steps(rows))
+    assert (longer["6 steps"], longer["12 steps"]) == ("+10.0 %", "+5.0 %")
+    text = "\n".join(atlas_report.sections(steps, points, rows))
+    assert "## With Muon" in text and "## Longer campaigns" in text
+    usual = text.partition("## With Muon")[0]
+    assert "+10.0 %" in usual and "+5.6 %" not in usual
