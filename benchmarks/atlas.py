@@ -30,6 +30,7 @@ KEPT = results.FOLDER / "atlas.jsonl"
 QUICK_STEPS, NIGHT_STEPS = 500, 2000
 QUICK_MINUTES, NIGHT_MINUTES = 55.0, 600.0
 ROUND_LENGTHS = (10, 25, 50, 100, 250)
+SHORT = 3  # steps of a round that sends, in int4, a twentieth of what a synchronous run does
 CODECS = ("fp32", "bf16", "int8", "int4", "int2", "sparse", "topk")
 SPARSE = ("sparse", "topk")
 UPDATES = ("replace", "nesterov", "momentum", "adam", "yogi")
@@ -137,15 +138,19 @@ def tune_inner(steps: int, rows: Sequence[Row], optimizer: str = "adamw") -> Ite
 
 
 def tune_outer(
-    steps: int, rows: Sequence[Row], updates: Sequence[str], lengths: Sequence[int]
+    steps: int,
+    rows: Sequence[Row],
+    updates: Sequence[str],
+    lengths: Sequence[int],
+    optimizer: str = "adamw",
 ) -> Iterator[Cell]:
     """The server's rate and momentum, by the length of a round, of updates in fp32."""
-    rate = best_rate(steps, rows)
+    rate = best_rate(steps, rows, optimizer)
     for inner_steps in lengths:
         for update in updates:
             for outer_rate, beta1 in OUTER[update]:
-                sizes = (inner_steps, 4, "iid", TUNING_SEED, steps)
-                yield Cell(update, "fp32", *sizes, rate, outer_rate, beta1)
+                sizes = (inner_steps, 4, "iid", TUNING_SEED, steps, rate)
+                yield Cell(update, "fp32", *sizes, outer_rate, beta1, optimizer=optimizer)
 
 
 def compare(
@@ -169,7 +174,7 @@ def compare(
                 for codec in codecs:
                     for update in updates if codec not in SPARSE else ("replace",):
                         for inner_steps in lengths:
-                            outer = best_outer(steps, rows, update, inner_steps)
+                            outer = best_outer(steps, rows, update, inner_steps, optimizer)
                             sizes = (inner_steps, count, split, seed, steps, rate)
                             yield Cell(update, codec, *sizes, *outer, optimizer=optimizer)
 
@@ -199,10 +204,10 @@ def best_rate(steps: int, rows: Sequence[Row], optimizer: str = "adamw") -> floa
 
 
 def best_outer(
-    steps: int, rows: Sequence[Row], update: str, inner_steps: int
+    steps: int, rows: Sequence[Row], update: str, inner_steps: int, optimizer: str = "adamw"
 ) -> tuple[float, float]:
-    """Of the rates tried with AdamW the best, at the length nearest to this; untried, the first."""
-    tried = _tuning(steps, rows, update)
+    """Of the tried rates the best one, at the length nearest to this; untried, the first."""
+    tried = _tuning(steps, rows, update, optimizer)
     if not tried:
         return OUTER[update][0]
     lengths = {row["cell"]["inner_steps"] for row in tried}
@@ -223,14 +228,23 @@ def _validation(row: Row) -> float:
 FEW_CODECS, FEW_UPDATES = ("fp32", "int8", "int4", "sparse"), ("replace", "nesterov")
 WITH_MUON = (
     partial(tune_inner, optimizer="muon"),
+    partial(tune_outer, updates=("nesterov",), lengths=(10, 50), optimizer="muon"),
     partial(
         compare,
         seeds=(1,),
         splits=("iid",),
         updates=FEW_UPDATES,
         codecs=("int4",),
-        lengths=(10, 50),
+        lengths=(SHORT, 10, 50),
         optimizer="muon",
+    ),
+    partial(
+        compare,
+        seeds=(1,),
+        splits=("iid",),
+        updates=FEW_UPDATES,
+        codecs=("int4",),
+        lengths=(SHORT,),
     ),
     partial(compare, seeds=(1,), updates=("replace",), codecs=("int4",), optimizer="muon"),
     partial(compare, updates=("replace",), codecs=("int4",), lengths=(10, 50), optimizer="muon"),
