@@ -541,7 +541,7 @@ def test_an_encoding_that_loses_with_a_step_is_refused(tmp_path: Path, codec: st
 def test_two_bits_go_with_no_momentum_in_a_new_campaign(tmp_path: Path) -> None:
     nesterov = {"update": "nesterov"}
     store = store_of(tmp_path, codec="int2", rule=nesterov)
-    with pytest.raises(UserError, match=r"codec=int2 with rule\.update=nesterov learns no more"):
+    with pytest.raises(UserError, match=r"codec=int2 with rule\.update=nesterov: with nesterov it"):
         refuse_what_loses(store)
     keep_settings(store)
     refuse_what_loses(store)
@@ -585,3 +585,19 @@ def test_an_engines_average_waits_for_whoever_is_still_at_work(
     assert round_.main(words) == 0 and averaged == []
     store.leave_out(1, south, "late")
     assert round_.main(words) == 0 and averaged == [1]
+
+
+@pytest.mark.parametrize("update", ["momentum", "nesterov", "adam", "yogi"])
+def test_int2_goes_with_replace_alone(tmp_path: Path, update: str) -> None:
+    rule = {"update": update, "learning_rate": 0.003}
+    with pytest.raises(UserError, match=f"codec=int2 with rule.update={update}"):
+        refuse_what_loses(store_of(tmp_path, codec="int2", rule=rule))
+
+
+@pytest.mark.parametrize("update", ["adam", "yogi"])
+def test_a_rate_that_replaces_the_model_is_refused(tmp_path: Path, update: str) -> None:
+    with pytest.raises(UserError, match="learning_rate=1: that is about how far") as refusal:
+        refuse_what_loses(store_of(tmp_path, rule={"update": update}))
+    assert "rule.learning_rate=0.003" in refusal.value.hint
+    slower = {"update": update, "learning_rate": 0.003}
+    refuse_what_loses(store_of(tmp_path / "other", rule=slower))

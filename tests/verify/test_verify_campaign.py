@@ -16,7 +16,7 @@ from atoll import run_dir
 from atoll.__main__ import main
 from atoll.campaign import average as averaging
 from atoll.campaign.prove import prove_campaign
-from atoll.campaign.signing import sign
+from atoll.campaign.signing import OF_MODELS, sign
 from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
 from atoll.errors import UserError
 from atoll.federation import make_delta
@@ -24,7 +24,7 @@ from atoll.federation.update_files import refuse_wrong_files
 from atoll.proof import statement
 from atoll.proof.made_with import in_words, made_with
 from atoll.settings import exchange
-from atoll.verify import of_campaign
+from atoll.verify import again
 
 pytestmark = pytest.mark.login_node
 
@@ -58,7 +58,7 @@ def in_this_process(argv: list[str], what: str) -> str:
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_campaign, "run_atoll", in_this_process)
+    monkeypatch.setattr(again, "run_atoll", in_this_process)
 
 
 def run_statement(folder: Path) -> Path:
@@ -346,6 +346,187 @@ def test_a_model_that_its_updates_do_not_make_is_named(
     prove_campaign(store, 2)
     assert verify(store) == 2
     assert f"{weights} is not what its updates make" in capsys.readouterr().err
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def restated(store: CampaignStore, change: Callable[[dict[str, Any]], None]) -> None:
+    """The statement with another content, signed by the coordinator."""
+    path = store.model(2) / "export" / statement.NAME
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    sign(path, Path(str(store.campaign.signing_key)), OF_MODELS)
+
+
+def materials(content: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = content["predicate"]["buildDefinition"]["resolvedDependencies"]
+    return found
+
+
+@pytest.mark.parametrize("left", ["", "0", "0, 1", "0, 2", "1, 2"])
+def test_a_statement_of_some_rounds_is_no_proof(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], left: str
+) -> None:
+    """Whoever leaves rounds out may have put any weights in their place."""
+    gone = [f"round-00{n}/global/manifest.json" for n in "012" if n not in left]
+
+    def leave_out(content: dict[str, Any]) -> None:
+        kept = [m for m in materials(content) if not m["name"].endswith(tuple(gone))]
+        content["predicate"]["buildDefinition"]["resolvedDependencies"] = kept
+
+    restated(store, leave_out)
+    for words in ([], ["--quick"]):
+        assert verify(store, "--signers", str(store.campaign.allowed_signers), *words) == 2
+        assert "provenance.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["config.json", "modeling_evil.py", "tokenizer.json"])
+def test_a_coordinator_that_changes_more_than_weights_is_named(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    path = store.model(2) / "export" / name
+    path.write_text('{"model_type": "llama", "rope_theta": 3}')
+    prove_campaign(store, 2)
+    assert verify(store) == 2
+    assert str(path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["memory", "delta", "export"])
+def test_all_files_of_a_model_are_those_that_its_updates_make(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    path = next((store.model(1) / name).rglob("*.safetensors"))
+    flipped(path)
+    assert verify(store) == 2
+    assert f"{path} is not what its updates make" in capsys.readouterr().err
+
+
+def test_the_first_export_has_the_weights_of_the_first_model(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = next((store.model(0) / "export").glob("*.safetensors"))
+    content = path.read_bytes()
+    path.unlink()  # another name of the master's
+    path.write_bytes(content)
+    flipped(path)
+    assert verify(store, "--quick") == 2
+    assert str(path) in capsys.readouterr().err
+    path.write_bytes(content)
+    (store.model(0) / "export" / "config.json").write_text("{}")
+    assert verify(store, "--quick") == 2
+
+
+def test_an_update_that_was_taken_and_not_used_is_named(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.journal(2).append("received", facility="south", bytes=1, seconds=0.1)
+    shutil.rmtree(store.update(2, store.site("south")))
+    shutil.rmtree(store.model(2))
+    assert averaging.average(store, 2)
+    prove_campaign(store, 2)
+    assert verify(store, "--quick") == 2
+    assert "was made without south, whose update was taken" in capsys.readouterr().err
+
+
+def test_a_model_that_was_held_with_updates_enough_is_named(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(store.model(2))
+    averaging._aggregate(store, 2, [], held="nobody came")
+    prove_campaign(store, 2)
+    assert verify(store) == 2
+    error = capsys.readouterr().err
+    assert "was held, and its 2 updates make a model" in error
+    for site in SITES:
+        shutil.rmtree(store.update(2, store.site(site)))
+    prove_campaign(store, 2)
+    assert verify(store) == 0
+    output = capsys.readouterr().out
+    assert "round 2: held, of no update: nobody came" in output and "(0 of 0)" in output
+
+
+def test_a_statement_that_was_changed_after_it_was_signed_is_named(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Also where nobody is there to say who may sign."""
+    path = shutil.copytree(store.model(2) / "export", tmp_path / "alone") / statement.NAME
+    assert main(["verify", str(path.parent)]) == 0
+    content = json.loads(path.read_text())
+    content["predicate"]["runDetails"]["metadata"]["finishedOn"] = "2020-01-01T00:00:00Z"
+    path.write_text(json.dumps(content))
+    assert main(["verify", str(path.parent)]) == 2
+    assert f"{path} is not what provenance.json.sig signs" in capsys.readouterr().err
+
+
+def test_a_campaign_that_knows_its_coordinator_asks_who_signed(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify(store, "--quick") == 0
+    assert "provenance.json: signed by coordinator" in capsys.readouterr().out
+    sign(store.model(2) / "export" / statement.NAME,
+         Path(str(store.campaign.signing_key)).parent / "north", OF_MODELS)  # fmt: skip
+    assert verify(store, "--quick") == 2
+    assert "is not signed by coordinator" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "gone",
+    ["campaign.json", "round-001/journal.jsonl", "round-001/global/manifest.json",
+     "round-001/south/update/manifest.json", "accounting.json"],
+)  # fmt: skip
+def test_what_is_taken_out_of_a_folder_is_named(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], gone: str
+) -> None:
+    (store.folder / gone).unlink()
+    assert verify(store, "--quick") == 2
+    assert f"{store.folder / gone} is missing" in capsys.readouterr().err
+
+
+def test_a_model_that_was_not_kept_is_a_gap(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(store.model(1))
+    assert verify(store) == 0
+    output = capsys.readouterr().out
+    assert "not at hand  round 1: its model" in output
+    assert "not at hand  round 2: what its aggregation read" in output
+
+
+def test_a_file_beside_an_update_is_named(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = store.update(1, store.site("south")) / "more.safetensors"
+    path.write_bytes(b"")
+    assert verify(store, "--quick") == 2
+    assert f"{path} is not in the update's manifest" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("annotations", ["q", [], 7])
+def test_a_statement_of_other_types_is_none(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], annotations: Any
+) -> None:
+    restated(store, lambda c: materials(c).append({"name": "x", "annotations": annotations}))
+    assert verify(store, "--quick") == 2
+    assert "is no statement of Atoll" in capsys.readouterr().err
+
+
+def test_a_manifest_that_makes_no_sense_is_named(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = store.model(1) / "manifest.json"
+    run_dir.write_whole(path, json.dumps({"digest": 3, "rejected": []}))
+    prove = json.loads((store.model(2) / "export" / statement.NAME).read_text())
+    [entry] = [m for m in materials(prove) if m["name"].endswith("round-001/global/manifest.json")]
+    entry["digest"]["sha256"] = run_dir.sha256_of(path)
+    entry["annotations"]["bytes"] = path.stat().st_size
+    restated(store, lambda content: content.update(prove))
+    assert verify(store, "--quick") == 2
+    assert "cannot be read" in capsys.readouterr().err
 
 
 def test_a_rule_of_fewer_words_is_the_same_rule(store: CampaignStore) -> None:

@@ -54,15 +54,26 @@ def aggregate_words(
     store: CampaignStore, number: int, folders: list[Path], out: Path, **about: str
 ) -> list[str]:
     """The words by which `atoll aggregate` makes the model of a round, once or again."""
-    campaign, rule = store.campaign, store.campaign.rule
+    campaign = store.campaign
     words = ["aggregate", *(map(str, folders) if folders else ["--hold"])]
     words += ["--base", str(store.model(number - 1)), "--out", str(out)]
     words += ["--codec", campaign.global_codec]
-    words += ["--rule", rule.model_dump_json(), "--about", json.dumps({"round": number, **about})]
-    oldest = number - 1 - rule.max_staleness - rule.overlap_rounds
-    for before in range(number - 2, max(-1, oldest - 1), -1):
+    words += [
+        "--rule",
+        campaign.rule.model_dump_json(),
+        "--about",
+        json.dumps({"round": number, **about}),
+    ]
+    for before in bases(store, number)[1:]:
         words += ["--older", store.model_manifest(before)["digest"]]
     return words
+
+
+def bases(store: CampaignStore, number: int) -> list[int]:
+    """The rounds whose models an update of this round may have begun from, the newest first."""
+    rule = store.campaign.rule
+    oldest = number - 1 - rule.max_staleness - rule.overlap_rounds
+    return list(range(number - 1, max(-1, oldest - 1), -1))
 
 
 def _below_quorum(

@@ -21,7 +21,7 @@ Job = dict[str, Any]  # of settings/exchange.py's JobRecord, with facility and r
 def prove_campaign(store: CampaignStore, last: int) -> None:
     """Write provenance.json into the export of round `last`, signed where there is a key."""
     export, folder = store.export(last), store.folder
-    names = [settings_file(folder).name, f"{round_name(0)}/run.yaml"]
+    names = [settings_file(folder).name, f"{round_name(0)}/run.yaml", *_first_export(store)]
     for number in range(last + 1):
         names.append(f"{round_name(number)}/global/manifest.json")
         for path in store.updates(number):
@@ -44,6 +44,13 @@ def prove_campaign(store: CampaignStore, last: int) -> None:
     prove(export, made, campaign_card(store, last, jobs), {})
     if key := store.campaign.signing_key:
         sign(export / NAME, Path(key).expanduser(), OF_MODELS)
+
+
+def _first_export(store: CampaignStore) -> list[str]:
+    """What the first model has beside its weights: all later ones have it from there."""
+    export = store.model(0) / "export"
+    beside = (path for path in sorted(export.glob("*")) if path.suffix != ".safetensors")
+    return [path.relative_to(store.folder).as_posix() for path in beside]
 
 
 def _journals(store: CampaignStore, last: int) -> list[Resource]:

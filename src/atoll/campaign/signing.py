@@ -39,12 +39,35 @@ def refuse_unsigned(
     if not signature.is_file():
         raise UserError(f"{file} is not signed", f"{identity} signs with sites[…].signing_key")
     read_plain(signature, MAX_SIGNATURE_BYTES)
-    argv = ["ssh-keygen", "-Y", "verify", "-q", "-f", str(allowed_signers), "-I", identity]
-    argv += ["-n", namespace, "-s", str(signature)]
-    text = content.decode(errors="replace")
-    done = run_command(argv, input_text=text, timeout_seconds=VERIFY_SECONDS)
-    if done.returncode:
+    by = ["verify", "-f", str(allowed_signers), "-I", identity]
+    if why := _refused(by, signature, namespace, content):
         raise UserError(
-            f"{file} is not signed by {identity}, as {allowed_signers} knows it: {done.last_line}",
+            f"{file} is not signed by {identity}, as {allowed_signers} knows it: {why}",
             f"add the public key of {identity} there, or do not use what came",
         )
+
+
+def refuse_changed_since_signed(file: Path, namespace: str, most_bytes: int) -> None:
+    """Raise `UserError` unless the signature beside a file is of what it has, whoever's it is."""
+    signature = file.with_name(f"{file.name}.sig")
+    content = read_plain(file, most_bytes)
+    read_plain(signature, MAX_SIGNATURE_BYTES)
+    if why := _refused(["check-novalidate"], signature, namespace, content):
+        raise UserError(
+            f"{file} is not what {signature.name} signs: {why}",
+            "it was changed after it was signed: get the original back",
+        )
+
+
+def is_known(identity: str, allowed_signers: Path) -> bool:
+    """Whether a file of allowed signers has somebody of this name."""
+    argv = ["ssh-keygen", "-Y", "match-principals", "-f", str(allowed_signers), "-I", identity]
+    return run_command(argv, timeout_seconds=VERIFY_SECONDS).returncode == 0
+
+
+def _refused(how: list[str], signature: Path, namespace: str, content: bytes) -> str:
+    """What ssh-keygen says against a signature of this content; empty: nothing."""
+    argv = ["ssh-keygen", "-Y", how[0], "-q", *how[1:], "-n", namespace, "-s", str(signature)]
+    text = content.decode(errors="replace")
+    done = run_command(argv, input_text=text, timeout_seconds=VERIFY_SECONDS)
+    return done.last_line or "no reason given" if done.returncode else ""

@@ -25,6 +25,8 @@ FREE = {"rounds", "deadline_minutes", "poll_seconds", "attempts", "target_loss",
 FREE |= {"engine", "signing_key", "grace_minutes", "rule.below_quorum"}
 FREE |= {"last_loss", "keep_checkpoints"}
 NONCES = "nonces.jsonl"
+NORMALISED = ("adam", "yogi")  # their step is as long as the rate, for every weight
+NORMALISED_RATE, MOST_NORMALISED_RATE = 0.003, 0.1
 
 
 @dataclass
@@ -268,13 +270,20 @@ def load_store(folder: Path) -> CampaignStore:
 
 def refuse_what_loses(store: CampaignStore) -> None:
     """Of a campaign that has not begun; one that has goes on as it was begun."""
-    campaign = store.campaign
-    begun = settings_file(store.folder).is_file()
-    if not begun and (campaign.codec, campaign.rule.update) == ("int2", "nesterov"):
+    rule, codec = store.campaign.rule, store.campaign.codec
+    if settings_file(store.folder).is_file():
+        return
+    if codec == "int2" and rule.update != "replace":
         raise UserError(
-            "codec=int2 with rule.update=nesterov learns no more than with replace, and less in "
-            "short and in long rounds (docs/atlas.md)",
+            f"codec=int2 with rule.update={rule.update}: with nesterov it learns no more than with "
+            "replace, and less in short and in long rounds (docs/atlas.md); others were not tried",
             "codec=int4, or rule.update=replace",
+        )
+    if rule.update in NORMALISED and rule.learning_rate > MOST_NORMALISED_RATE:
+        raise UserError(
+            f"rule.update={rule.update} with rule.learning_rate={rule.learning_rate:g}: that is "
+            "about how far every single weight moves in a round, whatever facilities send",
+            f"rule.learning_rate={NORMALISED_RATE:g}, and no more than {MOST_NORMALISED_RATE:g}",
         )
 
 

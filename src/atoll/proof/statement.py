@@ -137,11 +137,13 @@ def read_statement(export: Path) -> dict[str, Any]:
 
 
 def _check(entry: Resource) -> None:
-    """A plain relative name, and digests that are text."""
+    """A plain relative name, digests that are text, and facts under names."""
     name = entry["name"]
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or not name.isprintable():
         raise ValueError(f"the name {name!r}")
+    if not isinstance(entry.get("annotations", {}), dict):
+        raise ValueError(f"the annotations of {name}")
     if any(not isinstance(digest, str) for digest in entry.get("digest", {}).values()):
         raise ValueError(f"the digest of {name}")
     if "sha256" in entry.get("digest", {}):

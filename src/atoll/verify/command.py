@@ -9,10 +9,17 @@ from atoll.campaign.signing import OF_MODELS, sign
 from atoll.campaign.store import settings_file
 from atoll.commands import CommandParser
 from atoll.errors import UserError, printable
-from atoll.proof.statement import NAME, kind_of, read_statement
+from atoll.proof.statement import (
+    NAME,
+    UNREADABLE,
+    kind_of,
+    logs_of,
+    materials_of,
+    read_statement,
+)
 from atoll.verify import export as exported
 from atoll.verify import of_campaign, of_run
-from atoll.verify.lines import Line
+from atoll.verify.lines import Line, differs
 
 ABOUT = """Compare an export with its provenance.json, and with all that made it and is at hand:
 settings, checkpoint, tokens, logs; of a campaign every update and, once more, every aggregation.
@@ -35,12 +42,13 @@ def main(argv: list[str]) -> int:
     folder = words.export.absolute()
     statement = read_statement(folder)
     is_campaign = kind_of(statement) == "campaign"
-    source = words.source.absolute() if words.source else _source(folder, is_campaign)
+    source = words.source.absolute() if words.source else _source(folder, statement, is_campaign)
     if words.source and not _is_source(words.source, is_campaign):
         raise UserError(f"{words.source} is no run or campaign", "--from FOLDER names the one")
     deep = not words.quick
     _refuse_round(words, statement, is_campaign)
-    for line in exported.signature(folder, words.signers, words.identity):
+    asked = words.signers or (is_campaign and of_campaign.own_signers(source, words.identity))
+    for line in exported.signature(folder, asked or None, words.identity):
         _print(line)
     for line in exported.files(folder, statement):
         _print(line)
@@ -49,8 +57,11 @@ def main(argv: list[str]) -> int:
         if is_campaign
         else of_run.made_it(statement, source, deep)
     )
-    for line in made_it:
-        _print(line)
+    try:
+        for line in made_it:
+            _print(line)
+    except (OSError, *UNREADABLE) as error:  # JSON of others, that is as stated and makes no sense
+        raise differs(f"{source} cannot be read: {type(error).__name__}: {error}") from None
     if words.sign:
         sign(folder / NAME, words.sign, OF_MODELS)
         print(f"signed: {words.export / NAME}")
@@ -72,10 +83,13 @@ def _refuse_round(words: argparse.Namespace, statement: dict[str, Any], is_campa
         raise UserError(f"no round {words.round} made this model", hint)
 
 
-def _source(export: Path, is_campaign: bool) -> Path | None:
-    """RUN of RUN/export; CAMPAIGN of CAMPAIGN/round-N/global/export."""
+def _source(export: Path, statement: dict[str, Any], is_campaign: bool) -> Path | None:
+    """RUN of RUN/export; CAMPAIGN of CAMPAIGN/round-N/global/export: it has what is stated."""
     source = export.parents[2] if is_campaign else export.parent
-    return source if _is_source(source, is_campaign) else None
+    place = "campaign" if is_campaign else "run"
+    entries = [*materials_of(statement), *logs_of(statement)]
+    names = [name for at, _, name in (e["name"].partition("/") for e in entries) if at == place]
+    return source if any((source / name).is_file() for name in names) else None
 
 
 def _is_source(folder: Path, is_campaign: bool) -> bool:

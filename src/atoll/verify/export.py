@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from atoll.campaign.signing import OF_MODELS, refuse_unsigned
+from atoll.campaign.signing import OF_MODELS, refuse_changed_since_signed, refuse_unsigned
 from atoll.errors import UserError
 from atoll.proof.statement import MAX_BYTES, NAME, SIGNATURE
 from atoll.verify.lines import Line, differs, refuse_changed
@@ -13,7 +13,7 @@ from atoll.verify.lines import Line, differs, refuse_changed
 def files(export: Path, statement: dict[str, Any]) -> Iterator[Line]:
     """Every file that is stated, and no other beside them."""
     stated = {entry["name"]: entry for entry in statement["subject"]}
-    present = {p.relative_to(export).as_posix() for p in export.rglob("*") if not p.is_dir()}
+    present = {path.relative_to(export).as_posix() for path in files_in(export)}
     for name in sorted(stated.keys() | present - {NAME, SIGNATURE}):
         if name not in stated:
             raise differs(f"{export / name} is not of this export: nothing states it")
@@ -25,10 +25,20 @@ def files(export: Path, statement: dict[str, Any]) -> Iterator[Line]:
     yield Line("as stated", f"export: {len(stated)} files, {total:,} bytes")
 
 
+def files_in(folder: Path) -> list[Path]:
+    """All files below a folder; a link to a folder is one, whatever is behind it."""
+    return [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+
+
 def signature(export: Path, allowed_signers: Path | None, identity: str) -> Iterator[Line]:
-    """Raise `UserError` unless `identity` signed the statement, where signers are given."""
+    """Raise `UserError` unless `identity` signed the statement, where signers are given.
+
+    Without them a signature that is there has to be one of this statement, whoever's it is.
+    """
     is_signed = (export / SIGNATURE).is_file()
     if allowed_signers is None:
+        if is_signed:
+            refuse_changed_since_signed(export / NAME, OF_MODELS, MAX_BYTES)
         who = "nobody was asked who may sign it: --signers FILE" if is_signed else "it is unsigned"
         yield Line("not at hand", f"who wrote {NAME}: {who}")
         return

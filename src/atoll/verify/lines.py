@@ -37,7 +37,10 @@ def differs(found: str) -> UserError:
 
 
 def resources(entries: list[Resource], places: Mapping[str, Path | None]) -> Iterator[Line]:
-    """Every file that is at hand is looked at; of each place one line, and one for each gap."""
+    """Every file that is at hand is looked at; of each place one line, and one for each gap.
+
+    A folder may be gone as a whole, an update's or a checkpoint's; one that is there has its files.
+    """
     counts = dict[str, list[int]]()
     for entry in entries:
         place, _, name = entry["name"].partition("/")
@@ -45,7 +48,7 @@ def resources(entries: list[Resource], places: Mapping[str, Path | None]) -> Ite
             yield Line("not at hand", _by_name(entry))
             continue
         folder, size = places.get(place), int(entry["annotations"]["bytes"])
-        if folder is None or not (folder / name).is_file():
+        if folder is None or not (folder / name).parent.is_dir():
             yield Line("not at hand", f"{entry['name']} ({size:,} bytes)")
             continue
         grows = bool(entry["annotations"].get("grows"))
