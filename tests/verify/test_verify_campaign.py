@@ -21,7 +21,7 @@ from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
 from atoll.errors import UserError
 from atoll.federation import make_delta
 from atoll.federation.update_files import refuse_wrong_files
-from atoll.proof import statement
+from atoll.proof import of_run, statement
 from atoll.proof.made_with import in_words, made_with
 from atoll.settings import exchange
 from atoll.verify import again
@@ -66,7 +66,7 @@ def run_statement(folder: Path) -> Path:
     folder.mkdir()
     materials: list[statement.Resource] = [
         {"name": "image", "annotations": SAID},
-        {"name": "code", "digest": {"gitCommit": "0123abc"}},
+        {"name": "code", **of_run._of_code("0123abc+")},
         {"name": "libraries", "annotations": {"versions": "torch 2.13.0"}},
     ]
     statement.write_statement(folder, statement.Made("run", "c-1", materials, []), [])
@@ -188,7 +188,9 @@ def test_what_facilities_say_of_their_runs_is_in_the_proof(
 ) -> None:
     assert verify(store, "--quick") == 0
     output = capsys.readouterr().out
-    said = "image 'atoll.sif', lock 'ab12', sbom 'cd34', commit '0123abc', libraries 'torch 2.13.0'"
+    said = (
+        "image 'atoll.sif', lock 'ab12', sbom 'cd34', commit '0123abc+', libraries 'torch 2.13.0'"
+    )
     for number in (1, 2):
         assert f"not at hand  round {number}: north says of its run: {said}" in output
         assert f"not at hand  round {number}: south says of its run: nothing" in output

@@ -328,3 +328,44 @@ def test_a_statement_of_another_kind_is_refused(
 def test_a_folder_without_a_statement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path)]) == 2
     assert "nothing says what made this model" in capsys.readouterr().err
+
+
+@pytest.mark.login_node
+@pytest.mark.parametrize(
+    "gone",
+    ["run.yaml", "metrics.jsonl", "jobs.txt", "checkpoints/step-00000002/manifest.json",
+     "sbom.cdx.json", "result.json"],
+)  # fmt: skip
+def test_what_is_taken_out_of_a_run_is_named(
+    complete: Path, capsys: pytest.CaptureFixture[str], gone: str
+) -> None:
+    (complete / gone).unlink()
+    assert verify(complete) == 2
+    assert f"{complete / gone} is missing" in capsys.readouterr().err
+
+
+@pytest.mark.login_node
+def test_checkpoints_that_were_not_kept_are_a_gap(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(folder / "checkpoints")
+    assert verify(folder) == 0
+    assert "not at hand  run/checkpoints/step-00000002/manifest.json" in capsys.readouterr().out
+
+
+@pytest.mark.login_node
+def test_a_folder_behind_a_link_is_not_of_an_export(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "templates").mkdir()
+    link = run_dir.export(folder) / "additional_chat_templates"
+    link.symlink_to(tmp_path / "templates")
+    assert verify(folder) == 2
+    assert f"{link} is not of this export" in capsys.readouterr().err
+
+
+def test_a_commit_is_whole_and_says_whether_files_differ() -> None:
+    assert of_run._of_code("") == {"annotations": {"commit": "unknown"}}
+    assert of_run._of_code("0a" * 20) == {"digest": {"gitCommit": "0a" * 20}}
+    changed = {"digest": {"gitCommit": "0a" * 20}, "annotations": {"changed since": "yes"}}
+    assert of_run._of_code("0a" * 20 + "+") == changed

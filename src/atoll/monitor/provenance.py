@@ -46,10 +46,11 @@ def _of_image(labels: Path) -> dict[str, str]:
 
 
 def _commit(clone: Path) -> str:
-    """Of the clone whose code runs, with a + where files differ from it."""
+    """Of the clone whose code runs, in full, with a + where files differ from it."""
     if not (clone / ".git").exists():
         return ""
-    argv = ["git", "-C", str(clone), "describe", "--always", "--dirty=+", "--exclude=*"]
+    argv = ["git", "-C", str(clone), "describe", "--always", "--abbrev=40"]
+    argv += ["--dirty=+", "--exclude=*"]
     done = run_command(argv)
     return done.stdout.strip() if done.returncode == 0 else ""
 

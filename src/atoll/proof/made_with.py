@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import UserError, printable
-from atoll.proof.statement import materials_of, read_statement
+from atoll.proof.statement import CHANGED, materials_of, read_statement
 from atoll.settings.exchange import read_manifest
 
 NAMED = ("image", "lock", "source", "sbom")  # of an image, as of_run.py names them
@@ -25,6 +25,8 @@ def made_with(update: Path) -> dict[str, str]:
     image, code = entries.get("image", {}), entries.get("code", {})
     facts = {name: _of(image, "annotations", name) for name in NAMED}
     facts["commit"] = _of(code, "digest", "gitCommit")
+    if facts["commit"] and _of(code, "annotations", CHANGED):
+        facts["commit"] += "+"
     facts["libraries"] = _of(entries.get("libraries", {}), "annotations", "versions")
     return {name: value for name, value in facts.items() if value}
 

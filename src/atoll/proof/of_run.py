@@ -9,7 +9,7 @@ from atoll import run_dir
 from atoll.proof.accounting import not_kept
 from atoll.proof.card import run_card
 from atoll.proof.prove import prove
-from atoll.proof.statement import Made, Resource, described, existing, grown, resource
+from atoll.proof.statement import CHANGED, Made, Resource, described, existing, grown, resource
 from atoll.settings import Run
 
 CONFIG = "config.json"
@@ -94,10 +94,14 @@ def _named(made_of: Mapping[str, str]) -> list[Resource]:
     """What is known by its name alone: it is not at hand when an export is verified."""
     image = {name: made_of[name] for name in ("image", "lock", "source", "sbom") if name in made_of}
     entries: list[Resource] = [{"name": "image", "annotations": image}]
-    commit = made_of.get("commit")
-    of_code = (
-        {"digest": {"gitCommit": commit}} if commit else {"annotations": {"commit": "unknown"}}
-    )
-    entries.append({"name": "code", **of_code})
+    entries.append({"name": "code", **_of_code(made_of.get("commit", ""))})
     entries.append({"name": "libraries", "annotations": {"versions": made_of["libraries"]}})
     return entries
+
+
+def _of_code(commit: str) -> Resource:
+    """The commit; of a clone whose files differ from it, that they do."""
+    if not commit:
+        return {"annotations": {"commit": "unknown"}}
+    changed = {"annotations": {CHANGED: "yes"}} if commit.endswith("+") else {}
+    return {"digest": {"gitCommit": commit.rstrip("+")}, **changed}

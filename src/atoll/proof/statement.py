@@ -23,6 +23,7 @@ CARD, CRATE, NAME = "README.md", "ro-crate-metadata.json", "provenance.json"
 SIGNATURE = f"{NAME}.sig"
 OWN = {CARD, CRATE, NAME, SIGNATURE}
 KINDS = ("run", "campaign")
+CHANGED = "changed since"  # of code: files differ from its commit
 MAX_BYTES = 1 << 26  # a longer statement is not read
 # what JSON of others may end in: a size of 1e999 is an OverflowError
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, ArithmeticError)
