@@ -174,6 +174,11 @@ def sbom_file(run_folder: Path) -> Path:
     return run_folder / "sbom.cdx.json"
 
 
+def image_file(run_folder: Path) -> Path:
+    """Which image the run was submitted with: its file's name and sha256."""
+    return run_folder / "image.json"
+
+
 def ledger_file(run_folder: Path) -> Path:
     """Where the time of all starts of a run went."""
     return run_folder / "ledger.jsonl"

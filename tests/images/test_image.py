@@ -17,6 +17,7 @@ from atoll.errors import UserError
 from atoll.images import build as image
 from atoll.images import check as image_check
 from atoll.images import package_sources
+from atoll.images.digest import image_digest, keep_image
 from atoll.images.recipe import build_arguments, recipe, stage
 from atoll.settings import dumped
 
@@ -409,3 +410,22 @@ def test_the_lock_never_replaces_what_the_vendor_built():
     )
     assert {"hydra-core", "transformers", "bitsandbytes", "pytest"} <= names
     assert not names & {"torch", "triton"}
+
+
+def test_an_image_is_hashed_once_and_again_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = sif(tmp_path / "cpu-1.sif")
+    link = tmp_path / "cpu.sif"
+    link.symlink_to(file)
+    wanted = run_dir.sha256_of(file)
+    keep_image(link, tmp_path / "run")
+    kept = json.loads(run_dir.image_file(tmp_path / "run").read_text())
+    assert kept == {"file": "cpu-1.sif", "sha256": wanted}
+    with monkeypatch.context() as patch:
+        patch.setattr(run_dir, "sha256_of", lambda path: "taken anew")
+        assert image_digest(link) == wanted
+        sif(file, b"04").write_bytes(file.read_bytes() + b"more")
+        assert image_digest(link) == "taken anew"
+    (tmp_path / "cpu-1.sif.sha256.json").write_text("[]")
+    assert image_digest(file) == run_dir.sha256_of(file)

@@ -65,7 +65,7 @@ def run_statement(folder: Path) -> Path:
     """Of a run in an image, as its export has it."""
     folder.mkdir()
     materials: list[statement.Resource] = [
-        {"name": "image", "annotations": SAID},
+        {"name": "image", "annotations": SAID, "digest": {"sha256": "ef56"}},
         {"name": "code", **of_run._of_code("0123abc+")},
         {"name": "libraries", "annotations": {"versions": "torch 2.13.0"}},
     ]
@@ -189,7 +189,8 @@ def test_what_facilities_say_of_their_runs_is_in_the_proof(
     assert verify(store, "--quick") == 0
     output = capsys.readouterr().out
     said = (
-        "image 'atoll.sif', lock 'ab12', sbom 'cd34', commit '0123abc+', libraries 'torch 2.13.0'"
+        "image 'atoll.sif', lock 'ab12', sbom 'cd34', image sha256 'ef56', commit '0123abc+', "
+        "libraries 'torch 2.13.0'"
     )
     for number in (1, 2):
         assert f"not at hand  round {number}: north says of its run: {said}" in output

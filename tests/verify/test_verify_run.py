@@ -47,6 +47,7 @@ def complete(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     sbom = tmp_path / "image.cdx.json"
     sbom.write_text('{"bomFormat": "CycloneDX"}')
     monkeypatch.setattr(of_run, "SBOM", sbom)
+    run_dir.write_whole(run_dir.image_file(folder), json.dumps({"file": "x", "sha256": "ab" * 32}))
     run = load_run(run_dir.settings_file(folder))
     of_run.prove_run(run_dir.export(folder), run, folder, {"libraries": "torch 1"}, {})
     sacct(tmp_path / "bin", monkeypatch, ENDED_JOB)
@@ -334,7 +335,7 @@ def test_a_folder_without_a_statement(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     "gone",
     ["run.yaml", "metrics.jsonl", "jobs.txt", "checkpoints/step-00000002/manifest.json",
-     "sbom.cdx.json", "result.json"],
+     "sbom.cdx.json", "result.json", "image.json"],
 )  # fmt: skip
 def test_what_is_taken_out_of_a_run_is_named(
     complete: Path, capsys: pytest.CaptureFixture[str], gone: str

@@ -15,6 +15,7 @@ from atoll.cluster.summary import is_finished, summary
 from atoll.config.compose import Composition, config_tree
 from atoll.errors import UserError
 from atoll.health.exclusions import excluded
+from atoll.images.digest import keep_image
 from atoll.settings import Run
 
 # scheduler -> the command that queues a run
@@ -24,7 +25,7 @@ SUBMISSIONS = {"slurm": slurm.sbatch_argv, "pbs": pbs.qsub_argv}
 def _discard(folder: Path) -> None:
     """Leave no trace of a refused run; whatever else is in its folder stays."""
     kept = (run_dir.launch_script, run_dir.job_script, run_dir.settings_file)
-    for path in (*kept, run_dir.prediction_file):
+    for path in (*kept, run_dir.prediction_file, run_dir.image_file):
         path(folder).unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
@@ -45,6 +46,8 @@ def write_run_folder(
     try:
         run_dir.write_whole(run_dir.job_script(folder), around_job())
         run_dir.write_whole(run_dir.launch_script(folder), text)
+        if composition.run.image.file is not None:
+            keep_image(composition.run.image.file, folder)
         if entrypoint is None:
             before_queue.keep_prediction(composition.run)
         run_dir.write_whole(run_dir.settings_file(folder), composition.as_yaml())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
-from atoll.proof.statement import CRATE, Made, Resource, instant
+from atoll.proof.statement import CRATE, Made, Resource, instant, is_file
 
 CONTEXTS = [
     "https://w3id.org/ro/crate/1.1/context",
@@ -180,7 +180,7 @@ def _file(subject: Resource) -> Entity:
 def _outside(entry: Resource) -> Entity:
     """What is not in the crate, by its name; of an image or a commit, what is said of it."""
     facts = {**entry.get("digest", {}), **entry.get("annotations", {})}
-    if "sha256" in facts:
+    if is_file(entry):
         return {"@id": f"#{entry['name']}", "@type": "CreativeWork", **_facts(entry)}
     value = ", ".join(f"{name} {text}" for name, text in facts.items())
     named = {"name": entry["name"], "value": value}

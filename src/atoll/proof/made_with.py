@@ -24,6 +24,7 @@ def made_with(update: Path) -> dict[str, str]:
         return {}
     image, code = entries.get("image", {}), entries.get("code", {})
     facts = {name: _of(image, "annotations", name) for name in NAMED}
+    facts["image sha256"] = _of(image, "digest", "sha256")
     facts["commit"] = _of(code, "digest", "gitCommit")
     if facts["commit"] and _of(code, "annotations", CHANGED):
         facts["commit"] += "+"

@@ -15,6 +15,7 @@ from atoll.settings import Run
 CONFIG = "config.json"
 SBOM = Path("/opt/atoll/sbom/sbom.cdx.json")  # in an image: containers/post.sh
 # what later starts, and whoever looks at the run, write on
+SETTINGS = ("run.yaml", "image.json")
 LOGS = ("jobs.txt", "metrics.jsonl", "faults.jsonl", "restarts.jsonl", "ledger.jsonl")
 
 
@@ -29,9 +30,9 @@ def prove_run(
 
     known: name -> bytes and sha256 of files of the export, as they were written.
     """
-    materials = [resource("run", run_folder, name) for name in existing(run_folder, ["run.yaml"])]
+    materials = [resource("run", run_folder, name) for name in existing(run_folder, SETTINGS)]
     materials += _checkpoint(run_folder) + _prepared(run_dir.prepared(run)) + _sources(run)
-    materials += _named(made_of)
+    materials += _named(made_of, run_folder)
     materials += [_sbom(run_folder)]
     records = run_dir.metrics(run_folder)
     result, config = (_json(file) for file in (run_dir.result_file(run_folder), export / CONFIG))
@@ -90,10 +91,12 @@ def _sbom(run_folder: Path) -> Resource:
     return resource("run", run_folder, file.name)
 
 
-def _named(made_of: Mapping[str, str]) -> list[Resource]:
+def _named(made_of: Mapping[str, str], run_folder: Path) -> list[Resource]:
     """What is known by its name alone: it is not at hand when an export is verified."""
     image = {name: made_of[name] for name in ("image", "lock", "source", "sbom") if name in made_of}
-    entries: list[Resource] = [{"name": "image", "annotations": image}]
+    submitted = _json(run_dir.image_file(run_folder))
+    digest = {"digest": {"sha256": submitted["sha256"]}} if submitted else {}
+    entries: list[Resource] = [{"name": "image", **digest, "annotations": image}]
     entries.append({"name": "code", **_of_code(made_of.get("commit", ""))})
     entries.append({"name": "libraries", "annotations": {"versions": made_of["libraries"]}})
     return entries

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from atoll.errors import UserError, printable
-from atoll.proof.statement import Resource, sha256_of_first
+from atoll.proof.statement import Resource, is_file, sha256_of_first
 
 
 class Line(NamedTuple):
@@ -44,7 +44,7 @@ def resources(entries: list[Resource], places: Mapping[str, Path | None]) -> Ite
     counts = dict[str, list[int]]()
     for entry in entries:
         place, _, name = entry["name"].partition("/")
-        if "sha256" not in entry.get("digest", {}):
+        if not is_file(entry):
             yield Line("not at hand", _by_name(entry))
             continue
         folder, size = places.get(place), int(entry["annotations"]["bytes"])
