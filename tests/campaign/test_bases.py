@@ -11,6 +11,7 @@ import pytest
 from atoll.campaign import round as round_
 from atoll.campaign import site_models as site
 from atoll.campaign.journal import Journal, round_name
+from atoll.campaign.store import checked_campaign
 from atoll.errors import UserError
 
 ROUNDS = 8
@@ -102,3 +103,42 @@ def test_a_model_that_never_gets_there_is_not_sent_for_ever(
     with pytest.raises(UserError, match="north has no global model newer than round 3"):
         round_.bring_models(store, 5, facility)
     assert sent == [3]
+
+
+@pytest.mark.parametrize("name", ["export/evil.py", "master/evil.so", "delta/.sitecustomize"])
+def test_what_no_model_folder_has_is_not_taken(
+    tmp_path: Path, applied: list[int], name: str
+) -> None:
+    arrive(tmp_path, 0)
+    came = tmp_path / "incoming" / round_name(0) / name
+    for path in (came, came.with_name("tokenizer.model"), came.with_name("x.safetensors")):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    with pytest.raises(UserError, match=f"{came.name} came, which is no part of a model"):
+        site.make_bases(tmp_path, 1, [])
+    came.unlink()
+    came.symlink_to("/etc/passwd")
+    with pytest.raises(UserError, match="no part of a model"):
+        site.make_bases(tmp_path, 1, [])
+    came.unlink()
+    assert site.make_bases(tmp_path, 1, []) == 0 and applied == [0]
+
+
+def test_of_an_export_only_what_a_model_needs_is_sent(tmp_path: Path) -> None:
+    model, there = tmp_path / round_name(0) / "global", tmp_path / "north"
+    for part in ("master", "export"):
+        (model / part).mkdir(parents=True)
+        for name in ("evil.py", "pytorch_model.bin", "config.json", "x.safetensors"):
+            (model / part / name).write_text("x")
+    (model / "manifest.json").touch()
+    campaign = checked_campaign(
+        {"name": "c", "sites": [{"name": "north", "folder": str(there)}], "start": []}
+    )
+    store: Any = SimpleNamespace(campaign=campaign, model=lambda _: model)
+    journal = Journal(tmp_path)
+    round_._send_models(store, 0, campaign.sites[0], lambda _: False, journal, -1)
+    came = there / "incoming" / round_name(0)
+    files = {str(path.relative_to(came)) for path in came.rglob("*") if path.is_file()}
+    assert files == {"manifest.json", "master/x.safetensors", "export/config.json"}
+    assert journal.last("sent")["bytes"] == 2
+    site.refuse_other_kinds(came)

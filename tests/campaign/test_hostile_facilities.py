@@ -437,6 +437,11 @@ FORBIDDEN = [
     "facility.ssh_options=['-oProxyCommand=id']", "override=[fit]", "~facility.binds",
     "facility.budget.command=[id]", "confirm.node_hours=null",
     "evaluation.tasks_folder=tasks", "evaluation={tasks:[a],tasks_folder:tasks}",
+    "++sharding.deepspeed.torch_autocast={enabled:true,lower_precision_safe_modules:[evil.X]}",
+    "+sharding.deepspeed.wandb={enabled:true}", "sharding.deepspeed={compile:{backend:os.system}}",
+    "sharding={deepspeed:{}}", "model.config={auto_map:{AutoConfig:evil.X}}",
+    "+model.config.attn_implementation=evil/kernel", "data.hub_files={train:['file:///etc/passwd']}",
+    "+model.config.rope_parameters={rope_type:evil}",
 ]  # fmt: skip
 
 
@@ -484,6 +489,7 @@ def test_a_folder_here_is_no_dataset_of_the_hub(
 def test_a_facility_may_list_less_than_the_default(tmp_path: Path) -> None:
     words = ["facility=leonardo", "nodes=2", "sharding=auto", "optimizer.learning_rate=1e-3"]
     words += ["facility.submit.partition=x", "facility.account=y", f"data.files=[{tmp_path}/a.txt]"]
+    words += ["sharding=deepspeed_zero1", "model.config.hidden_size=8", "model.config.model_type=a"]
     refuse_settings(words, tmp_path)
     (tmp_path / "site.allow").write_text("training.*\n")
     refuse_settings(["training.steps=3"], tmp_path)

@@ -2,7 +2,7 @@
 
 FOLDER/site.allow, else ~/.config/atoll/site.allow: the name of a setting a line, `*` for any part
 of it; `default` stands for all but DENIED. Without a file it is `default`: choices of the clone's
-own files, and values that name no command, bind, module, variable, or path outside FOLDER.
+own files, and values that name no command, bind, module, variable, address, or path outside FOLDER.
 """
 
 import os
@@ -26,8 +26,10 @@ DENIED = (
     "facility.scheduler", "facility.submit", "facility.budget", "confirm", "image", "folders",
     "launcher", "loggers", "override", "model.source", "model.lora.start", "tokenizer.path",
     "tokenizer.chat_template", "checkpoint.initial_load_path", "checkpoint.optimizer_load_path",
-    "evaluation.tasks_folder",
+    "evaluation.tasks_folder", "sharding.deepspeed",
 )  # fmt: skip
+# of transformers' own words numbers alone may be given, and the family: text may name code
+FREE_WORDS, FAMILY = "model.config", "model.config.model_type"
 # flags of sbatch and qsub that choose a queue, and nothing else
 QUEUES = ("partition", "qos", "constraint", "reservation", "q", "l")
 
@@ -103,19 +105,29 @@ def _denied(name: str, value: Any) -> bool:
     """Whether a setting is one of those, or a group that holds one of them."""
     if name.startswith("facility.submit."):
         return name.removeprefix("facility.submit.") not in QUEUES
+    if name == FREE_WORDS or name.startswith(f"{FREE_WORDS}."):
+        return name != FAMILY and _has_text(value)
     return name.startswith("hydra") or any(
         name == denied or name.startswith(f"{denied}.") or denied.startswith(f"{name}.")
         for denied in DENIED
     )
 
 
+def _has_text(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_has_text(part) for part in value.values())
+    if isinstance(value, list | tuple):
+        return any(_has_text(part) for part in value)
+    return isinstance(value, str)
+
+
 def _leaves(value: Any, folder: Path) -> bool:
-    """Whether a value names a place outside the folder, or is taken from the environment."""
+    """Whether a value names a place outside the folder, an address, or the environment."""
     if isinstance(value, dict):
         return any(_leaves(part, folder) for pair in value.items() for part in pair)
     if isinstance(value, list | tuple):
         return any(_leaves(part, folder) for part in value)
     text = str(value)
-    if "${" in text or ".." in Path(text).parts or text.startswith("~"):
+    if "${" in text or "://" in text or ".." in Path(text).parts or text.startswith("~"):
         return True
     return text.startswith("/") and folder not in Path(text).parents

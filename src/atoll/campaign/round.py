@@ -22,17 +22,19 @@ from atoll.campaign.transfer import PARTS, Unreachable, ask, fetch, send
 from atoll.commands import CommandParser
 from atoll.errors import UserError, printable
 from atoll.settings.exchange import (
+    BESIDE_WEIGHTS,
     MAX_ANSWER_BYTES,
     MAX_MANIFEST_BYTES,
     SHOWN,
+    WEIGHTS,
     read_answer,
     read_plain,
 )
 from atoll.settings.federation import Site
 
-# what is sent of a global model -> what of it is not: a facility's export has the master's weights
-WHOLE = {"master": (), "export": ("*.safetensors",)}
-DELTA: dict[str, tuple[str, ...]] = {"delta": ()}
+# what is sent of a global model -> its kinds: a facility's export has the master's weights
+WHOLE = {"master": (WEIGHTS,), "export": BESIDE_WEIGHTS}
+DELTA: dict[str, tuple[str, ...]] = {"delta": (WEIGHTS,)}
 MANIFEST = ("manifest.json", "manifest.json.sig")
 CALL_SECONDS = 3600.0  # of a question over ssh: a facility that hangs is asked again
 QUIET_SECONDS = 30.0  # without a sign of life; a facility gives one every few
@@ -250,9 +252,9 @@ def _send_models(
     for before in range(have + 1, newest + 1) if have >= 0 else [newest]:
         model, target = store.model(before), f"{site.folder}/incoming/{round_name(before)}"
         began, size = time.time(), 0
-        for part, left_out in (WHOLE if have < 0 else DELTA).items():
-            send(store.campaign, site, model / part, f"{target}/{part}", left_out, over)
-            size += sum(path.stat().st_size for path in _files(model / part, left_out))
+        for part, kinds in (WHOLE if have < 0 else DELTA).items():
+            send(store.campaign, site, model / part, f"{target}/{part}", kinds, over)
+            size += sum(path.stat().st_size for path in _files(model / part, kinds))
         staged = model.with_name(f".manifest-for-{site.name}")
         staged.mkdir(exist_ok=True)
         shutil.copy(model / "manifest.json", staged / "manifest.json")
@@ -261,6 +263,6 @@ def _send_models(
         journal.append("sent", facility=site.name, bytes=size, seconds=seconds)
 
 
-def _files(folder: Path, left_out: Sequence[str] = ()) -> list[Path]:
+def _files(folder: Path, kinds: Sequence[str] = ()) -> list[Path]:
     files = [path for path in folder.iterdir() if path.is_file()]
-    return [path for path in files if not any(map(path.match, left_out))]
+    return [path for path in files if not kinds or path.suffix in kinds]

@@ -13,7 +13,8 @@ from atoll.campaign.journal import round_name
 from atoll.campaign.transfer import run_atoll
 from atoll.cluster.launchers import atoll_command
 from atoll.config.compose import compose, path_word, settings_of
-from atoll.errors import UserError
+from atoll.errors import UserError, printable
+from atoll.settings.exchange import BESIDE_WEIGHTS, WEIGHTS
 
 
 def make_bases(folder: Path, number: int, overrides: Sequence[str]) -> int:
@@ -29,6 +30,7 @@ def make_bases(folder: Path, number: int, overrides: Sequence[str]) -> int:
         came = _incoming(folder, before)
         if not (came / "manifest.json").is_file():
             break
+        refuse_other_kinds(came)
         _apply_delta(folder, before, came, overrides)
         have = before
     for old in range(have - 1):  # the one before the newest stays, should a round be done again
@@ -95,6 +97,17 @@ def container_side(folder: Path, overrides: Sequence[str]) -> list[str]:
     run = compose([*overrides, *own, "name=site"]).run
     bound = run.model_copy(update={"folders": run.folders.model_copy(update={"prepared": folder})})
     return atoll_command(bound)
+
+
+def refuse_other_kinds(came: Path) -> None:
+    """Raise `UserError` unless all that came are plain files as a model folder has them."""
+    for path in sorted(came.rglob("*")):
+        is_kind = path.suffix in (WEIGHTS, *BESIDE_WEIGHTS) and path.is_file()
+        if path.is_symlink() or not (is_kind or path.is_dir()):
+            raise UserError(
+                f"{printable(str(path), 300)} came, which is no part of a model",
+                f"delete {came}: the model is sent again, and no other kind of file is taken",
+            )
 
 
 def _newest(folder: Path, number: int) -> int:

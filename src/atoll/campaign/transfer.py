@@ -107,18 +107,18 @@ def send(
     site: Site,
     source: Path,
     target: str,
-    left_out: Sequence[str] = (),
+    kinds: Sequence[str] = (),
     over: Over = never,
 ) -> None:
-    """Copy a folder but for some files to a facility; what is there already is not sent again."""
-    excludes = [f"--exclude={pattern}" for pattern in left_out]
+    """Copy a folder, or its files of these kinds; what is there already is not sent again."""
+    only = [f"--include=*{kind}" for kind in kinds] + (["--exclude=*"] if kinds else [])
     if site.host is None:
         Path(target).mkdir(parents=True, exist_ok=True)
-        _rsync(campaign, site, [*excludes, "--", f"{source}/", f"{target}/"], over)
+        _rsync(campaign, site, [*only, "--", f"{source}/", f"{target}/"], over)
     else:  # the folders above: rsync's own --mkpath came with 3.2.3, RHEL 8 has 3.1.3
         program = f"mkdir -p -- {shlex.quote(target)} && rsync"
         far = f"{site.host}:{target}/"
-        words = [f"--rsync-path={program}", *excludes, "--", f"{source}/", far]
+        words = [f"--rsync-path={program}", *only, "--", f"{source}/", far]
         _rsync(campaign, site, words, over)
 
 

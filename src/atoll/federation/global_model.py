@@ -29,9 +29,7 @@ from atoll.federation.tensors import (
     stretches,
 )
 from atoll.proof.statement import OWN
-
-# what of an export is copied from the model before: never anything of an update
-BESIDE_WEIGHTS = (".json", ".model", ".txt", ".jinja")
+from atoll.settings.exchange import BESIDE_WEIGHTS
 
 
 def first_global(model: Path, out: Path, about: dict[str, Any]) -> str:

@@ -24,6 +24,9 @@ MAX_MANIFEST_BYTES = 1 << 20
 MAX_SIGNATURE_BYTES = 1 << 14
 MAX_ANSWER_BYTES = 1 << 18
 MAX_FILES = 4096
+WEIGHTS = ".safetensors"
+# configuration and tokenizer of a model: nothing else of its folder is copied, sent or taken
+BESIDE_WEIGHTS = (".json", ".model", ".txt", ".jinja")
 RUN = "provenance.json"  # the statement of the run behind an update, beside its manifest
 STAYS = "stays"  # in a safetensors file's metadata: names of tensors that do not learn
 SHOWN = 500  # characters of what others say
