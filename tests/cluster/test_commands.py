@@ -33,6 +33,7 @@ LAPTOP = f"""\
 source /runs/x/job.sh /runs/x none
 set -euo pipefail
 unset PYTHONHOME PYTHONPATH PYTHONSTARTUP SLURM_EXPORT_ENV
+export PYTHONSAFEPATH=1
 {PYTHON} -m atoll tokenize /runs/x
 {PYTHON} -m atoll launch --fork 2 /runs/x
 {PYTHON} -m atoll generate /runs/x
@@ -54,6 +55,7 @@ GENERIC_SLURM = f"""\
 source /runs/x/job.sh /runs/x slurm
 set -euo pipefail
 unset PYTHONHOME PYTHONPATH PYTHONSTARTUP SLURM_EXPORT_ENV
+export PYTHONSAFEPATH=1
 atoll() {{
     {PYTHON} -m atoll "$@"
 }}

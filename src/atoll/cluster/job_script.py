@@ -5,7 +5,7 @@ from pathlib import Path
 
 from atoll import run_dir
 from atoll.cluster import pbs, slurm
-from atoll.cluster.launchers import atoll_command, exported, launch_step
+from atoll.cluster.launchers import SAFE_PATH, atoll_command, exported, launch_step
 from atoll.cluster.summary import writes_text
 from atoll.settings import Run
 
@@ -14,7 +14,8 @@ HEADER = """#!/bin/bash
 """
 STRICT = "set -euo pipefail\n"
 # A site's settings of Python would reach into the image; sbatch --export=NONE would reach srun.
-ALONE = "unset PYTHONHOME PYTHONPATH PYTHONSTARTUP SLURM_EXPORT_ENV\n"
+# Nor is what lies in the folder it was typed in ever imported (Python 3.11 and later).
+ALONE = "unset PYTHONHOME PYTHONPATH PYTHONSTARTUP SLURM_EXPORT_ENV\n" + f"export {SAFE_PATH}=1\n"
 # A module system greets with unset variables and failing commands, so strictness comes after it.
 MODULES = "source /etc/profile\n"
 # scheduler -> the shell function by which a job requeues the run.

@@ -70,7 +70,7 @@ def ssh(run: Run, run_folder: Path) -> list[str]:
     words |= {"address-suffix": facility.address_suffix or None}
     head = [sys.executable, "-m", "atoll", "over-ssh"]
     head += [f"--{name}={value}" for name, value in words.items() if value is not None]
-    head += [f"--variable={name}" for name in exported(run)]
+    head += [f"--variable={name}" for name in (SAFE_PATH, *exported(run))]
     head += [f"--ssh-option={word}" for word in facility.ssh_options]
     task = _launch(run, run_folder, "--fork")
     return [*head, "--", *task[:-1], "--follow-stdin", task[-1]]
@@ -90,6 +90,7 @@ TASKS_PER_NODE: dict[str, Callable[[Run], int]] = {
     "mpiexec": lambda run: run.ranks_per_node,
     "ssh": lambda run: 1,
 }
+SAFE_PATH = "PYTHONSAFEPATH"  # Python's own: `-m` does not import from the working folder
 # The hub's libraries ask the network before they look beside them, and wait for its answer.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
