@@ -122,7 +122,10 @@ def keys(folder: Path, *names: str) -> Path:
 
 
 def signed(folder: Path) -> dict[str, Any]:
-    """Settings by which each facility signs with the key of its name."""
+    """Settings by which each facility signs with the key of its name, as it lets them."""
+    for name in TEXT:
+        own = folder / "sites" / name / "site.allow"
+        run_dir.write_whole(own, f"default\nsigning_key={folder / name}\n")
     sites = [
         site | {"signing_key": str(folder / site["name"])} for site in settings(folder)["sites"]
     ]

@@ -457,6 +457,32 @@ def test_a_request_changes_nothing_that_runs_or_leaves_the_folder(
     refuse_settings(["training.steps=3", word], tmp_path)
 
 
+def test_a_facility_says_which_key_a_request_signs_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(site, "advance", lambda *_: {"state": "running"})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / "camp"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path / "id_ed25519")
+
+    def ask(key: str) -> int:
+        return site.main([str(folder), "1", "--request", asking("c", signing_key=key)])
+
+    for key in ("~/id_ed25519", str(tmp_path / "id_ed25519"), f"{folder}/../x", f"{folder}/link"):
+        with pytest.raises(UserError, match="does not let a request sign with") as error:
+            ask(key)
+        assert f"a line 'signing_key={key}' in {folder / 'site.allow'}" in error.value.hint
+    (folder / "site.allow").write_text("default\nsigning_key=~/atoll_update\n")
+    with pytest.raises(UserError, match="sign with '~/id_ed25519'"):
+        ask("~/id_ed25519")
+    assert not (folder / "campaign.json").exists()
+    assert ask(str(tmp_path / "atoll_update")) == 0
+    (folder / "rounds" / "round-001" / "journal.jsonl").unlink()
+    assert ask(str(folder / "own")) == 0
+    capsys.readouterr()
+
+
 HUB = ["data=hub", "data.hub=null"]
 
 

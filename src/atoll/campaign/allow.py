@@ -1,8 +1,9 @@
 """What a coordinator may change of the runs at a facility: the facility says so in `site.allow`.
 
 FOLDER/site.allow, else ~/.config/atoll/site.allow: the name of a setting a line, `*` for any part
-of it; `default` stands for all but DENIED. Without a file it is `default`: choices of the clone's
-own files, and values that name no command, bind, module, variable, address, or path outside FOLDER.
+of it; `signing_key=PATH` a key that updates may be signed with; `default` stands for all but
+DENIED. Without a file it is `default`: choices of the clone's own files, and values that name no
+command, bind, module, variable, address, or path outside FOLDER.
 """
 
 import os
@@ -17,6 +18,7 @@ from atoll.settings import Run
 
 FILE = "site.allow"
 DEFAULT = "default"
+KEY = "signing_key="
 # Settings that start a program, load code, leave the folder, or send to another machine; and what
 # a person is asked first.
 DENIED = (
@@ -77,6 +79,20 @@ def refuse_outside(run: Run, overrides: Sequence[str], folder: Path) -> None:
                 _refuse_path(name, Path(path), folder)
 
 
+def refuse_key(key: str | None, folder: Path) -> None:
+    """A request signs with a key in the folder, or with one that the facility itself names."""
+    if key is None:
+        return
+    path = _place(key)
+    named = [line.removeprefix(KEY) for line in allowed_at(folder) if line.startswith(KEY)]
+    if folder.resolve() not in path.parents and path not in map(_place, named):
+        shown = printable(key, 300)
+        raise UserError(
+            f"this facility does not let a request sign with {shown!r}",
+            f"whoever owns it may: a line '{KEY}{shown}' in {folder / FILE}, with {DEFAULT!r}",
+        )
+
+
 def folder_here(name: str | None) -> list[str]:
     """What is read in place of a dataset of the hub, where a folder has its name."""
     return [name] if name is not None and Path(name).exists() else []
@@ -90,6 +106,10 @@ def allowed_at(folder: Path) -> list[str]:
             lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
             return [line for line in lines if line]
     return [DEFAULT]
+
+
+def _place(key: str) -> Path:
+    return Path(key).expanduser().resolve()
 
 
 def _refuse_path(name: str, path: Path, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """`atoll site FOLDER`: one round at one facility, a step further each time it is asked.
 
 FOLDER (the campaign, at the facility)/
-  site.allow                 which settings a request may change (allow.py)
+  site.allow                 what a request may change, and sign with (allow.py)
   campaign.json              the one campaign that this folder is of
   incoming/round-000/        the first global model, whole; of later rounds the delta alone
   bases/round-000/           the global model a round begins from; bit for bit the coordinator's
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
-from atoll.campaign.allow import refuse_outside, refuse_settings
+from atoll.campaign.allow import refuse_key, refuse_outside, refuse_settings
 from atoll.campaign.inner_state import inner_state_words, prune_states
 from atoll.campaign.journal import Journal, alone, round_name, round_number
 from atoll.campaign.own_weights import begins_with
@@ -78,6 +78,7 @@ def main(argv: list[str]) -> int:
     if arguments.request is not None:
         request = read_request(arguments.request)
         refuse_settings(request.overrides, folder)
+        refuse_key(request.signing_key, folder)
         with alone(folder):  # two campaigns may come at one instant
             _keep_campaign(folder, request.campaign)
             _keep_request(_place(folder, number, arguments), number, request.model_dump())
