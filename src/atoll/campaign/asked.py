@@ -7,7 +7,7 @@ from typing import Any
 
 from atoll.campaign.signing import refuse_unsigned
 from atoll.campaign.store import CampaignStore
-from atoll.config.compose import compose
+from atoll.config.compose import compose, settings_of
 from atoll.errors import UserError
 from atoll.settings import Lora
 from atoll.settings.exchange import UpdateManifest, manifest_file, read_manifest
@@ -15,7 +15,6 @@ from atoll.settings.federation import Campaign, Site
 
 ASKED = ("campaign", "round", "facility", "base", "encoding")  # of a manifest, as it was asked
 ROOM_BYTES = 16 << 20  # of an update, for headers
-MOST_SEQUENCE_TOKENS = 1 << 20
 BUNDLE = "folders.bundle="
 
 
@@ -123,17 +122,35 @@ def _refuse_large_claims(
             )
 
 
+def refuse_unknown_samples(store: CampaignStore) -> None:
+    """Before anybody trains: without the length of a sample no update's tokens have a bound."""
+    for site in store.campaign.sites:
+        sequence_tokens(store.campaign, site)
+
+
 def sequence_tokens(campaign: Campaign, site: Site) -> int:
-    """Of a sample at a facility, as far as this machine's clone knows its settings."""
-    return _sequence_tokens(tuple(without_bundle(training_words(campaign, 1, site, 1, 0))[0]))
+    """Of a sample at a facility, as this machine's clone knows its settings, else as they say it.
+
+    Raises `UserError` where neither tells.
+    """
+    words = tuple(without_bundle(training_words(campaign, 1, site, 1, 0))[0])
+    found = _sequence_tokens(words)
+    if found is None:
+        raise UserError(
+            f"how long a sample at {site.name} is, is not known here, so neither is how many "
+            "tokens its update may claim",
+            f"say it in the overrides of {site.name}: data.sequence_tokens=N",
+        )
+    return found
 
 
 @cache
-def _sequence_tokens(words: tuple[str, ...]) -> int:
+def _sequence_tokens(words: tuple[str, ...]) -> int | None:
     try:
         return compose([*words, "model.source=here", "name=site"]).run.data.sequence_tokens
     except UserError:  # settings that only the facility has
-        return MOST_SEQUENCE_TOKENS
+        said = [value for name, value, _ in settings_of(words) if name == "data.sequence_tokens"]
+    return said[-1] if said and type(said[-1]) is int and said[-1] > 0 else None
 
 
 def without_bundle(words: list[str]) -> tuple[list[str], str]:

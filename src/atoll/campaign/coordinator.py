@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from atoll.campaign import streamflow
+from atoll.campaign.asked import refuse_unknown_samples
 from atoll.campaign.asking import Collect, collect_here, overlapped
 from atoll.campaign.average import average
 from atoll.campaign.dry_run import dry_run
@@ -42,6 +43,7 @@ def main(argv: list[str]) -> int:
     elif arguments.status:
         print("\n".join(status_lines(store)))
     else:
+        refuse_unknown_samples(store)
         return run(store)
     return 0
 
