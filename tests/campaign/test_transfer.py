@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from atoll.campaign.store import checked_campaign
-from atoll.campaign.transfer import Unreachable, fetch, send
+from atoll.campaign.transfer import Unreachable, ask, fetch, send
 from atoll.errors import UserError
 from atoll.settings.federation import Campaign
 
@@ -40,6 +40,9 @@ REFUSED = """\
 ssh: connect to host far port 22: Connection refused
 rsync: connection unexpectedly closed (0 bytes received so far) [sender]
 rsync error: unexplained error (code 255) at io.c(232) [sender=3.2.7]"""
+KEY_REFUSED = "me@far: Permission denied (publickey,keyboard-interactive)."
+HOST_UNKNOWN = "No ED25519 host key is known for far.\nHost key verification failed."
+HOST_CHANGED = "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed."
 NO_ANSWER = """\
 [sender] io timeout after 300 seconds -- exiting
 rsync error: timeout in data send/receive (code 30) at io.c(201) [sender=3.2.7]"""
@@ -94,6 +97,12 @@ def test_an_rsync_without_mkpath_makes_the_folders_above(
         (DENIED, 23, "Permission denied.*code 23"),
         ("sh: 1: rsync: not found\n" + CLOSED, 12, "rsync: not found"),
         ("bash: rsync: command not found\n" + CLOSED, 127, "command not found"),
+        ("Welcome\nme: disk quota exceeded, no login\n" + CLOSED, 12, "me: disk quota exceeded"),
+        ("/usr/bin/rrsync error: not in /site\n" + CLOSED, 12, "rrsync error"),
+        ("This account is currently not available.\n" + CLOSED, 12, "account is currently not"),
+        (KEY_REFUSED + "\n" + REFUSED, 255, "Permission denied .publickey"),
+        (HOST_CHANGED + "\n" + CLOSED, 255, "HOST IDENTIFICATION HAS CHANGED"),
+        (HOST_UNKNOWN + "\n" + CLOSED, 255, "Host key verification failed"),
     ],
 )
 def test_what_a_facility_must_mend_is_no_failure_of_the_line(
@@ -117,3 +126,36 @@ def test_a_line_that_is_down_is_tried_again(
     settings = campaign(tmp_path, "far")
     with pytest.raises(Unreachable, match="north: rsync stopped"):
         send(settings, settings.sites[0], made(tmp_path), str(tmp_path / "there"))
+
+
+@pytest.mark.login_node
+def test_a_folder_that_cannot_be_made_is_no_failure_of_the_line(
+    programs: Path, tmp_path: Path
+) -> None:
+    settings = campaign(tmp_path, "far")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"rsync stopped: mkdir: .*Not a directory") as error:
+        send(settings, settings.sites[0], made(tmp_path), str(tmp_path / "file" / "there"))
+    assert not isinstance(error.value, Unreachable)
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (KEY_REFUSED, "Permission denied .publickey"),
+        (HOST_UNKNOWN, "Host key verification failed"),
+        ("Received disconnect from far: 2: Too many authentication failures", "Too many"),
+        ("Unable to negotiate with far port 22: no matching host key type found.", "negotiate"),
+    ],
+)
+def test_a_refusal_of_ssh_is_counted_and_named(
+    programs: Path, tmp_path: Path, lines: str, found: str
+) -> None:
+    program(programs / "ssh", BROKEN_RSYNC.format(lines=lines, code=255))
+    settings = campaign(tmp_path, "far")
+    with pytest.raises(UserError, match=f"north refuses ssh: .*{found}") as error:
+        ask(settings, settings.sites[0], ["site"])
+    assert not isinstance(error.value, Unreachable) and "-- far true" in error.value.hint
+    program(programs / "ssh", BROKEN_RSYNC.format(lines=REFUSED.splitlines()[0], code=255))
+    with pytest.raises(Unreachable, match=r"north does not answer: .*Connection refused"):
+        ask(settings, settings.sites[0], ["site"])

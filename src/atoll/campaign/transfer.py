@@ -24,7 +24,16 @@ SSH_FAILED = 255  # ssh's own exit code
 CONNECTION_CODES = {10, 12, 30, 35, SSH_FAILED}
 SSH_SECONDS = 120.0
 PARTS = ".rsync-partial"  # of what a transfer was cut off in
-PROGRAM_MISSING = re.compile(r"rsync.*not found|not found.*rsync")
+# What does not mend itself, though the line is cut as if it were down: ssh's refusals, and words of
+# the other side (mkdir, login shell, rrsync) before its rsync begins. Which code rsync ends with
+# then depends on which of the two is faster.
+REFUSED = re.compile(
+    r"rsync.*not found|not found.*rsync|mkdir: |rrsync|quota.*exceeded|exceeded.*quota"
+    r"|Permission denied \([^0-9]|Host key verification failed|HOST IDENTIFICATION HAS CHANGED"
+    r"|Too many authentication failures|Unable to negotiate|Bad (owner|configuration)"
+    r"|account .*(not available|expired|locked|disabled)",
+    re.IGNORECASE,
+)
 
 
 class Unreachable(UserError):
@@ -95,9 +104,12 @@ def _output(campaign: Campaign, site: Site, argv: list[str], over: Over) -> str:
         return done.stdout
     failed = site.host is not None and done.returncode == SSH_FAILED
     if failed or done.returncode == TIMED_OUT:
-        last = printable((_lines(done.stderr) or ["ssh failed"])[-1], SHOWN)
         words = [*ssh(campaign), "--", site.host or "", "true"] if site.host else argv
-        raise Unreachable(f"{site.name} does not answer: {last}", f"try it: {shlex.join(words)}")
+        hint, refused = f"try it: {shlex.join(words)}", _refusals(done.stderr)
+        if failed and refused:
+            raise UserError(f"{site.name} refuses ssh: {refused[-1]}", hint)
+        last = printable((_lines(done.stderr) or ["ssh failed"])[-1], SHOWN)
+        raise Unreachable(f"{site.name} does not answer: {last}", hint)
     found, hint = complaint(done.stderr)
     raise UserError(f"{site.name}: {found}", hint)
 
@@ -150,7 +162,7 @@ def _rsync(campaign: Campaign, site: Site, words: list[str], over: Over) -> None
     """`--partial-dir` keeps what an interrupted transfer had, apart from whole files.
 
     Raises `Unreachable` where the line is down, and `UserError` with rsync's words for all that
-    does not mend itself: a full disk, a permission, an rsync that is not there.
+    does not mend itself: a full disk, a permission, a key, an rsync that is not there.
     """
     if shutil.which("rsync") is None:
         raise UserError("there is no rsync on this machine", "install it: apt install rsync")
@@ -163,12 +175,18 @@ def _rsync(campaign: Campaign, site: Site, words: list[str], over: Over) -> None
     if done.returncode == TIMED_OUT:
         raise Unreachable(f"{site.name}: rsync: {done.stderr}", "it goes on from there later")
     lines = [printable(line, SHOWN) for line in _lines(done.stderr)]
-    lines = lines or [f"exit code {done.returncode}"]
-    found = f"{site.name}: rsync stopped: {'; '.join(dict.fromkeys((lines[0], lines[-1])))}"
+    lines, refused = lines or [f"exit code {done.returncode}"], _refusals(done.stderr)
+    shown = dict.fromkeys(([*refused, lines[0]][0], lines[-1]))
+    found = f"{site.name}: rsync stopped: {'; '.join(shown)}"
     codes = {done.returncode, *map(int, re.findall(r"\(code (\d+)\)", done.stderr))}
-    if codes <= CONNECTION_CODES and not PROGRAM_MISSING.search(done.stderr):
+    if codes <= CONNECTION_CODES and not refused:
         raise Unreachable(found, "it goes on from there when it is tried again")
     raise UserError(found, f"mend it in {words[-1]}, then type the same line again")
+
+
+def _refusals(text: str) -> list[str]:
+    """The lines by which ssh, or a login shell, says that it will not, and not only now."""
+    return [printable(line, SHOWN) for line in _lines(text) if REFUSED.search(line)]
 
 
 def _lines(text: str) -> list[str]:
