@@ -332,7 +332,7 @@ def test_late_work_has_its_part_in_a_later_round(folder: Path, late: int) -> Non
     )
     slow.chmod(0o755)
     sites[1]["command"] = [str(slow)]
-    rule = {"max_norm_ratio": 100, "max_staleness": late}
+    rule = {"max_norm_ratio": 100, "max_staleness": late, "weigh": "tokens"}
     output = finished(
         folder, rounds=last, sites=sites, rule=rule, deadline_minutes=0.02, attempts=1000
     )

@@ -100,6 +100,14 @@ def test_by_default_nobody_has_more_than_half(tmp_path: Path) -> None:
     assert outcome.weights == pytest.approx({"f0": 0.25, "f1": 0.5, "f2": 0.25})
 
 
+def test_nor_where_the_others_are_late(tmp_path: Path) -> None:
+    base, given = made_up.first(tmp_path), deltas(3)
+    claims = [made_up.update(tmp_path, base, f"f{n}", d) for n, d in enumerate(given)]
+    late = [Update(claim.manifest, claim.folder, 3 * (n > 0)) for n, claim in enumerate(claims)]
+    outcome = run(base, late, tmp_path / "n", max_staleness=3, min_cosine=-1.0)
+    assert outcome.weights == pytest.approx({"f0": 0.5, "f1": 0.25, "f2": 0.25})
+
+
 def one(folder: Path, codec: str = "fp32") -> tuple[Path, Path]:
     base = made_up.first(folder)
     return base, made_up.update(folder, base, "reef", made_up.weights(1, 1e-3), codec).folder

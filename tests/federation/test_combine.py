@@ -54,10 +54,24 @@ def test_a_cap_that_leaves_weight_to_nobody_is_refused() -> None:
 
 
 def test_late_work_weighs_less_by_the_polynomial_rule() -> None:
-    late = weights([1, 1], [0, 3], staleness_exponent=1.0)
+    by_tokens = {"weigh": "tokens"}
+    late = weights([1, 1], [0, 3], staleness_exponent=1.0, **by_tokens)
     assert late == pytest.approx([0.8, 0.2])  # 1 and 1 / (1 + 3)
-    assert weights([1, 1], [0, 3], staleness_exponent=0.5) == pytest.approx([2 / 3, 1 / 3])
+    late = weights([1, 1], [0, 3], staleness_exponent=0.5, **by_tokens)
+    assert late == pytest.approx([2 / 3, 1 / 3])
     assert weights([1, 1], [0, 3], staleness_exponent=0.0) == [0.5, 0.5]
+    assert weights([1, 1, 2], [0, 3, 3], staleness_exponent=1.0) == pytest.approx(
+        [0.5, 1 / 6, 1 / 3]
+    )
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 1000.0])
+@pytest.mark.parametrize("late", [[0, 3, 3], [3, 0, 0], [2, 2, 2], [0, 0, 1]])
+def test_nobody_has_more_than_the_cap_where_others_are_late(
+    late: list[int], exponent: float
+) -> None:
+    found = weights([1000, 500, 500], late, staleness_exponent=exponent)
+    assert max(found) <= 0.5 + 1e-9 and sum(found) == pytest.approx(1.0)
 
 
 def test_the_mean_is_summed_in_double_and_changes_no_update() -> None:

@@ -30,25 +30,24 @@ def equally(manifests: list[UpdateManifest], rule: Rule) -> list[float]:
     return [1.0 for _ in manifests]
 
 
-def capped(manifests: list[UpdateManifest], rule: Rule) -> list[float]:
-    """By tokens, but nobody has more than `rule.cap` of the whole; the rest goes to the others."""
-    shares = _normalised(by_tokens(manifests, rule))
+def capped(shares: list[float], cap: float) -> list[float]:
+    """Nobody has more than `cap` of the whole; the rest goes to the others."""
     if len(shares) == 1:
         return shares
-    if rule.cap * len(shares) < 1.0:
+    if cap * len(shares) < 1.0:
         raise UserError(
-            f"rule.cap={rule.cap} of {len(shares)} updates leaves some weight to nobody",
+            f"rule.cap={cap} of {len(shares)} updates leaves some weight to nobody",
             f"set rule.cap to {1 / len(shares):.3f} or more",
         )
     for _ in shares:
-        over = [share > rule.cap + 1e-12 for share in shares]
+        over = [share > cap + 1e-12 for share in shares]
         if not any(over):
             break
-        fixed = [share >= rule.cap - 1e-12 for share in shares]
-        free = 1.0 - rule.cap * sum(fixed)
+        fixed = [share >= cap - 1e-12 for share in shares]
+        free = 1.0 - cap * sum(fixed)
         rest = sum(share for share, is_fixed in zip(shares, fixed, strict=True) if not is_fixed)
         shares = [
-            rule.cap if is_fixed else share * free / rest
+            cap if is_fixed else share * free / rest
             for share, is_fixed in zip(shares, fixed, strict=True)
         ]
     return shares
@@ -58,20 +57,35 @@ WEIGH: dict[str, Weigh] = {
     "tokens": by_tokens,
     "steps": by_steps,
     "equal": equally,
-    "capped": capped,
+    "capped": by_tokens,  # and nobody over the cap
 }
 
 
 def weights_of(manifests: list[UpdateManifest], rounds_late: list[int], rule: Rule) -> list[float]:
-    """The share of each update, less for late work; they add up to one."""
-    return _normalised(shares_of(manifests, rounds_late, rule))
+    """The share of each update, less for late work; they add up to one.
+
+    What is late is less before the cap: else who is in time has more than it.
+    """
+    claims = WEIGH[rule.weigh](manifests, rule)
+    pairs = zip(claims, _lateness(rounds_late, rule), strict=True)
+    return _shared([claim * factor for claim, factor in pairs], rule)
 
 
 def shares_of(manifests: list[UpdateManifest], rounds_late: list[int], rule: Rule) -> list[float]:
     """The share of each update, less for late work: they add up to one where none is late."""
-    shares = _normalised(WEIGH[rule.weigh](manifests, rule))
-    older = [float((1 + late) ** -rule.staleness_exponent) for late in rounds_late]
-    return [share * factor for share, factor in zip(shares, older, strict=True)]
+    shares = _shared(WEIGH[rule.weigh](manifests, rule), rule)
+    pairs = zip(shares, _lateness(rounds_late, rule), strict=True)
+    return [share * factor for share, factor in pairs]
+
+
+def _shared(claims: list[float], rule: Rule) -> list[float]:
+    shares = _normalised(claims)
+    return capped(shares, rule.cap) if rule.weigh == "capped" else shares
+
+
+def _lateness(rounds_late: list[int], rule: Rule) -> list[float]:
+    """FedAsync's factor of each; never 0, so that there is something to share out."""
+    return [max(1e-200, float((1 + late) ** -rule.staleness_exponent)) for late in rounds_late]
 
 
 def mean(values_KN: Tensor, weights_K: Tensor, rule: Rule) -> Tensor:
