@@ -108,6 +108,12 @@ def test_nor_where_the_others_are_late(tmp_path: Path) -> None:
     assert outcome.weights == pytest.approx({"f0": 0.5, "f1": 0.25, "f2": 0.25})
 
 
+def test_two_of_three_make_a_round_whatever_the_cap_is(tmp_path: Path) -> None:
+    base = made_up.first(tmp_path)
+    found = updates(tmp_path, base, deltas(2))
+    assert run(base, found, tmp_path / "n", cap=0.34).weights == {"f0": 0.5, "f1": 0.5}
+
+
 def one(folder: Path, codec: str = "fp32") -> tuple[Path, Path]:
     base = made_up.first(folder)
     return base, made_up.update(folder, base, "reef", made_up.weights(1, 1e-3), codec).folder

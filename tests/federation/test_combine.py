@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from atoll.campaign.store import checked_campaign
 from atoll.errors import UserError
 from atoll.federation import combine
 from atoll.federation.update import UpdateManifest
@@ -48,9 +49,18 @@ def test_nobody_has_more_than_the_cap(tokens: list[int], cap: float, expected: l
 
 
 def test_a_cap_that_leaves_weight_to_nobody_is_refused() -> None:
-    with pytest.raises(UserError, match=r"rule.cap=0.3 of 3 updates") as refused:
-        weights([1, 1, 1], weigh="capped", cap=0.3)
-    assert refused.value.hint == "set rule.cap to 0.333 or more"
+    """Of a campaign, which knows how many facilities there are."""
+    sites = [{"name": name, "folder": name} for name in ("a", "b", "c")]
+    values = {"name": "c", "start": [], "sites": sites, "rule": {"cap": 0.3}}
+    with pytest.raises(UserError, match=r"rule.cap=0.3 of 3 facilities is less than all: 0.333"):
+        checked_campaign(values)
+
+
+@pytest.mark.parametrize(("count", "cap"), [(2, 0.34), (3, 0.3), (2, 1e-9)])
+def test_where_some_are_missing_the_cap_gives_the_others_the_same(count: int, cap: float) -> None:
+    late = [0, *[2] * (count - 1)]
+    assert weights([9, 5, 1][:count], cap=cap) == pytest.approx([1 / count] * count)
+    assert weights([9, 5, 1][:count], late, cap=cap) == pytest.approx([1 / count] * count)
 
 
 def test_late_work_weighs_less_by_the_polynomial_rule() -> None:

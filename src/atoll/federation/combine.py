@@ -31,14 +31,11 @@ def equally(manifests: list[UpdateManifest], rule: Rule) -> list[float]:
 
 
 def capped(shares: list[float], cap: float) -> list[float]:
-    """Nobody has more than `cap` of the whole; the rest goes to the others."""
-    if len(shares) == 1:
-        return shares
-    if cap * len(shares) < 1.0:
-        raise UserError(
-            f"rule.cap={cap} of {len(shares)} updates leaves some weight to nobody",
-            f"set rule.cap to {1 / len(shares):.3f} or more",
-        )
+    """Nobody has more than `cap` of the whole; the rest goes to the others.
+
+    Of fewer than the cap needs, as where a facility is missing, all have the same.
+    """
+    cap = max(cap, 1.0 / len(shares))
     for _ in shares:
         over = [share > cap + 1e-12 for share in shares]
         if not any(over):

@@ -22,7 +22,7 @@ class Rule(Settings):
 
     # capped: by tokens, which a facility counts itself, but nobody has more than `cap` of the whole
     weigh: Literal["tokens", "steps", "equal", "capped"] = "capped"
-    # of capped: the largest share of the whole that one facility has
+    # of capped: the largest share of the whole that one facility has, if enough others are there
     cap: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     # how the facilities' values become one
     combine: Literal["mean", "median", "trimmed_mean", "krum"] = "mean"
