@@ -360,6 +360,35 @@ def test_one_of_two_cannot_end_a_campaign_by_its_losses(tmp_path: Path) -> None:
     assert not coordinator._reached_target(store, 1)
 
 
+@pytest.mark.parametrize(
+    ("count", "said", "reached"),
+    [
+        (1, [[0.9]], True),
+        (2, [[0.0]], False),  # the other is late
+        (2, [[0.0], []], False),
+        (2, [[0.9], [0.8]], True),
+        (3, [[0.0]], False),
+        (3, [[0.0], []], False),
+        (3, [[0.0], [1.5]], False),
+        (3, [[0.0], [1.5], [1.4]], False),
+        (3, [[0.9], [0.8]], True),
+        (3, [[0.9], [0.8], [1e6]], True),
+        (4, [[0.0], [0.9]], False),
+        (4, [[0.0], [0.9], [1.5]], True),
+        (5, [[0.0], [0.9], [1.5], [1.5]], False),
+    ],
+)
+def test_it_takes_most_facilities_to_end_a_campaign(
+    tmp_path: Path, count: int, said: list[list[float]], reached: bool
+) -> None:
+    sites = [{"name": f"f{n}", "folder": str(tmp_path / f"f{n}")} for n in range(count)]
+    store = store_of(tmp_path, target_loss=1.0, sites=sites)
+    for each, losses in zip(store.campaign.sites, said, strict=False):
+        store.update(1, each).mkdir(parents=True)
+        store.record_answer(1, each, {"state": "ready", "losses": losses})
+    assert coordinator._reached_target(store, 1) is reached
+
+
 def test_kills_are_no_attempts_of_a_facility(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

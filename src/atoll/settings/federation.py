@@ -150,7 +150,8 @@ class Campaign(Settings):
     # how the global model is encoded on its way to the facilities
     global_codec: Literal["fp32", "bf16", "int8", "int4"] = "bf16"
     deadline_minutes: Positive = 1440.0  # of a round
-    # held-out loss (nats a token) at which the campaign ends; null: all rounds
+    # held-out loss (nats a token) at which the campaign ends, once more than half of the facilities
+    # say theirs, and the upper half of these has reached it; null: all rounds
     target_loss: Positive | None = None
     # of the model of the last round, too: facilities are asked once more, and train nothing
     last_loss: bool = True
