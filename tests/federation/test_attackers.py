@@ -46,6 +46,54 @@ def test_tiny_ones_in_a_majority_expel_nobody_either(tmp_path: Path) -> None:
     assert run(base, updates(tmp_path, base, given), tmp_path / "n").rejected == {}
 
 
+@pytest.mark.parametrize(
+    "factors",
+    [
+        (1.0, 0.0, 0.9),
+        (1.0, 0.0, 0.0),
+        (1.0, 1e-9, 1e-9),
+        (1.0, 1e-9, -1e-9),
+        (1.0, 0.9, 0.0, 0.0, 0.0),
+        (1.0, 0.9, 1e-9, -1e-9, 1e-8),
+        (1.0, 0.9, 0.8, 0.0, 0.0, 0.0, 0.0),
+        (0.0, 0.0, 0.0),
+    ],
+)
+def test_tiny_ones_in_any_majority_expel_nobody(tmp_path: Path, factors: tuple[float, ...]) -> None:
+    base, honest = made_up.first(tmp_path), made_up.weights(5, 1e-3)
+    given = [scaled(honest, factor) for factor in factors]
+    outcome = run(base, updates(tmp_path, base, given), tmp_path / "n")
+    assert outcome.rejected == {} and len(outcome.weights) == len(factors)
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [(1.0, 0.9, 40.0), (1.0, 0.0, 40.0), (1.0, 0.9, 0.0, 0.0, 40.0), (1.0, 0.9, 0.8, 40.0, 40.0),
+     (1.0, 0.0, 0.0, 1e5), (1.0, 0.9, 0.8, 0.0, 0.0, 0.0, 0.0, 40.0)],
+)  # fmt: skip
+def test_beside_tiny_ones_a_long_one_is_known_too(
+    tmp_path: Path, factors: tuple[float, ...]
+) -> None:
+    base, honest = made_up.first(tmp_path), made_up.weights(5, 1e-3)
+    given = [scaled(honest, factor) for factor in factors]
+    outcome = run(base, updates(tmp_path, base, given), tmp_path / "n")
+    assert list(outcome.rejected) == [f"f{n}" for n, x in enumerate(factors) if x > 1.0]
+
+
+def test_rounds_of_tiny_ones_alone_expel_nobody_later(tmp_path: Path) -> None:
+    """The honest one was late for two rounds, in which the others said what is usual."""
+    base, honest = made_up.first(tmp_path), made_up.weights(5, 1e-3)
+    tiny = [scaled(honest, 1e-9), scaled(honest, 0.9e-9)]
+    for number, given in enumerate([tiny, tiny, [*tiny, honest], [honest, tiny[0]]]):
+        out = tmp_path / f"n{number}"
+        outcome = run(base, updates(tmp_path / str(number), base, given), out)
+        assert outcome.rejected == {}, number
+        base = out
+    given = [honest, scaled(honest, 1e5)]
+    outcome = run(base, updates(tmp_path / "last", base, given), tmp_path / "last")
+    assert list(outcome.rejected) == ["f1"]
+
+
 @pytest.mark.parametrize("factor", [40.0, 1e6])
 def test_of_two_the_long_one_is_known_by_the_rounds_before(tmp_path: Path, factor: float) -> None:
     base, honest = made_up.first(tmp_path), made_up.weights(5, 1e-3)

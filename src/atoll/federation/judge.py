@@ -1,19 +1,20 @@
 """Which of a round's updates are left out by what was measured of them.
 
 Nobody can be made an outlier by others' smallness: an update is too long against the longer half of
-those beside it, or against what was usual in earlier rounds, and short ones say nothing about
-directions. Legend: K updates.
+those beside it that change the model at all, or against what was usual in earlier rounds, and short
+ones say nothing about directions. Legend: K updates.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from atoll.settings.federation import Rule
 
 KEPT_NORMS = 16  # of so many rounds the usual length is kept
+TINY = 1e-6  # of the model's own length: an update so short says nothing of how long others may be
 GROWTH = 2.0  # of the usual length in a round, on the word of one update alone
 
 
@@ -37,7 +38,7 @@ class Bound:
     """What earlier rounds, and the model itself, say of how long an update may be."""
 
     before: Sequence[float] = ()  # the usual length of an update in each of the last rounds
-    model_norm: Callable[[], float] = lambda: math.inf
+    model_norm: Callable[[], float] = lambda: 0.0  # nobody knows
 
     def usual(self, norms: Sequence[float]) -> float:
         """The length that an update of this round is compared with.
@@ -55,6 +56,17 @@ class Bound:
         if self.before:
             return _middle(self.before)
         return min(upper, self.model_norm() or upper) if upper > 0.0 else 0.0
+
+    def of_those_that_learn(self, norms: Sequence[float]) -> float:
+        """The usual length where somebody is longer: not of such as change next to nothing.
+
+        Asked for then alone, since the model has to be read to know its length.
+        """
+        usual, tiny = self.usual(norms), TINY * self.model_norm()
+        if usual > tiny:
+            return usual
+        others = replace(self, before=[norm for norm in self.before if norm > tiny])
+        return max(usual, others.usual([norm for norm in norms if norm > tiny]))
 
     def after(self, norms: Sequence[float]) -> list[float]:
         """What the next round is to know: rounds in which nothing was learned say nothing.
@@ -79,7 +91,10 @@ def judge(measured: Measured, names: Sequence[str], rule: Rule, bound: Bound) ->
         if count
     }
     places = [n for n, name in enumerate(names) if name not in refused]
-    usual = bound.usual([norms[n] for n in places])
+    lengths = [norms[n] for n in places]
+    usual = bound.usual(lengths)
+    if max(lengths, default=0.0) > rule.max_norm_ratio * usual:
+        usual = bound.of_those_that_learn(lengths)
     for n in places:
         if norms[n] > rule.max_norm_ratio * usual:
             refused[names[n]] = (
