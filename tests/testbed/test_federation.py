@@ -90,13 +90,14 @@ def test_one_round_of_two_facilities_through_streamflow(federation: dict[str, An
 
 @pytest.mark.full
 def test_two_facilities_through_streamflow(federation: dict[str, Any]) -> None:
-    """In round 1 a job is cancelled and another one's ranks are killed, as when memory is full.
+    """Two fragments. In round 1 a job is cancelled and ranks are killed, as when memory is full.
 
     In round 2 the coordinator is killed when the jobs are queued; started again, it waits for them.
     """
     if not STREAMFLOW.is_file():
         pytest.skip(HOW)
-    values = federation | {"engine": "streamflow", "rounds": 2}
+    rule = federation["rule"] | {"fragments": 2}
+    values = federation | {"engine": "streamflow", "rounds": 2, "rule": rule}
     first = coordinator(values)
     until(lambda: all(jobs(values, 1)), first)
     subprocess.run(["scancel", jobs(values, 1)[0][0]], check=True)
@@ -111,8 +112,10 @@ def test_two_facilities_through_streamflow(federation: dict[str, Any]) -> None:
     assert second.returncode == 0, said
     assert [len(ids) for ids in jobs(values, 2)] == [1, 1]
     store = CampaignStore(checked_campaign(values), Path(values["folder"]) / "islands")
-    for manifest in manifests(values, 2):
+    for number, manifest in enumerate(manifests(values, 2), 1):
         assert set(manifest["weights"]) == set(TEXTS) and not manifest["rejected"]
+        # it travels alone, and each fragment has a length of its own
+        assert list(manifest["norms_before"])[-1] == str((number - 1) % 2)
     workflow = (store.folder / "streamflow" / "round.cwl").read_text()
     assert "run: train_east.cwl" in workflow and "cwlVersion: v1.2" in workflow
 

@@ -1,5 +1,6 @@
 """A campaign's model against its provenance.json: signatures, and every aggregation once more."""
 
+import hashlib
 import io
 import json
 import shutil
@@ -33,6 +34,8 @@ ENDLESS = b"""{"_type": "https://in-toto.io/Statement/v1", "subject": [{"name": 
     "digest": {"sha256": "a"}, "annotations": {"bytes": 1e999}}], "predicateType":
     "https://slsa.dev/provenance/v1", "predicate": {"buildDefinition": {"resolvedDependencies": []},
     "runDetails": {"byproducts": []}}}"""
+VOCABULARY = '{"a": 1}'
+VOCABULARY_SHA256 = hashlib.sha256(VOCABULARY.encode()).hexdigest()
 SAID = {"image": "atoll.sif", "lock": "ab12", "sbom": "cd34"}
 A_JOB = exchange.JobRecord(
     job="7",
@@ -68,6 +71,7 @@ def run_statement(folder: Path) -> Path:
         {"name": "image", "annotations": SAID, "digest": {"sha256": "ef56"}},
         {"name": "code", **of_run._of_code("0123abc+")},
         {"name": "libraries", "annotations": {"versions": "torch 2.13.0"}},
+        statement.described("prepared/tokenizer/tokenizer.json", 7, VOCABULARY_SHA256),
     ]
     statement.write_statement(folder, statement.Made("run", "c-1", materials, []), [])
     return folder / statement.NAME
@@ -199,6 +203,21 @@ def test_what_facilities_say_of_their_runs_is_in_the_proof(
     assert f"| north | {said} |" in card and "| south | not known |" in card
     assert f"| Parameters | {300 * 7 + 65 * 64 + 65 + 1:,} |" in card
     assert "| Architecture | llama |" in card
+
+
+def test_another_tokenizer_than_a_facility_read_with_is_said(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "north says that it read with another tokenizer.json than this export's"
+    (store.model(2) / "export" / "tokenizer.json").write_text("{}")
+    prove_campaign(store, 2)
+    assert verify(store, "--quick") == 0
+    output = capsys.readouterr().out
+    assert f"round 1: {said}" in output and "south says that it read" not in output
+    (store.model(2) / "export" / "tokenizer.json").write_text(VOCABULARY)
+    prove_campaign(store, 2)
+    assert verify(store, "--quick") == 0
+    assert said not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from atoll.errors import UserError, printable
 from atoll.proof.statement import CHANGED, materials_of, read_statement
 from atoll.settings.exchange import read_manifest
 
+TOKENIZER = "tokenizer.json"
 NAMED = ("image", "lock", "source", "sbom")  # of an image, as of_run.py names them
 SHOWN = 200  # characters of what others say
 
@@ -30,6 +31,18 @@ def made_with(update: Path) -> dict[str, str]:
         facts["commit"] += "+"
     facts["libraries"] = _of(entries.get("libraries", {}), "annotations", "versions")
     return {name: value for name, value in facts.items() if value}
+
+
+def tokenizer_of(update: Path) -> str:
+    """The sha256 of the tokenizer that the run behind an update read with; empty: it says none."""
+    try:
+        if read_manifest(update).provenance is None:
+            return ""
+        entries = materials_of(read_statement(update))
+    except UserError:
+        return ""
+    named = [entry for entry in entries if entry["name"] == f"prepared/tokenizer/{TOKENIZER}"]
+    return str(named[0].get("digest", {}).get("sha256", "")) if named else ""
 
 
 def in_words(facts: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ from atoll.campaign.journal import round_name
 from atoll.campaign.signing import is_known, refuse_unsigned
 from atoll.campaign.store import CampaignStore, load_store, settings_file
 from atoll.errors import UserError
-from atoll.proof.made_with import in_words, made_with
+from atoll.proof.made_with import TOKENIZER, in_words, made_with, tokenizer_of
 from atoll.proof.statement import NAME, UNREADABLE, logs_of, materials_of
 from atoll.settings.exchange import manifest_file, read_manifest, signature_file
 from atoll.verify.again import again, same_bytes
@@ -43,7 +43,7 @@ def made_it(
             yield Line("not at hand", f"round {number}: its model")
             continue
         if number and only_round in (None, number):
-            yield from _updates(store, number, allowed)
+            yield from _updates(store, number, allowed, _tokenizer(statement))
         yield _model(store, number)
         if deep and number and only_round in (None, number):
             yield again(store, number, export if number == numbers[-1] else None)
@@ -83,7 +83,15 @@ def _allowed(store: CampaignStore) -> Path | None:
     return path if path is not None and path.is_file() else None
 
 
-def _updates(store: CampaignStore, number: int, signers: Path | None) -> Iterator[Line]:
+def _tokenizer(statement: dict[str, Any]) -> str:
+    """The sha256 of the export's tokenizer, as stated; empty where it has none."""
+    digests = {entry["name"]: entry["digest"]["sha256"] for entry in statement["subject"]}
+    return str(digests.get(TOKENIZER, ""))
+
+
+def _updates(
+    store: CampaignStore, number: int, signers: Path | None, tokenizer: str
+) -> Iterator[Line]:
     """The files of a round's updates, as their manifests have them."""
     manifest = store.model_manifest(number)
     left_out = {**manifest["rejected"], **manifest.get("unreadable", {})}
@@ -104,6 +112,9 @@ def _updates(store: CampaignStore, number: int, signers: Path | None) -> Iterato
             yield Line("not at hand", f"round {number}: {facility} was left out")
             continue
         yield from _update(update, number, facility, signers)
+        if (read_with := tokenizer_of(update)) and read_with != tokenizer:
+            what = f"{facility} says that it read with another {TOKENIZER} than this export's"
+            yield Line("not at hand", f"round {number}: {what}")
 
 
 def taken(store: CampaignStore, number: int) -> set[str]:
