@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from atoll import run_dir
+from atoll.campaign.store import checked_campaign
 from atoll.cluster.submit import dry_run
 from atoll.config.compose import compose, path_word
 from atoll.errors import UserError
@@ -18,8 +19,20 @@ from atoll.settings.machine import SECRET_NAME
 LAPTOP = ["experiment=demo", "facility=laptop", "ranks_per_node=1", "sharding=single"]
 SECRETS = ["HF_TOKEN", "hf_token", "MYTOKEN", "OPENAI_KEY", "GITHUB_PAT", "PGPASS", "PAT"]
 SECRETS += ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "MYCREDENTIALS"]
+SECRETS += ["HF_TOKENS", "TOKEN2", "OPENAI_API_KEY1", "HUGGINGFACEHUB_API_TOKEN1", "APPKEY"]
+SECRETS += ["ADMINKEY", "ENCRYPTIONKEY", "AWS_ACCESS_KEYID", "SSH_KEYFILE", "DB_PASS1", "DBPASS2"]
+SECRETS += ["PGPASSFILE", "GHPAT", "GITHUBPAT", "GITHUB_PAT2", "CREDS", "KEYS"]
 PLAIN = ["PATH", "LD_LIBRARY_PATH", "TOKENIZERS_PARALLELISM", "NCCL_IB_PKEY", "UCX_TLS"]
-PLAIN += ["FI_CXI_COMPAT", "NCCL_IB_BYPASS"]
+PLAIN += ["FI_CXI_COMPAT", "NCCL_IB_BYPASS", "KEYBOARD", "MONKEY", "DONKEYS", "COMPASS", "PKEY"]
+PLAIN += [
+    "UCX_IB_PKEY",
+    "MIOPEN_USER_DB_PATH",
+    "TOKENIZER",
+    "PASSIVE",
+    "PATTERN",
+    "COMPASS2",
+    "PWD",
+]
 
 
 @pytest.mark.parametrize("name", SECRETS)
@@ -34,6 +47,54 @@ def test_secrets_are_known_by_their_names(name: str) -> None:
 def test_flags_give_no_secret(setting: str) -> None:
     with pytest.raises(UserError, match=f"{setting} gives HF_TOKEN"):
         compose([*LAPTOP, f"{setting}=['--env','A=b,HF_TOKEN=x']"])
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("folders.caches.HF_TOKEN=/abc", "folders.caches.HF_TOKEN looks"),
+        ("facility.task_folders.HF_TOKEN=/abc", "facility.task_folders.HF_TOKEN looks"),
+        ("facility.environment.X='HF_TOKEN=abc'", "facility.environment.X gives HF_TOKEN"),
+        ("facility.budget.command=[env,'HF_TOKEN=x',id]", "budget.command gives HF_TOKEN"),
+        ("facility.ssh_options=['-oSetEnv=HF_TOKEN=x']", "ssh_options gives HF_TOKEN"),
+        ("facility.ssh_options=['-o','SetEnv A=b HF_TOKEN=x']", "ssh_options gives HF_TOKEN"),
+    ],
+)
+def test_whatever_is_exported_or_handed_on_gives_no_secret(word: str, found: str) -> None:
+    with pytest.raises(UserError, match=found) as error:
+        compose([*LAPTOP, word])
+    assert "export HF_TOKEN in the shell" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"ssh_options": ["-oSetEnv=HF_TOKEN=x"]}, "ssh_options gives HF_TOKEN"),
+        ({"train": ["facility.environment.HF_TOKEN=x"]}, "train gives HF_TOKEN"),
+        ({"train": ["+facility.environment={A:b,HF_TOKEN:x}"]}, "train gives HF_TOKEN"),
+        ({"train": ["facility.submit.export='ALL,HF_TOKEN=x'"]}, "train gives HF_TOKEN"),
+        ({"start": ["folders.caches.HF_TOKEN=x"]}, "start gives HF_TOKEN"),
+        ({"command": ["env", "HF_TOKEN=x", "atoll"]}, "the command of reef gives HF_TOKEN"),
+        ({"overrides": ["image.run_flags=['--env','HF_TOKEN=x']"]}, "the overrides of reef gives"),
+    ],
+)
+def test_a_campaign_keeps_no_secret(changes: dict[str, list[str]], found: str) -> None:
+    site: dict[str, object] = {"name": "reef", "folder": "x"}
+    own = {name: changes.pop(name) for name in ("command", "overrides") if name in changes}
+    with pytest.raises(UserError, match=found) as error:
+        checked_campaign({"name": "c", "sites": [site | own], "start": []} | changes)
+    assert "export HF_TOKEN at the facility" in error.value.hint and "x'" not in error.value.found
+
+
+def test_words_of_a_run_that_only_sound_like_secrets_are_kept() -> None:
+    words = ["tokenizer.vocabulary_tokens=300", "data.sequence_tokens=32", "image.verify_key=k.pub"]
+    words += ["facility.environment.NCCL_IB_PKEY=3", "facility.binds=[/tokens:/keys]"]
+    options = ["-o", "UpdateHostKeys=no", "-oPasswordAuthentication=no", "-oRevokedHostKeys=x"]
+    site = {"name": "reef", "folder": "x", "overrides": words, "command": ["env", "A=b", "atoll"]}
+    values = {"name": "c", "sites": [site], "start": words, "train": words}
+    assert checked_campaign(values | {"ssh_options": options}).train == words
+    listed = ",".join(f"'{word}'" for word in options)
+    compose([*LAPTOP, f"facility.ssh_options=[{listed}]", "folders.caches.HF_HOME=/x"])
 
 
 def test_other_variables_are_no_secrets() -> None:

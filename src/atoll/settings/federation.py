@@ -1,5 +1,6 @@
 """How updates become the next global model, and what is refused on the way."""
 
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
@@ -8,6 +9,12 @@ from atoll.errors import UserError, printable
 from atoll.settings.exchange import SPARSE_CODECS, Codec, FragmentPattern, InnerState
 from atoll.settings.fields import Count, CountOrZero, Fraction, Positive, Settings, Word
 from atoll.settings.learning import Lora
+from atoll.settings.machine import (
+    GIVEN,
+    option_values,
+    refuse_secret_name,
+    refuse_secrets,
+)
 
 # steps of which a delta has the same part whether it comes in time or later
 LINEAR_STEPS = ("replace", "momentum", "nesterov")
@@ -109,6 +116,23 @@ RESERVED = {
 }  # beside facilities in a round
 
 
+# What a run's words may name that is handed to programs or exported, and what is given in it
+HANDED_ON = re.compile(r"[+~]*(facility|folders|image\.run_flags)\b")
+NAMED = re.compile(r"(?:^|[.{,\s'\"])([A-Za-z_][A-Za-z0-9_]*)['\"]?\s*[=:]")
+NO_SECRET = {
+    "kept": "campaign.json and requests",
+    "hint": "export {name} at the facility, where its login shell reads it (.bashrc)",
+}
+
+
+def refuse_secret_words(setting: str, words: list[str]) -> list[str]:
+    """Raise `ValueError` where words of a run give a variable that looks like a secret."""
+    for word in words:
+        for name in [*NAMED.findall(word), *GIVEN.findall(word)] if HANDED_ON.match(word) else []:
+            refuse_secret_name(f"{setting} gives {name}, which", name, **NO_SECRET)
+    return words
+
+
 class Site(Settings):
     """One facility of a campaign: how it is reached, and what its runs say that others' do not."""
 
@@ -118,6 +142,12 @@ class Site(Settings):
     command: list[str] = []  # atoll there; empty: as here
     overrides: list[str] = []  # facility=…, data=…
     signing_key: str | None = None  # a private ssh key's path there
+
+    @model_validator(mode="after")
+    def _gives_no_secret(self) -> "Site":
+        refuse_secrets(f"the command of {self.name}", self.command, **NO_SECRET)
+        refuse_secret_words(f"the overrides of {self.name}", self.overrides)
+        return self
 
 
 class Campaign(Settings):
@@ -162,6 +192,13 @@ class Campaign(Settings):
     allowed_signers: str | None = None  # ssh-keygen's file; null: updates are not signed
     signing_key: str | None = None  # a private ssh key here, by which the model's proof is signed
     ssh_options: list[str] = []  # words for ssh and rsync's ssh, to every facility
+
+    @model_validator(mode="after")
+    def _gives_no_secret(self) -> "Campaign":
+        refuse_secrets("ssh_options", option_values(self.ssh_options), **NO_SECRET)
+        refuse_secret_words("start", self.start)
+        refuse_secret_words("train", self.train)
+        return self
 
     @model_validator(mode="after")
     def _facilities_are_told_apart(self) -> "Campaign":
@@ -224,6 +261,9 @@ def checked_settings(
         return kind.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
+        reason = first.get("ctx", {}).get("error")
+        if isinstance(reason, ValueError) and len(reason.args) == 2:  # found, and how to mend it
+            raise UserError(*reason.args) from None
         name = prefix + ".".join(map(str, first["loc"]))
         given = printable(repr(first["input"]), 200)
         raise UserError(f"{name}: {first['msg']} ({given})", hint) from None

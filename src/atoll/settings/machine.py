@@ -18,28 +18,45 @@ from atoll.settings.fields import (
     Word,
 )
 
-# MYTOKEN, OPENAI_KEY, AWS_ACCESS_KEY_ID, GITHUB_PAT, PGPASS; but neither NCCL_IB_PKEY nor PATH
+# MYTOKEN, TOKEN2, APPKEY, AWS_ACCESS_KEYID, GITHUB_PAT, GHPAT, PGPASSFILE; but neither
+# NCCL_IB_PKEY, MONKEY, NCCL_IB_BYPASS, COMPASS, FI_CXI_COMPAT nor PATH
 SECRET_NAME = re.compile(
-    r"SECRET|CREDENTIAL|PASSWO?R?D|PASSPHRASE|(TOKEN|(?<![PN])KEYS?|(?<!BY)PASS)(_|$)|(^|_)PAT(_|$)",
+    r"SECRET|CREDENTIAL|PASSWO?R?D|PASSPHRASE|(^|_)CREDS\d*(_|$)"
+    r"|(TOKEN|(?<!_P)(?<!^P)(?<!MON)(?<!DON)KEY|(?<!BY)(?<!COM)PASS)(S|ID|FILE|VALUE)*\d*(_|$)"
+    r"|(^|_|GH|GIT|HUB|LAB)PATS?\d*(_|$)",
     re.IGNORECASE,
 )
 GIVEN = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=")  # NAME=VALUE, as --export and --env take it
+SSH_OPTION = re.compile(r"^(-o\s*)?[A-Za-z]\w*(\s*=\s*|\s+)")  # its own name, as UpdateHostKeys
+IN_THE_SHELL = "export {name} in the shell that submits: jobs inherit it"
 SubmitFlag = str | int | bool | list[str | int] | None
 Capability = Annotated[str, Field(pattern=r"^(\d+\.\d|gfx[0-9a-f]+)$", coerce_numbers_to_str=True)]
 Port = Annotated[int, Field(ge=1024, le=65535)]
 
 
-def refuse_secrets(setting: str, values: Iterable[Any]) -> None:
+def refuse_secrets(
+    setting: str, values: Iterable[Any], kept: str = "run folders", hint: str = IN_THE_SHELL
+) -> None:
     """Raise `ValueError` where flags give a variable that looks like a secret."""
     for value in values:
         for word in value if isinstance(value, list) else [value]:
             for name in GIVEN.findall(str(word)):
-                if SECRET_NAME.search(name):
-                    raise ValueError(
-                        f"{setting} gives {name}, which looks like a secret, and run folders keep "
-                        "none",
-                        f"export {name} in the shell that submits: jobs inherit it",
-                    )
+                refuse_secret_name(f"{setting} gives {name}, which", name, kept, hint)
+
+
+def refuse_secret_name(
+    what: str, name: str, kept: str = "run folders", hint: str = IN_THE_SHELL
+) -> None:
+    """Raise `ValueError` where a variable has a name that looks like a secret."""
+    if SECRET_NAME.search(name):
+        raise ValueError(
+            f"{what} looks like a secret, and {kept} keep none", hint.format(name=name)
+        )
+
+
+def option_values(words: Iterable[str]) -> list[str]:
+    """ssh's options without their own names, which are no variables."""
+    return [SSH_OPTION.sub("", word) for word in words]
 
 
 class Node(Settings):
@@ -136,6 +153,12 @@ class Budget(Settings):
         default=1.0, description="its hours in an hour of one node: 4 of a node's four GPUs"
     )
 
+    @field_validator("command")
+    @classmethod
+    def _words_give_no_secret(cls, words: list[str]) -> list[str]:
+        refuse_secrets("facility.budget.command", words)
+        return words
+
     @field_validator("pattern")
     @classmethod
     def _has_its_groups(cls, pattern: str | None) -> str | None:
@@ -194,23 +217,22 @@ class Facility(Settings):
     checked_on: str | None = None  # the date on which these facts were compared with their source
     source: str | None = None  # where these facts stand
 
-    @field_validator("submit", "step", "task_binding")
+    @field_validator("submit", "step", "task_binding", "ssh_options")
     @classmethod
     def _flags_give_no_secret(cls, flags: Any, field: ValidationInfo) -> Any:
         values = flags.values() if isinstance(flags, dict) else flags
+        values = option_values(flags) if field.field_name == "ssh_options" else values
         refuse_secrets(f"facility.{field.field_name}", values)
         return flags
 
-    @field_validator("environment")
+    @field_validator("environment", "task_folders")
     @classmethod
-    def _holds_no_secret(cls, environment: dict[str, str]) -> dict[str, str]:
-        for name in environment:
-            if SECRET_NAME.search(name):
-                raise ValueError(
-                    f"facility.environment.{name} looks like a secret, and run folders keep none",
-                    f"export {name} in the shell that submits: jobs inherit it",
-                )
-        return environment
+    def _holds_no_secret(cls, variables: dict[str, str], field: ValidationInfo) -> dict[str, str]:
+        for name, value in variables.items():
+            setting = f"facility.{field.field_name}.{name}"
+            refuse_secret_name(setting, name)
+            refuse_secrets(setting, [value])
+        return variables
 
 
 class Image(Settings):
@@ -310,3 +332,10 @@ class Folders(Settings):
     caches: dict[VariableName, Path] = Field(
         default={}, description="of the hub's libraries, as HF_HOME: unset, those of the shell"
     )
+
+    @field_validator("caches")
+    @classmethod
+    def _are_no_secrets(cls, caches: dict[str, Path]) -> dict[str, Path]:
+        for name in caches:
+            refuse_secret_name(f"folders.caches.{name}", name)
+        return caches
