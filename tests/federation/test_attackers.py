@@ -21,6 +21,7 @@ from atoll.federation.aggregate import aggregate, verified
 from atoll.federation.apply_delta import apply_delta
 from atoll.federation.cohort import SmallCohort
 from atoll.federation.global_model import begin, first_global, read_global, replace_folder
+from atoll.federation.judge import Bound, Measured, judge
 from atoll.federation.make_delta import make_delta
 from atoll.federation.tensors import TensorReader
 from atoll.federation.update import Update
@@ -138,6 +139,60 @@ def test_a_long_one_does_not_turn_the_others_into_its_opponents(tmp_path: Path) 
     base, common = made_up.first(tmp_path), made_up.weights(5, 1e-3)
     given = [scaled(common, 1.0), scaled(common, 1.1), scaled(common, -5.0)]
     assert list(run(base, updates(tmp_path, base, given), tmp_path / "n").rejected) == ["f2"]
+
+
+def mixed(a: dict[str, Tensor], b: dict[str, Tensor], x: float, y: float) -> dict[str, Tensor]:
+    return {name: x * a[name] + y * b[name] for name in a}
+
+
+@pytest.mark.parametrize(("x", "y"), [(-0.98, 0.196), (-1.0, 0.0), (-1.0, 0.01), (-0.9, 0.43)])
+def test_one_does_not_turn_the_others_against_one_of_them(
+    tmp_path: Path, x: float, y: float
+) -> None:
+    """Two honest ones without a direction in common: it opposes one and sides with the other."""
+    base, one, other = made_up.first(tmp_path), made_up.weights(5, 1e-3), made_up.weights(6, 1e-3)
+    given = [one, other, mixed(one, other, x, y)]
+    assert "f0" in run(base, updates(tmp_path, base, given), tmp_path / "n").weights
+
+
+def directions(seed: int, honest: int, common: float) -> Tensor:
+    """Honest updates of a cosine to each other, then one that is anything between them."""
+    generator = torch.Generator().manual_seed(seed)
+    own = torch.eye(honest + 1, dtype=torch.float64)
+    values = (1 - common) ** 0.5 * own[1:] + common**0.5 * own[0]
+    wrong = torch.randn(honest, generator=generator, dtype=torch.float64) @ values
+    long = [0.11, 1.0, 9.0][seed % 3]
+    return torch.cat([values, long * wrong[None] / wrong.norm()])
+
+
+def judged(values: Tensor) -> list[str]:
+    """Who is left out, one after the other, as in a round."""
+    names = [f"h{n}" for n in range(len(values) - 1)] + ["wrong"]
+    out: list[str] = []
+    bound = Bound([1.0], lambda: 100.0)
+    while True:
+        left = [n for n, name in enumerate(names) if name not in out]
+        measured = Measured((values @ values.T), [0] * len(values)).only(left)
+        refused = judge(measured, [names[n] for n in left], Rule(), bound)
+        if not refused:
+            return out
+        out += refused
+
+
+@pytest.mark.parametrize("common", [0.0, 0.2, 0.4, 0.8])
+@pytest.mark.parametrize("honest", [2, 3, 4])
+def test_no_direction_of_one_expels_another(honest: int, common: float) -> None:
+    for seed in range(300):
+        assert judged(directions(seed, honest, common)) in ([], ["wrong"]), seed
+
+
+@pytest.mark.parametrize("common", [0.2, 0.4, 0.8])
+@pytest.mark.parametrize("honest", [2, 3, 4])
+def test_who_opposes_one_of_those_that_agree_is_left_out(honest: int, common: float) -> None:
+    values = directions(0, honest, common)
+    for wrong in (-values[0], -values[:-1].mean(dim=0)):
+        values[-1] = wrong
+        assert judged(values) == ["wrong"]
 
 
 def test_by_default_nobody_has_more_than_half(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from atoll.settings.federation import Rule
 
+AGAINST = -0.1  # a cosine: who is opposed by one other alone is left out by nobody
 KEPT_NORMS = 16  # of so many rounds the usual length is kept
 TINY = 1e-6  # of the model's own length: an update so short says nothing of how long others may be
 GROWTH = 2.0  # of the usual length in a round, on the word of one update alone
@@ -104,13 +105,36 @@ def judge(measured: Measured, names: Sequence[str], rule: Rule, bound: Bound) ->
     least = usual / rule.max_norm_ratio
     places = [n for n in places if names[n] not in refused and norms[n] >= least > 0.0]
     if len(places) >= 2:
-        angles = cosines(_directions(measured.only(places).gram_KK))
-        lowest = min(angles)
-        if lowest < rule.min_cosine:  # of two, nobody knows which
-            wrong = places if len(places) == 2 else [places[angles.index(lowest)]]
-            why = f"its cosine to the others, {lowest:.2f}, is below {rule.min_cosine:g}"
-            refused |= {names[n]: why for n in wrong}
+        for n, angle in _opposed(_directions(measured.only(places).gram_KK), rule).items():
+            why = f"its cosine to the others, {angle:.2f}, is below {rule.min_cosine:g}"
+            refused[names[places[n]]] = why
     return refused
+
+
+def _opposed(gram_KK: Tensor, rule: Rule) -> dict[int, float]:
+    """The update that points away from the others most, and its cosine; of two, both.
+
+    Away also from the others but any one of them: else it may be that one which is wrong.
+    """
+    angles = cosines(gram_KK)
+    if len(angles) == 2:  # nobody knows which
+        return {n: angle for n, angle in enumerate(angles) if angle < rule.min_cosine}
+    least = max(rule.min_cosine, AGAINST)
+    wrong = {
+        n: angle
+        for n, angle in enumerate(angles)
+        if angle < rule.min_cosine and _without_one(gram_KK, n) < least
+    }
+    return dict(sorted(wrong.items(), key=lambda item: item[1])[:1])
+
+
+def _without_one(gram_KK: Tensor, n: int) -> float:
+    """The highest cosine of an update to the sum of the others, where any one of them is not."""
+    others = [k for k in range(len(gram_KK)) if k != n]
+    among_KK, dots_K = gram_KK[others][:, others], gram_KK[n, others]
+    squares_K = among_KK.sum() - 2 * among_KK.sum(dim=0) + among_KK.diagonal()
+    length_K = (gram_KK[n, n] * squares_K).clamp_min(1e-18).sqrt()  # 0: they say nothing together
+    return float(((dots_K.sum() - dots_K) / length_K).max())
 
 
 def cosines(gram_KK: Tensor) -> list[float]:

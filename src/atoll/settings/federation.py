@@ -45,7 +45,8 @@ class Rule(Settings):
     tau: Positive = 1e-3  # of adam and yogi: added to the root of that average
     # an update so many times longer than the others', or than those of earlier rounds, is left out
     max_norm_ratio: Positive = 10.0
-    # nor one that points away from the sum of the others by more than this
+    # so is one that points away from the sum of the others by more than this, and from it without
+    # any one of them
     min_cosine: Annotated[float, Field(ge=-1.0, le=1.0)] = -0.5
     max_staleness: CountOrZero = 0  # rounds that an update may be late
     # a late update's weight is times (1 + rounds late)^-exponent (FedAsync, Xie et al. 2019)
