@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from atoll.campaign.asked import _refuse_large_claims, request, training_words, without_bundle
 from atoll.campaign.steps_by_queue import Pace, choose_steps, pace_of, shared_steps
 from atoll.campaign.store import CampaignStore, checked_campaign
+from atoll.cluster.compare import expected_wait_seconds
 from atoll.config.compose import campaign_values, compose
 from atoll.errors import UserError
+from atoll.settings.exchange import read_answer
 
 PACES = st.builds(
     Pace, st.floats(0.0, 1e6), st.floats(1e-3, 1e3)
@@ -133,3 +135,31 @@ def test_a_time_that_cannot_be_is_no_pace(store):
     for number, (started, ended) in enumerate([(10.0, 10.0), (10.0, 3.0)], start=1):
         end_round(store, number, "north", 0.0, started, ended)
     assert pace_of(store, 3, store.site("north")) is None
+
+
+def test_a_queue_that_its_scheduler_says_is_shorter_is_taken_as_such(store):
+    """No longer one: sbatch --test-only takes every running job to last its whole limit."""
+    north, east = store.site("north"), store.site("east")
+    for number in (1, 2):
+        end_round(store, number, "north", 0.0, 100.0, 160.0)
+    for said, other_seconds in ((1000.0, 104.0), (30.0, 34.0), (0.0, 4.0)):
+        answer = store.state(2, north).answer | {"expected_wait_seconds": said}
+        store.record_answer(2, north, answer)
+        assert pace_of(store, 3, north) == Pace(other_seconds, 2.0)
+    assert pace_of(store, 3, east) is None
+
+
+def test_a_facility_says_how_long_its_queue_is_now(tmp_path, monkeypatch):
+    run = compose(["facility=generic_slurm", "name=r", f"folders.runs={tmp_path}"]).run
+    (tmp_path / "sbatch").write_text(
+        "#!/bin/sh\ncase $1 in --test-only) "
+        "echo sbatch: Job 7 to start at $(date -d '10 minutes' +%FT%H:%M):00 >&2;; esac\n"
+    )
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert 500 < expected_wait_seconds(run) <= 600
+    told = read_answer('{"state": "ready", "expected_wait_seconds": 540.0}', "north")
+    assert told["expected_wait_seconds"] == 540.0
+    with pytest.raises(UserError, match="no answer of `atoll site`"):
+        read_answer('{"state": "ready", "expected_wait_seconds": -1}', "north")
+    assert expected_wait_seconds(compose(["facility=laptop", "name=r"]).run) is None

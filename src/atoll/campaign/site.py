@@ -44,6 +44,7 @@ from atoll.campaign.site_models import (
 )
 from atoll.campaign.transfer import atoll_here, complaint, run_atoll
 from atoll.cluster.accounting import slurm_ids, slurm_records
+from atoll.cluster.compare import expected_wait_seconds
 from atoll.cluster.goodput import goodput
 from atoll.cluster.status import remembered_status, status
 from atoll.commands import CommandParser, run_command
@@ -306,5 +307,6 @@ def _measured(here: Path) -> dict[str, Any]:
         "started": records[0].get("time") if records else None,
         "ended": records[-1].get("time") if records else None,
         "node_seconds": goodput(Path(job["run"])) if records else {},
+        "expected_wait_seconds": expected_wait_seconds(run) if run is not None else None,
         "jobs": slurm_records(slurm_ids(Path(job["run"])))[-MOST_JOBS:] if records else [],
     }

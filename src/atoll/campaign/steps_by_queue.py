@@ -1,7 +1,8 @@
 """How many steps each facility takes in a round, so that all of them end together.
 
 What a facility needs for a round is some time whatever its steps are (queue, start, evaluation,
-transfers), and so long for each step. Both are the medians of its last rounds. With
+transfers), and so long for each step. Both are the medians of its last rounds; it is less where its
+scheduler says that the queue is shorter now (`sbatch --test-only`). With
 `steps_by=queue` a round ends where the facilities, together, have taken as many steps as with
 `steps_by=fixed`: who waits longer takes fewer. Updates weigh by their tokens as ever.
 """
@@ -27,6 +28,7 @@ class Pace:
 
     other_seconds: float  # that no step takes: queue, start, evaluation, transfers
     step_seconds: float
+    queue_seconds: float = 0.0  # of these, before its jobs began
 
     def seconds(self, steps: float) -> float:
         return self.other_seconds + steps * self.step_seconds
@@ -88,6 +90,9 @@ def pace_of(store: CampaignStore, number: int, site: Site) -> Pace | None:
     if not seen:
         return None
     other = median(pace.other_seconds for pace in seen)
+    expected = store.state(number - 1, site).answer.get("expected_wait_seconds")
+    if expected is not None:  # no job there may last longer than that: the queue is no longer
+        other = min(other, expected + median(p.other_seconds - p.queue_seconds for p in seen))
     return Pace(other, median(pace.step_seconds for pace in seen))
 
 
@@ -103,7 +108,8 @@ def _seen(store: CampaignStore, number: int, site: Site) -> Pace | None:
     queue = max(0.0, started - submitted)
     stepping = (ended - started) * _stepping_share(answer.get("node_seconds") or {})
     steps = store.steps(store.asked_round(number, site), site)
-    return Pace(queue + transfers + (ended - started) - stepping, stepping / steps)
+    other = queue + transfers + (ended - started) - stepping
+    return Pace(other, stepping / steps, queue)
 
 
 def _stepping_share(node_seconds: Mapping[str, Any]) -> float:

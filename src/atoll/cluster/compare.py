@@ -153,16 +153,21 @@ def queue_hours(run: Run) -> tuple[float | None, str]:
     """Until it would start: by the scheduler here, else the median of this clone's own jobs."""
     if run.facility.scheduler == "none":
         return 0.0, "no scheduler"
-    if run.facility.scheduler == "slurm":
-        argv = slurm.sbatch_argv(run, Path("train.sbatch"), run_dir.folder(run))
-        if (
-            begin := before_queue.expected_start([*argv[:-2], "--wrap=true"], os.environ)
-        ) is not None:
-            return before_queue.seconds_until(begin) / 3600, "--test-only"
+    if (seconds := expected_wait_seconds(run)) is not None:
+        return seconds / 3600, "--test-only"
     waits = past_waits_seconds(run)
     if not waits:
         return None, ""
     return statistics.median(waits) / 3600, f"{len(waits)} jobs"
+
+
+def expected_wait_seconds(run: Run) -> float | None:
+    """Until Slurm would start such a job, were all running ones to last their whole limits."""
+    if run.facility.scheduler != "slurm":
+        return None
+    argv = slurm.sbatch_argv(run, Path("train.sbatch"), run_dir.folder(run))
+    begin = before_queue.expected_start([*argv[:-2], "--wrap=true"], os.environ)
+    return None if begin is None else before_queue.seconds_until(begin)
 
 
 def past_waits_seconds(run: Run) -> list[float]:

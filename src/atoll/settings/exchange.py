@@ -108,6 +108,8 @@ class Answer(BaseModel):
     ended: Time | None = None
     # what became of its jobs' time, by the columns of the goodput
     node_seconds: Annotated[dict[Short, NodeSeconds], Field(max_length=20)] = {}
+    # until its scheduler would start one more such job
+    expected_wait_seconds: NodeSeconds | None = None
     jobs: Annotated[list[JobRecord], Field(max_length=100)] = []
 
     @model_validator(mode="after")
