@@ -62,6 +62,7 @@ def in_this_process(argv: list[str], what: str) -> str:
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(again, "run_atoll", in_this_process)
+    monkeypatch.setattr(averaging, "run_atoll", in_this_process)
 
 
 def run_statement(folder: Path) -> Path:
