@@ -330,6 +330,50 @@ def test_more_tensors_than_the_model_has_are_not_read(tmp_path: Path) -> None:
     refused(base, folder, "more tensors than the 4 of the model", tmp_path / "n")
 
 
+def header_of(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+LISTS = b'{"__metadata__":{"x":[' + b",".join([b"[]"] * 1_390_000) + b"]}}"
+FEW_LISTS = b'{"__metadata__":{"x":[[],[]]}}'
+STAYS = b'{"__metadata__":{"stays":"' + b" ".join(b"%x" % n for n in range(600_000)) + b'"}}'
+NO_VALUES = b'"dtype":"U8","shape":[0],"data_offsets":[0,0]'
+TENSORS = b"{" + b",".join(b'"%x":{%b}' % (n, NO_VALUES) for n in range(70_000)) + b"}"
+ODD_METADATA = b'{"a":{%b},"__metadata__":{"format":1}}' % NO_VALUES
+NO_METADATA = b'{"a":{%b},"__metadata__":[]}' % NO_VALUES
+
+
+@pytest.mark.parametrize(
+    ("text", "files", "found"),
+    [
+        (LISTS, 1, "no safetensors file of 8 tensors: too long a header"),
+        (LISTS, 6, "too long a header"),
+        (STAYS, 6, "too long a header"),
+        (TENSORS, 1, "too long a header"),
+        (FEW_LISTS, 1, "header that is not safetensors"),
+        (ODD_METADATA, 1, "header that is not safetensors"),
+        (NO_METADATA, 1, "header that is not safetensors"),
+        (b"{}", 1, "header that is not safetensors"),
+        (FEW_LISTS, 4000, "4,002 files: empty ones, or more tensors than the 8 of the model"),
+    ],
+    ids=range(9),
+)
+def test_headers_are_no_longer_than_the_models_tensors_need(
+    tmp_path: Path, text: bytes, files: int, found: str
+) -> None:
+    base, folder = one(tmp_path, "int8")
+    for number in range(files):
+        (folder / f"zzz{number}.safetensors").write_bytes(header_of(text))
+    seal(folder)
+    refused(base, folder, found, tmp_path / "n")
+
+
+def test_a_folder_of_ones_own_may_have_other_metadata(tmp_path: Path) -> None:
+    for number, text in enumerate((FEW_LISTS, ODD_METADATA, b"{}")):
+        (tmp_path / f"{number}.safetensors").write_bytes(header_of(text))
+    assert list(TensorReader(tmp_path).entries) == ["a"]
+
+
 @pytest.mark.parametrize(
     "rule", [{"update": "nesterov", "learning_rate": 4.0}, {"learning_rate": 10.0}]
 )

@@ -34,7 +34,11 @@ BYTES = st.tuples(
     st.integers(0, 10**6),
     st.binary(min_size=1, max_size=16),
 )
-BESIDE = st.sampled_from(["pipe", "link", "folder", "other", "none", "twice", "gone"])
+BESIDE = st.sampled_from(
+    ["pipe", "link", "folder", "other", "none", "twice", "gone", "lists", "names", "files"]
+)
+LISTS = b'{"__metadata__":{"x":[' + b",".join([b"[]"] * 1_390_000) + b"]}}"
+NAMES = b'{"__metadata__":{"stays":"' + b" ".join(b"%x" % n for n in range(600_000)) + b'"}}'
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +94,12 @@ def scarred(content: bytes, how: str, place: int, more: bytes) -> bytes:
     }[how]
 
 
+def with_files(folder: Path, count: int, text: bytes) -> None:
+    for number in range(count):
+        path = folder / f"zzz{number}.safetensors"
+        path.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
 def put_beside(folder: Path, what: str) -> None:
     target = sorted(folder.glob("*.safetensors"))[0]
     acts: dict[str, Callable[[], Any]] = {
@@ -99,6 +109,9 @@ def put_beside(folder: Path, what: str) -> None:
         "other": lambda: (folder / "a.bin").write_bytes(b"x"),
         "twice": lambda: shutil.copy(target, folder / "zzz.safetensors"),
         "gone": target.unlink,
+        "lists": lambda: with_files(folder, 3, LISTS),
+        "names": lambda: with_files(folder, 3, NAMES),
+        "files": lambda: with_files(folder, 300, b"{}"),
         "none": lambda: None,
     }
     acts[what]()

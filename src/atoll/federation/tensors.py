@@ -4,6 +4,7 @@ Legend: N values of one stretch.
 """
 
 import json
+import math
 import os
 import re
 import stat
@@ -23,6 +24,8 @@ from atoll.settings.exchange import STAYS, refuse_name
 
 # The format's own limit is 100 MB; a file with a thousand layers needs less than 2.
 MAX_HEADER_BYTES = 4 << 20
+# of an update all together: for each tensor of the model, whose name has some 100, and each file
+TENSOR_HEADER_BYTES, FILE_HEADER_BYTES = 512, 1024
 MAX_DIMENSIONS = 16
 MAX_VALUES = 1 << 48
 STRETCH = 1 << 19  # values in memory at once, of one tensor: a multiple of every block
@@ -73,7 +76,8 @@ class Entry:
 class TensorReader(ExitStack):
     """The tensors of a folder's files, each once; read by their place, no file is mapped.
 
-    names: of the files; without them all that are there. most: tensors, before it is no model.
+    names: of the files; without them all that are there. most: tensors of the model that an update
+    is for; its headers are no longer than these need, and every file has some.
     """
 
     def __init__(
@@ -82,21 +86,32 @@ class TensorReader(ExitStack):
         super().__init__()
         self.folder, self.entries = folder, dict[str, Entry]()
         paths = files_of(folder) if names is None else [folder / name for name in sorted(names)]
+        room = _header_room(folder, len(paths), most)
         with ExitStack() as opened:
             for path in paths:
                 file = _open(path)
                 opened.callback(os.close, file)
-                for name, entry in _entries(path, file).items():
-                    if name in self.entries:
-                        other = self.entries[name].path.name
-                        raise UserError(f"{path} has {name}, as {other} does", "send it again")
-                    self.entries[name] = entry
+                length = _header_bytes(path, file)
+                room -= length
+                if room < 0:
+                    raise UserError(
+                        f"{path} is no safetensors file of {most:,} tensors: too long a header",
+                        "train the model of this round",
+                    )
+                self._add(path, _entries(path, file, length, of_update=most is not None))
                 if most is not None and len(self.entries) > most:
                     raise UserError(
                         f"{folder} has more tensors than the {most:,} of the model",
                         "train the model of this round",
                     )
             self.push(opened.pop_all())
+
+    def _add(self, path: Path, entries: dict[str, Entry]) -> None:
+        for name, entry in entries.items():
+            if name in self.entries:
+                other = self.entries[name].path.name
+                raise UserError(f"{path} has {name}, as {other} does", "send it again")
+            self.entries[name] = entry
 
     @property
     def layout(self) -> Layout:
@@ -204,20 +219,41 @@ def _open(path: Path) -> int:
     return file
 
 
-def _entries(path: Path, file: int) -> dict[str, Entry]:
-    """What the header of a file says, where all of it holds together."""
+def _header_room(folder: Path, files: int, most: int | None) -> float:
+    """Bytes that the headers of an update may have; of a folder of one's own any."""
+    if most is None:
+        return math.inf
+    if files > most:
+        raise UserError(
+            f"{folder} has {files:,} files: empty ones, or more tensors than the {most:,} of the "
+            "model",
+            "train the model of this round",
+        )
+    return most * TENSOR_HEADER_BYTES + files * FILE_HEADER_BYTES
+
+
+def _header_bytes(path: Path, file: int) -> int:
+    """The length of a file's header, where the file has as much."""
     size = os.fstat(file).st_size
     head = os.pread(file, 8, 0)
-    length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+    length: int = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
     if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
         raise UserError(
             f"{path} is no safetensors file: {size:,} bytes, its header claims {length:,}",
             "send it again; if it stays so, do not use what comes from there",
         )
-    place = 8 + length
+    return length
+
+
+def _entries(path: Path, file: int, length: int, of_update: bool) -> dict[str, Entry]:
+    """What the header of a file says, where all of it holds together."""
+    size, place = os.fstat(file).st_size, 8 + length
     try:
         header = json.loads(os.pread(file, length, 8))
-        stays = _staying(header.pop("__metadata__", None))
+        metadata = header.pop("__metadata__", None)
+        if of_update and not (header and _is_text(metadata)):
+            raise ValueError("no tensors, or metadata that is not text")
+        stays = _staying(metadata)
         entries = {
             name: _entry(path, file, about, place, name in stays) for name, about in header.items()
         }
@@ -232,6 +268,11 @@ def _entries(path: Path, file: int) -> dict[str, Entry]:
     if place != size:
         raise UserError(f"{path} has {size:,} bytes, its header says {place:,}", "send it again")
     return entries
+
+
+def _is_text(metadata: Any) -> bool:
+    """As the format has it: names and text, or none."""
+    return metadata is None or all(isinstance(text, str) for text in metadata.values())
 
 
 def _staying(metadata: Any) -> frozenset[str]:
