@@ -22,7 +22,7 @@ from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.federation.global_model import first_global
 from atoll.federation.make_delta import make_delta
 from atoll.settings.federation import Site
-from atoll.verify import of_campaign
+from atoll.verify import again as verify_again
 
 SHAPES = {"embed": (30, 8), "layers.0.w": (65, 9), "layers.1.w": (64, 9), "norm": (9,)}
 RULE = {"fragments": 2, "overlap_rounds": 1, "merge_alpha": 0.5, "update": "nesterov"}
@@ -138,7 +138,7 @@ def test_killed_anywhere_it_goes_on_to_the_same_models(
         killed, _ = digests(tmp_path / str(kill_at), monkeypatch, kill_at)
         assert killed == whole, f"killed at {kill_at} of {things}"
     capsys.readouterr()
-    monkeypatch.setattr(of_campaign, "run_atoll", Facilities().command)
+    monkeypatch.setattr(verify_again, "run_atoll", Facilities().command)
     for name in ("whole", str(kill_at)):
         model = tmp_path / name / "c" / round_name(4) / "global"
         assert main(["verify", str(model / "export")]) == 0

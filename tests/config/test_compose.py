@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -267,3 +268,11 @@ def test_relative_folders_of_a_batch_file_start_in_its_clone(tree, tmp_path):
     ).run
     assert run.folders.runs == tmp_path / "clone" / "runs"
     assert run.folders.prepared == tmp_path / "clone" / "prepared"
+
+
+def test_a_process_may_compose_side_by_side():
+    """As a campaign does, whose facilities are asked in threads: Hydra has one tree at a time."""
+    words = [["facility=laptop", "name=r", f"seed={seed}"] for seed in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        composed = list(pool.map(compose_module.compose, words))
+    assert [one.run.seed for one in composed] == list(range(8))

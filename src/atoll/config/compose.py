@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -65,6 +66,9 @@ from atoll.settings.suggestions import (
     unreadable,
 )
 
+HYDRA = (
+    threading.Lock()
+)  # it has one tree in a process: a campaign asks its facilities side by side
 COMMAND_LINE = "command line"
 AUTO = "sharding=auto"  # the planner chooses
 
@@ -300,7 +304,7 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 @contextmanager
 def _hydra(tree: Path) -> Iterator[ConfigLoader]:
     try:
-        with initialize_config_dir(str(tree), version_base="1.3"):
+        with HYDRA, initialize_config_dir(str(tree), version_base="1.3"):
             yield GlobalHydra.instance().config_loader()
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise _explained(error, tree) from None
