@@ -168,6 +168,7 @@ def sections(steps: int, points: Sequence[Point], rows: Sequence[Row]) -> Iterab
         yield tables.markdown(lines)
     if lines := with_muon(points):
         yield f"## With Muon\n\nIts rate is {rate_of(of_steps, 'muon'):g} at its peak."
+        yield tables.markdown(goals([point for point in points if point.optimizer == "muon"]))
         yield tables.markdown(lines)
     if lines := longer(by_steps(rows)):
         yield "## Longer campaigns"
