@@ -226,26 +226,12 @@ def _validation(row: Row) -> float:
 
 
 FEW_CODECS, FEW_UPDATES = ("fp32", "int8", "int4", "sparse"), ("replace", "nesterov")
+FEW_INT4 = partial(compare, seeds=(1,), splits=("iid",), updates=FEW_UPDATES, codecs=("int4",))
 WITH_MUON = (
     partial(tune_inner, optimizer="muon"),
     partial(tune_outer, updates=("nesterov",), lengths=(10, 50), optimizer="muon"),
-    partial(
-        compare,
-        seeds=(1,),
-        splits=("iid",),
-        updates=FEW_UPDATES,
-        codecs=("int4",),
-        lengths=(SHORT, 10, 50),
-        optimizer="muon",
-    ),
-    partial(
-        compare,
-        seeds=(1,),
-        splits=("iid",),
-        updates=FEW_UPDATES,
-        codecs=("int4",),
-        lengths=(SHORT,),
-    ),
+    partial(FEW_INT4, lengths=(SHORT, 10, 50), optimizer="muon"),
+    partial(FEW_INT4, lengths=(SHORT,)),
     partial(compare, seeds=(1,), updates=("replace",), codecs=("int4",), optimizer="muon"),
     partial(compare, updates=("replace",), codecs=("int4",), lengths=(10, 50), optimizer="muon"),
 )

@@ -24,8 +24,6 @@ T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # by the number of seeds
 # so many times fewer bytes -> the most that the loss may be above the synchronous one
 GOALS = {20: 0.003, 100: 0.01}
 NAMES = {"iid": "mixed text", "by_language": "a language each"}
-# what campaigns of before were, whose lines do not say it
-OF_BEFORE = {"fragments": 1, "overlap_rounds": 0, "merge_alpha": 0.0, "optimizer": "adamw"}
 Row = dict[str, Any]
 
 
@@ -118,18 +116,13 @@ def points_of(rows: Sequence[Row]) -> list[Point]:
 
 
 def _texts_of(row: Row) -> tuple[Any, ...]:
-    return tuple(_cell(row)[name] for name in ("optimizer", "facilities", "split", "seed"))
-
-
-def _cell(row: Row) -> dict[str, Any]:
-    """What a campaign was, also one of before that could be told."""
-    return OF_BEFORE | row["cell"]
+    return tuple(row["cell"][name] for name in ("optimizer", "facilities", "split", "seed"))
 
 
 def _way_of(row: Row) -> tuple[Any, ...]:
     names = ("update", "codec", "inner_steps", "facilities", "split")
-    cell = _cell(row)
-    return tuple(cell[name] for name in (*names, *OF_BEFORE))
+    names += ("fragments", "overlap_rounds", "merge_alpha", "optimizer")
+    return tuple(row["cell"][name] for name in names)
 
 
 def _point(way: tuple[Any, ...], rows: Sequence[Row], beside: Mapping[Any, Row]) -> Point:
@@ -178,7 +171,7 @@ def sections(steps: int, points: Sequence[Point], rows: Sequence[Row]) -> Iterab
 
 
 def rate_of(rows: Sequence[Row], optimizer: str = "adamw") -> float:
-    cells = [_cell(row) for row in rows if row["cell"]["seed"] > 0]
+    cells = [row["cell"] for row in rows if row["cell"]["seed"] > 0]
     return float([cell["rate"] for cell in cells if cell["optimizer"] == optimizer][-1])
 
 
@@ -292,7 +285,7 @@ def synchronous(rows: Sequence[Row]) -> list[dict[str, str]]:
     """Their losses, each a mean over seeds."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        cell = _cell(row)
+        cell = row["cell"]
         if cell["update"] == SYNCHRONOUS and cell["seed"] > 0:
             way = (cell["steps"], cell["optimizer"], cell["facilities"], cell["split"])
             groups.setdefault(way, []).append(row)

@@ -497,6 +497,25 @@ def test_a_campaign_that_knows_its_coordinator_asks_who_signed(
     assert "is not signed by coordinator" in capsys.readouterr().err
 
 
+def test_a_coordinator_signs_what_it_has_not_signed_yet(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (store.model(2) / "export" / statement.SIGNATURE).unlink()
+    assert verify(store, "--quick") == 2
+    assert "is not signed" in capsys.readouterr().err
+    assert verify(store, "--quick", "--sign", str(store.campaign.signing_key)) == 0
+    assert verify(store, "--quick") == 0
+
+
+def test_a_part_of_a_model_that_was_not_kept_is_said(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(store.model(1) / "delta")
+    assert verify(store) == 0
+    said = "round 1: aggregated again, bit for bit (2), but its delta: not kept"
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "gone",
     ["campaign.json", "round-001/journal.jsonl", "round-001/global/manifest.json",

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import UserError, printable
-from atoll.proof.statement import CHANGED, materials_of, read_statement
+from atoll.proof.statement import CHANGED, Resource, materials_of, read_statement
 from atoll.settings.exchange import read_manifest
 
 TOKENIZER = "tokenizer.json"
@@ -13,16 +13,8 @@ SHOWN = 200  # characters of what others say
 
 
 def made_with(update: Path) -> dict[str, str]:
-    """Image, its lock, sources and SBOM, the commit and libraries; empty where nothing was said.
-
-    Or where the update's manifest, which is signed, does not name the statement.
-    """
-    try:
-        if read_manifest(update).provenance is None:
-            return {}
-        entries = {entry["name"]: entry for entry in materials_of(read_statement(update))}
-    except UserError:
-        return {}
+    """Image, its lock, sources and SBOM, the commit and libraries; empty where nothing was said."""
+    entries = _materials(update)
     image, code = entries.get("image", {}), entries.get("code", {})
     facts = {name: _of(image, "annotations", name) for name in NAMED}
     facts["image sha256"] = _of(image, "digest", "sha256")
@@ -35,14 +27,17 @@ def made_with(update: Path) -> dict[str, str]:
 
 def tokenizer_of(update: Path) -> str:
     """The sha256 of the tokenizer that the run behind an update read with; empty: it says none."""
+    return _of(_materials(update).get(f"prepared/tokenizer/{TOKENIZER}", {}), "digest", "sha256")
+
+
+def _materials(update: Path) -> dict[str, Resource]:
+    """By name; none where the update's manifest, which is signed, does not name the statement."""
     try:
         if read_manifest(update).provenance is None:
-            return ""
-        entries = materials_of(read_statement(update))
+            return {}
+        return {entry["name"]: entry for entry in materials_of(read_statement(update))}
     except UserError:
-        return ""
-    named = [entry for entry in entries if entry["name"] == f"prepared/tokenizer/{TOKENIZER}"]
-    return str(named[0].get("digest", {}).get("sha256", "")) if named else ""
+        return {}
 
 
 def in_words(facts: dict[str, str]) -> str:

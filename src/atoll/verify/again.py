@@ -33,15 +33,20 @@ def again(store: CampaignStore, number: int, export: Path | None) -> Line:
         folders = [] if "held" in stated else updates
         _aggregated(store, number, folders, out)
         _refuse_other_manifest(store, number, stated, out)
-        for part in sorted(path for path in out.iterdir() if path.is_dir()):
-            moved = export is not None and part.name == "export" and store.campaign.lora is None
-            there = export if moved and export else store.model(number) / part.name
-            _refuse_other_files(part, there)
         if export is not None and store.campaign.lora is not None:
             merge_adapter(store, out / "master", out / "merged")
-            _refuse_other_files(out / "merged", export)
+        gone = []
+        for made in sorted(path for path in out.iterdir() if path.is_dir()):
+            there = store.model(number) / made.name
+            if export is not None and made.name == store.export(number).name:
+                there = export
+            if there.is_dir():
+                _refuse_other_files(made, there)
+            else:
+                gone.append(made.name)
     of = f"0 of {len(updates)}" if "held" in stated else len(updates)
-    return Line("as stated", f"round {number}: aggregated again, bit for bit ({of})")
+    without = f", but its {', '.join(gone)}: not kept" if gone else ""
+    return Line("as stated", f"round {number}: aggregated again, bit for bit ({of}){without}")
 
 
 def _aggregated(
@@ -81,8 +86,6 @@ def _refuse_other_manifest(
 
 def _refuse_other_files(made: Path, stated: Path) -> None:
     """The files of a folder that was made again, and no other; but what proofs write there."""
-    if not stated.is_dir():  # it was not kept
-        return
     ours, others = (
         {path.relative_to(folder).as_posix() for path in files_in(folder)} - OWN
         for folder in (made, stated)

@@ -47,8 +47,10 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{words.source} is no run or campaign", "--from FOLDER names the one")
     deep = not words.quick
     _refuse_round(words, statement, is_campaign)
-    asked = words.signers or (is_campaign and of_campaign.own_signers(source, words.identity))
-    for line in exported.signature(folder, asked or None, words.identity):
+    asked = words.signers
+    if asked is None and is_campaign and not words.sign:  # who signs it now is not asked for before
+        asked = of_campaign.own_signers(source, words.identity)
+    for line in exported.signature(folder, asked, words.identity):
         _print(line)
     for line in exported.files(folder, statement):
         _print(line)
