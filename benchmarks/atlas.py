@@ -30,7 +30,8 @@ KEPT = results.FOLDER / "atlas.jsonl"
 QUICK_STEPS, NIGHT_STEPS = 500, 2000
 QUICK_MINUTES, NIGHT_MINUTES = 55.0, 600.0
 ROUND_LENGTHS = (10, 25, 50, 100, 250)
-SHORT = 3  # steps of a round that sends, in int4, a twentieth of what a synchronous run does
+# steps of a round that sends, in int4, a twentieth of what a synchronous run does, or a hundredth
+SHORT, HUNDREDTH = 3, 14
 CODECS = ("fp32", "bf16", "int8", "int4", "int2", "sparse", "topk")
 SPARSE = ("sparse", "topk")
 UPDATES = ("replace", "nesterov", "momentum", "adam", "yogi")
@@ -231,7 +232,8 @@ WITH_MUON = (
     partial(tune_inner, optimizer="muon"),
     partial(tune_outer, updates=("nesterov",), lengths=(10, 50), optimizer="muon"),
     partial(FEW_INT4, lengths=(SHORT, 10, 50), optimizer="muon"),
-    partial(FEW_INT4, lengths=(SHORT,)),
+    partial(FEW_INT4, lengths=(SHORT, HUNDREDTH), facilities=(4, 2), optimizer="muon"),
+    partial(FEW_INT4, lengths=(SHORT, HUNDREDTH)),
     partial(compare, seeds=(1,), updates=("replace",), codecs=("int4",), optimizer="muon"),
     partial(compare, updates=("replace",), codecs=("int4",), lengths=(10, 50), optimizer="muon"),
 )

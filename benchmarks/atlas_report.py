@@ -165,6 +165,10 @@ def sections(steps: int, points: Sequence[Point], rows: Sequence[Row]) -> Iterab
         yield tables.markdown(lines)
     if lines := longer(by_steps(rows)):
         yield "## Longer campaigns"
+        for more, of_more in by_steps(rows).items():
+            if more > steps and of_more:
+                yield f"After {more:,} steps:"
+                yield tables.markdown(goals(of_more))
         yield tables.markdown(lines)
     yield "## The synchronous runs"
     yield tables.markdown(synchronous(rows))
@@ -180,16 +184,11 @@ def _is_usual(point: Point) -> bool:
 
 
 def goals(points: Sequence[Point]) -> list[dict[str, str]]:
-    """Of each kind of text and number of facilities the best way within so many bytes."""
+    """Of each optimizer, text and number of facilities the best way within so many bytes."""
     lines = []
-    for split, facilities in sorted({(p.split, p.facilities) for p in points}, reverse=True):
+    for way in sorted({_compared_in(point) for point in points}, reverse=True):
         for fewer, most in GOALS.items():
-            within = [
-                point
-                for point in points
-                if (point.split, point.facilities) == (split, facilities)
-                and point.fewer_bytes >= fewer
-            ]
+            within = [p for p in points if _compared_in(p) == way and p.fewer_bytes >= fewer]
             if not within:
                 continue
             best = min(within, key=lambda point: point.gap)
@@ -197,6 +196,7 @@ def goals(points: Sequence[Point]) -> list[dict[str, str]]:
             lines.append(
                 {
                     "facilities": best.texts,
+                    "optimizer": best.optimizer,
                     "bytes": f"1/{fewer} or fewer",
                     "best": f"{best.update} ({best.rates}), {best.codec}, {best.inner_steps} steps",
                     "its bytes": f"1/{best.fewer_bytes:.0f}",
@@ -208,6 +208,10 @@ def goals(points: Sequence[Point]) -> list[dict[str, str]]:
                 }
             )
     return lines
+
+
+def _compared_in(point: Point) -> tuple[Any, ...]:
+    return point.split, point.facilities, point.optimizer
 
 
 def by_length(points: Sequence[Point]) -> list[dict[str, str]]:

@@ -174,7 +174,8 @@ def test_the_page_says_what_muon_and_longer_campaigns_lose(atlas: ModuleType) ->
             for update, nats in zip(("synchronous", "replace"), pair, strict=True):
                 sizes = {"facilities": 4, "codec": "int4", "steps": steps, "optimizer": optimizer}
                 each = asdict(cell(atlas, update, **sizes))
-                facts = {"answered": 0.5, "bytes": 800.0, "parameters": 9, "processor_seconds": 1.0}
+                size = 800.0 if update == "synchronous" else 40.0
+                facts = {"answered": 0.5, "bytes": size, "parameters": 9, "processor_seconds": 1.0}
                 rows.append({"cell": each, "test": nats, **facts})
     steps, points = atlas_report.most_compared(rows)
     [with_muon] = atlas_report.with_muon(points)
@@ -183,5 +184,7 @@ def test_the_page_says_what_muon_and_longer_campaigns_lose(atlas: ModuleType) ->
     assert (longer["6 steps"], longer["12 steps"]) == ("+10.0 %", "+5.0 %")
     text = "\n".join(atlas_report.sections(steps, points, rows))
     assert "## With Muon" in text and "## Longer campaigns" in text
+    of_more = text.partition("After 12 steps:")[2]
+    assert "| adamw | 1/20 or fewer |" in of_more and "missed by 4.7 points" in of_more
     usual = text.partition("## With Muon")[0]
     assert "+10.0 %" in usual and "+5.6 %" not in usual
