@@ -18,12 +18,12 @@ from atoll.settings.fields import (
     Word,
 )
 
-# MYTOKEN, TOKEN2, APPKEY, AWS_ACCESS_KEYID, GITHUB_PAT, GHPAT, PGPASSFILE; but neither
-# NCCL_IB_PKEY, MONKEY, NCCL_IB_BYPASS, COMPASS, FI_CXI_COMPAT nor PATH
+# MYTOKEN, TOKEN2, APPKEY, AWS_ACCESS_KEYID, GITHUB_PAT, GHPAT, PGPASSFILE, MYSQL_PWD; but neither
+# NCCL_IB_PKEY, MONKEY, NCCL_IB_BYPASS, COMPASS, FI_CXI_COMPAT, PATH nor APPTAINER_PWD
 SECRET_NAME = re.compile(
     r"SECRET|CREDENTIAL|PASSWO?R?D|PASSPHRASE|(^|_)CREDS\d*(_|$)"
     r"|(TOKEN|(?<!_P)(?<!^P)(?<!MON)(?<!DON)KEY|(?<!BY)(?<!COM)PASS)(S|ID|FILE|VALUE)*\d*(_|$)"
-    r"|(^|_|GH|GIT|HUB|LAB)PATS?\d*(_|$)",
+    r"|(^|_|GH|GIT|HUB|LAB)PATS?\d*(_|$)|(SQL|DB|PG)_?PWD\d*$",
     re.IGNORECASE,
 )
 GIVEN = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=")  # NAME=VALUE, as --export and --env take it
