@@ -1,6 +1,7 @@
 """Time to a target loss with steps_by=queue against fixed steps, in virtual time.
 
     python benchmarks/steps_by_queue.py [--seeds 5] [--rounds 30] [--steps 400] [--quick] [--check]
+    python benchmarks/steps_by_queue.py --logs KTH-SP2-1996-2.1-cln.swf [MORE.swf]
     python benchmarks/steps_by_queue.py --real [--rounds 10]       (as root: make testbed image-cpu)
 
 Four facilities train one small character model on the Python library's text, once all on all of it,
@@ -8,10 +9,12 @@ once each on modules of its own, and for real: AdamW whose moments stay there, t
 tokens. Their queues and the seconds of a step are drawn, not recorded: waits are log-normal with
 medians from 6 minutes to 2 hours, and what a round waits resembles what the last one did (AR(1),
 0.7). The real code chooses the steps from the journals of earlier rounds. All ways meet the same
-waits in every round that a facility begins. The target is what fixed steps reach after four fifths
-of their rounds. `late work`: with a deadline, a tenth above what the medians of queues and work
-need; who is not done then is taken a round later, for less (rule.max_staleness=1). `--real`: in
-real time, between the two Slurms of the testbed (steps_by_queue_real.py).
+waits in every round that a facility begins, or of a log at every moment. The target is what fixed
+steps reach after four fifths of their rounds. `late work`: with a deadline, a tenth above what the
+medians of queues and work need; who is not done then is taken a round later, for less
+(rule.max_staleness=1). `--logs`: waits are those of jobs at real facilities, in place of drawn ones
+(recorded_queues.py). `--real`: in real time, between the two Slurms of the testbed
+(steps_by_queue_real.py).
 """
 
 import argparse
@@ -23,10 +26,11 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import results
 import torch
+from recorded_queues import recorded_queue
 
 from atoll.campaign.steps_by_queue import Pace, choose_steps, shared_steps
 from atoll.campaign.store import CampaignStore, checked_campaign
@@ -61,20 +65,35 @@ HELD_OUT = 0.1
 MOST_ROUNDS = 3  # times those of fixed steps, to reach their loss
 
 
+class Queue(Protocol):
+    @property
+    def median_minutes(self) -> float: ...
+
+    def wait_seconds(self, now: float) -> float: ...
+
+
+@dataclass
+class Drawn:
+    """A queue whose waits are log-normal, each like the one before."""
+
+    median_minutes: float
+    draws: random.Random
+    level: float = 0.0
+
+    def wait_seconds(self, now: float) -> float:
+        new = self.draws.gauss(0.0, SPREAD * math.sqrt(1 - MEMORY**2))
+        self.level = MEMORY * self.level + new
+        return self.median_minutes * MINUTE * math.exp(self.level)
+
+
 @dataclass
 class Facility:
     """Text, queue and optimizer of one facility."""
 
     name: str
     text: torch.Tensor
-    draws: random.Random
-    level: float = 0.0
+    queue: Queue
     moments: dict[str, object] = field(default_factory=dict)
-
-    def wait_seconds(self) -> float:
-        new = self.draws.gauss(0.0, SPREAD * math.sqrt(1 - MEMORY**2))
-        self.level = MEMORY * self.level + new
-        return FACILITIES[self.name][1] * MINUTE * math.exp(self.level)
 
 
 def main() -> int:
@@ -85,6 +104,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one seed, few and short rounds")
     parser.add_argument("--check", action="store_true", help="fail where the target is missed")
     parser.add_argument("--real", action="store_true", help="between the testbed's two Slurms")
+    parser.add_argument("--logs", nargs="+", type=Path, help="of facilities' jobs, in the SWF")
     arguments = parser.parse_args()
     if arguments.real:
         return real(arguments)
@@ -123,7 +143,9 @@ def compared(kind: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 f"{len(curve)} rounds",
                 flush=True,
             )
+    recorded = f", waits of {', '.join(log.stem for log in arguments.logs or ())}"
     about = f"{len(texts)} facilities, {kind}, {arguments.steps} steps a round"
+    about += recorded if arguments.logs else ""
     target_of = TARGET if kind == "mixed text" else None
     return [
         results.row(
@@ -187,12 +209,13 @@ def campaign(
     target: float,
 ) -> list[tuple[float, float]]:
     """Virtual seconds and the held-out loss after every round; to a target if there is one."""
-    facilities = [Facility(n, text, random.Random(f"{seed} {n}")) for n, text in texts.items()]
+    queues = queues_of(seed, arguments.logs)
+    facilities = [Facility(name, text, queues[name]) for name, text in texts.items()]
     weights, now, curve = first_weights(seed), 0.0, []
     at_work: dict[str, Work] = {}
     taken = dict.fromkeys(texts, 0)
     with tempfile.TemporaryDirectory() as folder:
-        store = store_of(Path(folder), way, arguments)
+        store = store_of(Path(folder), way, arguments, queues)
         for number in range(1, (1 if way == PEER else MOST_ROUNDS) * arguments.rounds + 1):
             choose_steps(store, number)
             for facility in facilities:
@@ -208,22 +231,37 @@ def campaign(
     return curve
 
 
-def store_of(folder: Path, way: str, arguments: argparse.Namespace) -> CampaignStore:
+def queues_of(seed: int, logs: Sequence[Path] | None) -> dict[str, Queue]:
+    """What each facility's rounds wait: drawn, or as recorded, the logs in turns."""
+    queues: dict[str, Queue] = {}
+    for place, (name, (_, minutes, _)) in enumerate(FACILITIES.items()):
+        draws = random.Random(f"{seed} {name}")
+        log = logs[place % len(logs)] if logs else None
+        queues[name] = recorded_queue(log, place, draws) if log else Drawn(minutes, draws)
+    return queues
+
+
+def store_of(
+    folder: Path, way: str, arguments: argparse.Namespace, queues: dict[str, Queue]
+) -> CampaignStore:
     """A campaign of these facilities, of which the journals alone are there."""
     steps_by, late = WAYS[way]
     values = campaign_values(["federation=demo", f"steps_by={steps_by}"])
     values |= {"rounds": MOST_ROUNDS * arguments.rounds, "steps": arguments.steps}
     values["sites"] = [{"name": name, "folder": name} for name in FACILITIES]
     values["rule"] = {"quorum": QUORUM, "max_staleness": int(late)}
-    values["deadline_minutes"] = deadline_minutes(steps_by, arguments.steps) if late else 1e6
+    values["deadline_minutes"] = (
+        deadline_minutes(steps_by, arguments.steps, queues) if late else 1e6
+    )
     return CampaignStore(checked_campaign(values), folder)
 
 
-def deadline_minutes(steps_by: str, steps: int) -> float:
+def deadline_minutes(steps_by: str, steps: int, queues: dict[str, Queue]) -> float:
     """A little more than a round takes where every queue is as its median."""
+    beside = START_SECONDS + TRANSFER_SECONDS
     paces = {
-        name: Pace(wait * MINUTE + START_SECONDS + TRANSFER_SECONDS, step_seconds)
-        for name, (_, wait, step_seconds) in FACILITIES.items()
+        name: Pace(queues[name].median_minutes * MINUTE + beside, step_seconds)
+        for name, (_, _, step_seconds) in FACILITIES.items()
     }
     chosen = shared_steps(dict(paces), steps, 4.0 if steps_by == "queue" else 1.0)
     return ROOM * max(paces[name].seconds(chosen[name]) for name in paces) / MINUTE
@@ -243,7 +281,7 @@ def begun(
     after = trained(weights, facility, steps, before, seed)
     change = {name: after[name] - weights[name] for name in weights}
     step_seconds = FACILITIES[facility.name][2]
-    return Work(change, steps, number, now, facility.wait_seconds(), step_seconds)
+    return Work(change, steps, number, now, facility.queue.wait_seconds(now), step_seconds)
 
 
 def end_of_round(campaign: Campaign, works: Sequence[Work], now: float) -> float:
