@@ -36,7 +36,7 @@ from atoll.campaign.steps_by_queue import Pace, choose_steps, shared_steps
 from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.config.compose import campaign_values
 from atoll.federation.combine import weights_of
-from atoll.settings.federation import Campaign, Rule
+from atoll.settings.federation import Campaign
 
 TESTBED = Path(__file__).resolve().parents[1] / "tests" / "testbed"
 TARGET = 0.80  # of the time with fixed steps: the least that FedQueue publishes is 0.795
@@ -50,11 +50,12 @@ FACILITIES = {
 }
 SPREAD, MEMORY = 0.8, 0.7  # of the logarithm of a wait
 TRANSFER_SECONDS, START_SECONDS = 60.0, 90.0
-WAYS = {  # how steps are chosen, and whether late work is taken a round later
-    "fixed steps": ("fixed", False),
-    "fixed steps, late work": ("fixed", True),
-    "steps by queue": ("queue", False),
-    "steps by queue, late work": ("queue", True),
+WAYS = {  # how steps are chosen, whether late work is taken a round later, how updates weigh
+    "fixed steps": ("fixed", False, "steps"),
+    "fixed steps, late work": ("fixed", True, "steps"),
+    "steps by queue": ("queue", False, "steps"),
+    "steps by queue, late work": ("queue", True, "steps"),
+    "steps by queue, equal weights": ("queue", False, "equal"),
 }
 PEER = "fixed steps"
 ROOM = 1.1  # a deadline, over what the medians need
@@ -245,11 +246,11 @@ def store_of(
     folder: Path, way: str, arguments: argparse.Namespace, queues: dict[str, Queue]
 ) -> CampaignStore:
     """A campaign of these facilities, of which the journals alone are there."""
-    steps_by, late = WAYS[way]
+    steps_by, late, weigh = WAYS[way]
     values = campaign_values(["federation=demo", f"steps_by={steps_by}"])
     values |= {"rounds": MOST_ROUNDS * arguments.rounds, "steps": arguments.steps}
     values["sites"] = [{"name": name, "folder": name} for name in FACILITIES]
-    values["rule"] = {"quorum": QUORUM, "max_staleness": int(late)}
+    values["rule"] = {"quorum": QUORUM, "max_staleness": int(late), "weigh": weigh}
     values["deadline_minutes"] = (
         deadline_minutes(steps_by, arguments.steps, queues) if late else 1e6
     )
@@ -308,8 +309,8 @@ def taken_now(
 def averaged(
     store: CampaignStore, number: int, weights: dict[str, torch.Tensor], works: Sequence[Work]
 ) -> dict[str, torch.Tensor]:
-    """Weighed by steps, which here are tokens, and less for late work."""
-    rule = Rule(weigh="steps", max_staleness=1)
+    """Weighed by steps, which here are tokens, or all the same; and less for late work."""
+    rule = store.campaign.rule
     shares = weights_of(list(works), [number - work.asked for work in works], rule)
     pairs = list(zip(shares, works, strict=True))
     return {
