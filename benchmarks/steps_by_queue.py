@@ -58,6 +58,7 @@ WAYS = {  # how steps are chosen, whether late work is taken a round later, how 
     "steps by queue, equal weights": ("queue", False, "equal"),
 }
 PEER = "fixed steps"
+TEXTS = ("mixed text", "own modules")  # all facilities have the same, or each its own
 ROOM = 1.1  # a deadline, over what the medians need
 QUORUM = 2
 CONTEXT, WIDTH, BATCH, RATE = 12, 96, 32, 2e-3
@@ -102,6 +103,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rounds", type=int, help="30; of --real 10")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--texts", choices=TEXTS, nargs="+", default=TEXTS)
     parser.add_argument("--quick", action="store_true", help="one seed, few and short rounds")
     parser.add_argument("--check", action="store_true", help="fail where the target is missed")
     parser.add_argument("--real", action="store_true", help="between the testbed's two Slurms")
@@ -113,7 +115,7 @@ def main() -> int:
         arguments.seeds, arguments.rounds, arguments.steps = 1, 10, 60
     arguments.rounds = arguments.rounds or 30
     torch.set_num_threads(1)
-    rows = [row for kind in ("mixed text", "own modules") for row in compared(kind, arguments)]
+    rows = [row for kind in arguments.texts for row in compared(kind, arguments)]
     if arguments.quick:
         return 0
     return int(not results.record("steps_by_queue", rows) and arguments.check)
@@ -129,7 +131,7 @@ def real(arguments: argparse.Namespace) -> int:
 
 def compared(kind: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Hours to the same loss, by seed; a row of the results for each way."""
-    texts, held_out = all_texts(mixed=kind == "mixed text")
+    texts, held_out = all_texts(mixed=kind == TEXTS[0])
     hours: dict[str, list[float]] = {way: [] for way in WAYS}
     for seed in range(1, arguments.seeds + 1):
         target = -math.inf
@@ -147,7 +149,7 @@ def compared(kind: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     recorded = f", waits of {', '.join(log.stem for log in arguments.logs or ())}"
     about = f"{len(texts)} facilities, {kind}, {arguments.steps} steps a round"
     about += recorded if arguments.logs else ""
-    target_of = TARGET if kind == "mixed text" else None
+    target_of = TARGET if kind == TEXTS[0] else None
     return [
         results.row(
             f"{about}: time to a loss, {way}",
