@@ -1,134 +1,41 @@
 """A campaign's model against its provenance.json: signatures, and every aggregation once more."""
 
-import hashlib
-import io
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import made_up
 import pytest
+from proven import (
+    A_JOB,
+    SITES,
+    VOCABULARY,
+    flipped,
+    materials,
+    restated,
+    verify,
+)
 
 from atoll import run_dir
 from atoll.__main__ import main
 from atoll.campaign import average as averaging
 from atoll.campaign.prove import prove_campaign
 from atoll.campaign.signing import OF_MODELS, sign
-from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
+from atoll.campaign.store import CampaignStore
 from atoll.errors import UserError
 from atoll.federation import make_delta
 from atoll.federation.update_files import refuse_wrong_files
-from atoll.proof import of_run, statement
+from atoll.proof import statement
 from atoll.proof.made_with import in_words, made_with
 from atoll.settings import exchange
-from atoll.verify import again
 
-pytestmark = pytest.mark.login_node
+pytestmark = [pytest.mark.login_node, pytest.mark.usefixtures("one_process")]
 
-SITES = ("north", "south")
 ENDLESS = b"""{"_type": "https://in-toto.io/Statement/v1", "subject": [{"name": "x",
     "digest": {"sha256": "a"}, "annotations": {"bytes": 1e999}}], "predicateType":
     "https://slsa.dev/provenance/v1", "predicate": {"buildDefinition": {"resolvedDependencies": []},
     "runDetails": {"byproducts": []}}}"""
-VOCABULARY = '{"a": 1}'
-VOCABULARY_SHA256 = hashlib.sha256(VOCABULARY.encode()).hexdigest()
-SAID = {"image": "atoll.sif", "lock": "ab12", "sbom": "cd34"}
-A_JOB = exchange.JobRecord(
-    job="7",
-    cluster="cl",
-    partition="gpu",
-    state="COMPLETED",
-    exit_code="0:0",
-    nodes=2,
-    elapsed_seconds=1800,
-    submitted=1000,
-    started=1010,
-    ended=None,
-    energy_joules=3_600_000,
-).model_dump()
-
-
-def in_this_process(argv: list[str], what: str) -> str:
-    """A command without a process of its own, which would load torch anew."""
-    with redirect_stdout(io.StringIO()) as output:
-        assert main(argv[argv.index("aggregate") :]) == 0
-    return output.getvalue()
-
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(again, "run_atoll", in_this_process)
-    monkeypatch.setattr(averaging, "run_atoll", in_this_process)
-
-
-def run_statement(folder: Path) -> Path:
-    """Of a run in an image, as its export has it."""
-    folder.mkdir()
-    materials: list[statement.Resource] = [
-        {"name": "image", "annotations": SAID, "digest": {"sha256": "ef56"}},
-        {"name": "code", **of_run._of_code("0123abc+")},
-        {"name": "libraries", "annotations": {"versions": "torch 2.13.0"}},
-        statement.described("prepared/tokenizer/tokenizer.json", 7, VOCABULARY_SHA256),
-    ]
-    statement.write_statement(folder, statement.Made("run", "c-1", materials, []), [])
-    return folder / statement.NAME
-
-
-def made_campaign(folder: Path, **changes: Any) -> CampaignStore:
-    """Two rounds of two facilities that sign; the coordinator signs too."""
-    signers = ""
-    for name in (*SITES, "coordinator"):
-        key = folder / name
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
-        signers += f"{name} {Path(f'{key}.pub').read_text()}"
-    (folder / "signers").write_text(signers)
-    sites = [{"name": name, "folder": str(folder / "sites" / name)} for name in SITES]
-    values = {"name": "c", "rounds": 2, "sites": sites, "start": [], "codec": "int8"}
-    values |= {"allowed_signers": str(folder / "signers"), "rule": {"update": "nesterov"}}
-    values |= {"signing_key": str(folder / "coordinator")}
-    store = CampaignStore(checked_campaign(values | changes), folder / "c")
-    keep_settings(store)
-    made_up.first(folder)
-    (folder / "c" / "round-000").mkdir(parents=True)
-    (folder / "global-0").rename(store.model(0))
-    said = {"north": run_statement(folder / "run"), "south": None}
-    for number in (1, 2):
-        scratch = folder / f"scratch-{number}"
-        for place, name in enumerate(SITES):
-            delta = made_up.weights(10 * number + place, 1e-3)
-            base, about = store.model(number - 1), {"round": number}
-            given = {"provenance": said[name], **about}
-            made = made_up.update(scratch, base, name, delta, "int8", **given).folder
-            sign(made / "manifest.json", folder / name)
-            into = store.update(number, store.site(name))
-            into.parent.mkdir(parents=True)
-            made.rename(into)
-        store.journal(number).append("began")
-        store.keep_jobs(number, store.site("north"), [A_JOB])
-        assert averaging.average(store, number)
-    prove_campaign(store, 2)
-    return store
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> CampaignStore:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(averaging, "run_atoll", in_this_process)
-        return made_campaign(tmp_path_factory.mktemp("campaign"))
-
-
-@pytest.fixture
-def store(made: CampaignStore, tmp_path: Path) -> CampaignStore:
-    shutil.copytree(made.folder, tmp_path / "c")
-    return CampaignStore(made.campaign, tmp_path / "c")
-
-
-def verify(store: CampaignStore, *words: str) -> int:
-    return main(["verify", str(store.model(2) / "export"), *words])
 
 
 def test_an_untouched_campaign_is_as_stated(
@@ -311,7 +218,7 @@ def a_journal(store: CampaignStore) -> Path:
 
 
 def the_settings(store: CampaignStore) -> Path:
-    return store.folder / "campaign.json"
+    return store.round(2) / "campaign.json"
 
 
 def an_older_model(store: CampaignStore) -> Path:
@@ -323,7 +230,7 @@ def the_manifest(store: CampaignStore) -> Path:
 
 
 def the_accounting(store: CampaignStore) -> Path:
-    return run_dir.accounting_file(store.folder)
+    return run_dir.accounting_file(store.round(2))
 
 
 def the_card(store: CampaignStore) -> Path:
@@ -369,26 +276,6 @@ def test_a_model_that_its_updates_do_not_make_is_named(
     prove_campaign(store, 2)
     assert verify(store) == 2
     assert f"{weights} is not what its updates make" in capsys.readouterr().err
-
-
-def flipped(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-def restated(store: CampaignStore, change: Callable[[dict[str, Any]], None]) -> None:
-    """The statement with another content, signed by the coordinator."""
-    path = store.model(2) / "export" / statement.NAME
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-    sign(path, Path(str(store.campaign.signing_key)), OF_MODELS)
-
-
-def materials(content: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = content["predicate"]["buildDefinition"]["resolvedDependencies"]
-    return found
 
 
 @pytest.mark.parametrize("left", ["", "0", "0, 1", "0, 2", "1, 2"])
@@ -518,8 +405,8 @@ def test_a_part_of_a_model_that_was_not_kept_is_said(
 
 @pytest.mark.parametrize(
     "gone",
-    ["campaign.json", "round-001/journal.jsonl", "round-001/global/manifest.json",
-     "round-001/south/update/manifest.json", "accounting.json"],
+    ["round-002/campaign.json", "round-001/journal.jsonl", "round-001/global/manifest.json",
+     "round-001/south/update/manifest.json", "round-002/accounting.json"],
 )  # fmt: skip
 def test_what_is_taken_out_of_a_folder_is_named(
     store: CampaignStore, capsys: pytest.CaptureFixture[str], gone: str

@@ -196,6 +196,15 @@ def test_a_changed_byte_is_named(
     assert f"atoll: {path} has changed" in capsys.readouterr().err
 
 
+def test_settings_that_are_a_pipe_are_not_waited_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir.settings_file(folder).unlink()
+    os.mkfifo(run_dir.settings_file(folder))
+    assert verify(folder) == 2
+    assert "run.yaml is missing, or no plain file" in capsys.readouterr().err
+
+
 def test_a_changed_token_is_named(
     trained: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,17 +54,28 @@ def refuse_few_layers(store: CampaignStore, run: Run) -> None:
     refuse_too_many_fragments(store.campaign.rule.fragments, layers)
 
 
-def merge_adapter(store: CampaignStore, adapter: Path, out: Path) -> None:
+class NoBase(UserError):
+    """What adapters are for is not here, or cannot be read."""
+
+
+def merge_adapter(
+    store: CampaignStore, adapter: Path, out: Path, atoll: list[str] | None = None
+) -> None:
     """The base with an adapter added to it, once and in fp32, in the numbers of the rule's export.
 
-    Raises `UserError` where the base is no longer what the campaign began with.
+    atoll: the command that does it; unset, that of the campaign's own image. Raises `NoBase` where
+    the base is not here, `UserError` where it is no longer what the campaign began with.
     """
     dtype = store.campaign.rule.dtype
     composition = compose([*start_words(store), f"export.dtype={dtype}", "export.max_file_gib=4"])
     settings = out.with_name(f".{out.name}.yaml")
     run_dir.write_whole(settings, composition.as_yaml())
-    atoll, began_with = atoll_command(composition.run), store.model_manifest(0)["frozen"]
-    now = frozen_digest(run_atoll([*atoll, "adapter", str(settings)], "the base's digest"))
+    atoll = atoll or atoll_command(composition.run)
+    began_with = store.model_manifest(0)["frozen"]
+    try:
+        now = frozen_digest(run_atoll([*atoll, "adapter", str(settings)], "the base's digest"))
+    except UserError as error:
+        raise NoBase(error.found, error.hint) from None
     if now != began_with:
         raise UserError(
             f"the base that {settings} names is {now[:12]}, the campaign began with "

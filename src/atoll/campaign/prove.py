@@ -21,7 +21,10 @@ Job = dict[str, Any]  # of settings/exchange.py's JobRecord, with facility and r
 def prove_campaign(store: CampaignStore, last: int) -> None:
     """Write provenance.json into the export of round `last`, signed where there is a key."""
     export, folder = store.export(last), store.folder
-    names = [settings_file(folder).name, f"{round_name(0)}/run.yaml", *_first_export(store)]
+    settings = settings_file(store.round(last))  # a campaign that goes on may change its own
+    run_dir.write_whole(settings, settings_file(folder).read_bytes())
+    names = [settings.relative_to(folder).as_posix(), f"{round_name(0)}/run.yaml"]
+    names += _first_export(store)
     for number in range(last + 1):
         names.append(f"{round_name(number)}/global/manifest.json")
         for path in store.updates(number):
@@ -37,7 +40,7 @@ def prove_campaign(store: CampaignStore, last: int) -> None:
         materials,
         _journals(store, last),
         float(began[0]["time"]) if began else None,
-        _accounting(folder, jobs),
+        _accounting(store, last, jobs),
         jobs,
         _untold(store, jobs),
     )
@@ -69,13 +72,13 @@ def _jobs(store: CampaignStore, last: int) -> list[Job]:
     ]
 
 
-def _accounting(folder: Path, jobs: list[Job]) -> Resource | None:
+def _accounting(store: CampaignStore, last: int, jobs: list[Job]) -> Resource | None:
     if not jobs:
         return None
-    file = run_dir.accounting_file(folder)
+    file = run_dir.accounting_file(store.round(last))
     content = {"format_version": 1, "from": "facilities", "jobs": jobs}
     run_dir.write_whole(file, json.dumps(content, indent=1) + "\n")
-    return resource("campaign", folder, file.name)
+    return resource("campaign", store.folder, file.relative_to(store.folder).as_posix())
 
 
 def _untold(store: CampaignStore, jobs: list[Job]) -> list[Resource]:

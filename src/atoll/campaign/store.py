@@ -259,10 +259,10 @@ def settings_file(folder: Path) -> Path:
     return folder / "campaign.json"
 
 
-def load_store(folder: Path) -> CampaignStore:
-    """The campaign in a folder, by the settings it keeps."""
+def load_store(folder: Path, settings: Path | None = None) -> CampaignStore:
+    """The campaign in a folder, by the settings it keeps, or by another file of them."""
     try:
-        values = json.loads(settings_file(folder).read_text())
+        values = json.loads((settings or settings_file(folder)).read_text())
     except OSError:
         raise UserError(f"no campaign in {folder}", "give the folder of one") from None
     return CampaignStore(checked_campaign(values), folder.absolute())
@@ -287,6 +287,16 @@ def refuse_what_loses(store: CampaignStore) -> None:
         )
 
 
+def changed_settings(begun: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """What may not change in a campaign's life, and did: its name, before and now."""
+    before, wanted = _flat(begun), _flat(now)
+    return [
+        (name, before[name], value)
+        for name, value in wanted.items()
+        if name not in FREE and before.get(name, value) != value  # what it was begun without stays
+    ]
+
+
 def keep_settings(store: CampaignStore) -> CampaignStore:
     """A campaign keeps its settings for life; only those in FREE may change.
 
@@ -297,17 +307,11 @@ def keep_settings(store: CampaignStore) -> CampaignStore:
     begun = json.loads(path.read_text()) if path.is_file() else campaign.model_dump(mode="json")
     span = campaign.schedule_rounds or begun.get("schedule_rounds") or begun["rounds"]
     now = campaign.model_copy(update={"schedule_rounds": span}).model_dump(mode="json")
-    before, wanted = (
-        _flat(begun | {"schedule_rounds": begun.get("schedule_rounds") or span}),
-        _flat(now),
-    )
-    for name in wanted:
-        # a setting that it was begun without has what it began with
-        if name not in FREE and before.get(name, wanted[name]) != wanted[name]:
-            raise UserError(
-                f"campaign {store.campaign.name} was begun with {name}={before.get(name)}, now "
-                f"it is {wanted[name]}",
-                "give this one another name: name=NAME",
-            )
+    begun |= {"schedule_rounds": begun.get("schedule_rounds") or span}
+    for name, before, wanted in changed_settings(begun, now):
+        raise UserError(
+            f"campaign {store.campaign.name} was begun with {name}={before}, now it is {wanted}",
+            "give this one another name: name=NAME",
+        )
     run_dir.write_whole(path, json.dumps(now, indent=1))
     return CampaignStore(checked_campaign(now), store.folder)

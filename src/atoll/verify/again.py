@@ -1,12 +1,15 @@
 """A round's aggregation once more, from the updates that were kept: every file of its model."""
 
 import json
+import math
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from atoll.campaign.average import aggregate_words, bases
-from atoll.campaign.first_model import merge_adapter
+from atoll.campaign.first_model import NoBase, merge_adapter
 from atoll.campaign.store import CampaignStore
 from atoll.campaign.transfer import atoll_here, run_atoll
 from atoll.proof.statement import OWN
@@ -14,18 +17,26 @@ from atoll.settings.federation import Rule
 from atoll.verify.export import files_in
 from atoll.verify.lines import Line, differs
 
-ANEW = ("weights", "rejected", "rule", "digest")  # of a model's manifest
+# of a model's manifest: what has to be the same, for whom (why may name a folder), and what is
+# summed in another order on another processor
+ANEW, WHOM = ("weights", "rule", "digest", "base", "codec"), ("rejected", "unreadable")
+ALIKE = 1e-4  # of each number's size
+MEASURED = {"norms": 0.0, "norms_before": 0.0, "cosines": ALIKE}  # and so much more: of at most 1
+# of this Atoll alone: what a campaign names, as its image, is never run; and nothing is fetched
+HERE = ["env", "HF_HUB_OFFLINE=1", *atoll_here()]
 
 
-def again(store: CampaignStore, number: int, export: Path | None) -> Line:
+def again(store: CampaignStore, number: int, export: Path | None) -> Iterator[Line]:
     """Aggregate the kept updates once more: the same files, bit for bit.
 
     export: where that of the last round is; it may have been moved.
     """
     stated, updates = store.model_manifest(number), store.updates(number)
-    absent = set(stated["weights"]) - {folder.parent.name for folder in updates}
+    named = {*stated["weights"], *(who for name in WHOM for who in stated.get(name, {}))}
+    absent = named - {folder.parent.name for folder in updates}
     if absent or not all(map(store.has_model, bases(store, number))):
-        return Line("not at hand", f"round {number}: what its aggregation read")
+        yield Line("not at hand", f"round {number}: what its aggregation read")
+        return
     with tempfile.TemporaryDirectory(prefix="atoll-verify-") as scratch:
         out = Path(scratch) / "global"
         if "held" in stated:
@@ -34,26 +45,46 @@ def again(store: CampaignStore, number: int, export: Path | None) -> Line:
         _aggregated(store, number, folders, out)
         _refuse_other_manifest(store, number, stated, out)
         if export is not None and store.campaign.lora is not None:
-            merge_adapter(store, out / "master", out / "merged")
-        gone = []
-        for made in sorted(path for path in out.iterdir() if path.is_dir()):
-            there = store.model(number) / made.name
-            if export is not None and made.name == store.export(number).name:
-                there = export
-            if there.is_dir():
-                _refuse_other_files(made, there)
-            else:
-                gone.append(made.name)
+            yield from _merged(store, number, out)
+        gone = _compared(store, number, out, export)
     of = f"0 of {len(updates)}" if "held" in stated else len(updates)
     without = f", but its {', '.join(gone)}: not kept" if gone else ""
-    return Line("as stated", f"round {number}: aggregated again, bit for bit ({of}){without}")
+    yield Line("as stated", f"round {number}: aggregated again, bit for bit ({of}){without}")
+
+
+def _merged(store: CampaignStore, number: int, out: Path) -> Iterator[Line]:
+    """The base with the adapters, where it is here; one with another digest is no gap."""
+    try:
+        merge_adapter(store, out / "master", out / "merged", HERE)
+    except NoBase as error:
+        shutil.rmtree(out / "merged", ignore_errors=True)
+        what = f"round {number}: the base, so its merge was not made again ({error.found})"
+        yield Line("not at hand", what)
+
+
+def _compared(store: CampaignStore, number: int, out: Path, export: Path | None) -> list[str]:
+    """Every folder of the model that was made again; the names of those that were not kept."""
+    gone, own = [], store.export(number).name
+    made = {path.name: path for path in sorted(out.iterdir()) if path.is_dir()}
+    for path in sorted(store.model(number).iterdir()):
+        if path.is_dir() and path.name not in made and path.name != own:
+            raise differs(f"{path} is nothing that its updates make")
+    for name, folder in made.items():
+        there = store.model(number) / name
+        if export is not None and name == own:
+            there = export
+        if there.is_dir():
+            _refuse_other_files(folder, there)
+        else:
+            gone.append(name)
+    return gone
 
 
 def _aggregated(
     store: CampaignStore, number: int, updates: list[Path], out: Path
 ) -> dict[str, Any]:
     words = aggregate_words(store, number, updates, out)
-    answer: dict[str, Any] = json.loads(run_atoll([*atoll_here(), *words], f"round {number} again"))
+    answer: dict[str, Any] = json.loads(run_atoll([*HERE, *words], f"round {number} again"))
     return answer
 
 
@@ -76,12 +107,28 @@ def _refuse_other_manifest(
     stated = stated | {"rule": rule}
     for one in (again, stated):  # may change in a campaign's life, and makes no other model
         one["rule"].pop("below_quorum")
-    for name in ANEW:
-        if again.get(name) != stated.get(name):
-            raise differs(
-                f"{store.model(number)}: the updates of round {number} make another model: "
-                f"{name} is {again.get(name)}, {stated.get(name)} was stated"
-            )
+    same = {name: again.get(name) == stated.get(name) for name in ANEW}
+    same |= {name: again.get(name, {}).keys() == stated.get(name, {}).keys() for name in WHOM}
+    for name, room in MEASURED.items():
+        same[name] = _alike(again.get(name), stated.get(name), room)
+    for name in (name for name, is_same in same.items() if not is_same):
+        raise differs(
+            f"{store.model(number)}: the updates of round {number} make another model: "
+            f"{name} is {again.get(name)}, {stated.get(name)} was stated"
+        )
+
+
+def _alike(made: Any, stated: Any, room: float) -> bool:
+    """The same but for the last digits of numbers, whatever they are in."""
+    if isinstance(made, dict) and isinstance(stated, dict):
+        same_names = made.keys() == stated.keys()
+        return same_names and all(_alike(made[name], stated[name], room) for name in made)
+    if isinstance(made, list) and isinstance(stated, list):
+        same_length = len(made) == len(stated)
+        return same_length and all(_alike(*pair, room) for pair in zip(made, stated, strict=True))
+    if isinstance(made, float) and isinstance(stated, float):
+        return math.isclose(made, stated, rel_tol=ALIKE, abs_tol=room) or str(made) == str(stated)
+    return bool(made == stated)
 
 
 def _refuse_other_files(made: Path, stated: Path) -> None:

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     about = "of a campaign: the updates and the aggregation of one round alone"
     parser.add_argument("--round", type=int, metavar="N", help=about)
     words = parser.read(argv)
-    folder = words.export.absolute()
+    folder = words.export.resolve()  # of a link, where it leads: there its campaign is
     statement = read_statement(folder)
     is_campaign = kind_of(statement) == "campaign"
     source = words.source.absolute() if words.source else _source(folder, statement, is_campaign)
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     _refuse_round(words, statement, is_campaign)
     asked = words.signers
     if asked is None and is_campaign and not words.sign:  # who signs it now is not asked for before
-        asked = of_campaign.own_signers(source, words.identity)
+        asked = of_campaign.own_signers(statement, source, words.identity)
     for line in exported.signature(folder, asked, words.identity):
         _print(line)
     for line in exported.files(folder, statement):
@@ -87,7 +87,7 @@ def _refuse_round(words: argparse.Namespace, statement: dict[str, Any], is_campa
 
 def _source(export: Path, statement: dict[str, Any], is_campaign: bool) -> Path | None:
     """RUN of RUN/export; CAMPAIGN of CAMPAIGN/round-N/global/export: it has what is stated."""
-    source = export.parents[2] if is_campaign else export.parent
+    source = export.parent.parent.parent if is_campaign else export.parent
     place = "campaign" if is_campaign else "run"
     entries = [*materials_of(statement), *logs_of(statement)]
     names = [name for at, _, name in (e["name"].partition("/") for e in entries) if at == place]

@@ -1,5 +1,6 @@
 """The files of an export against its statement, and who signed that."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,19 @@ def files(export: Path, statement: dict[str, Any]) -> Iterator[Line]:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """All files below a folder; a link to a folder is one, whatever is behind it."""
-    return [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    """All files below a folder; a link to a folder is one, whatever is behind it.
+
+    Raises `UserError` where a folder cannot be listed: who knows a name may open a file there.
+    """
+    found = []
+    for top, folders, files in os.walk(folder, onerror=_refuse_unlisted):
+        links = [name for name in folders if (Path(top) / name).is_symlink()]
+        found += [Path(top) / name for name in (*links, *files)]
+    return found
+
+
+def _refuse_unlisted(error: OSError) -> None:
+    raise differs(f"{error.filename} cannot be listed: {error.strerror}")
 
 
 def signature(export: Path, allowed_signers: Path | None, identity: str) -> Iterator[Line]:

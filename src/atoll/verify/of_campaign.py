@@ -7,13 +7,14 @@ from typing import Any
 
 from atoll.campaign.journal import round_name
 from atoll.campaign.signing import is_known, refuse_unsigned
-from atoll.campaign.store import CampaignStore, load_store, settings_file
+from atoll.campaign.store import CampaignStore, changed_settings, load_store, settings_file
 from atoll.errors import UserError
 from atoll.proof.made_with import TOKENIZER, in_words, made_with, tokenizer_of
 from atoll.proof.statement import NAME, UNREADABLE, logs_of, materials_of
 from atoll.settings.exchange import manifest_file, read_manifest, signature_file
 from atoll.verify.again import again, same_bytes
 from atoll.verify.export import files_in
+from atoll.verify.first_model import refuse_more_than_first
 from atoll.verify.lines import Line, differs, refuse_changed, resources
 
 OF_MODEL = re.compile(r"campaign/round-(\d{3,})/global/manifest\.json")
@@ -36,17 +37,20 @@ def made_it(
     if folder is None:
         return
     _refuse_other_round(export, folder, numbers[-1])
-    store = load_store(folder)
-    allowed = signers or _allowed(store)
+    store = _stated(statement, folder)
+    _refuse_other_settings(store)
+    allowed, counted = signers or _allowed(store), dict[str, int]()
     for number in numbers if only_round is None else [only_round - 1, only_round]:
         if not store.has_model(number):
             yield Line("not at hand", f"round {number}: its model")
             continue
         if number and only_round in (None, number):
-            yield from _updates(store, number, allowed, _tokenizer(statement))
+            yield from _updates(store, number, allowed, _tokenizer(statement), counted)
+        if number == 0:
+            refuse_more_than_first(store.model(0), _names(statement))
         yield _model(store, number)
         if deep and number and only_round in (None, number):
-            yield again(store, number, export if number == numbers[-1] else None)
+            yield from again(store, number, export if number == numbers[-1] else None)
 
 
 def rounds(statement: dict[str, Any]) -> list[int]:
@@ -66,12 +70,34 @@ def _refuse_other_round(export: Path, folder: Path, last: int) -> None:
         raise differs(f"{export / NAME} tells of the rounds up to {last}, not of its own")
 
 
-def own_signers(folder: Path | None, identity: str) -> Path | None:
+def _names(statement: dict[str, Any]) -> set[str]:
+    """Of the campaign's files that are stated, below its folder."""
+    return {entry["name"].removeprefix("campaign/") for entry in materials_of(statement)}
+
+
+def _stated(statement: dict[str, Any], folder: Path) -> CampaignStore:
+    """The campaign with the settings that are stated: its own may have changed as it went on."""
+    names = _names(statement)
+    last = settings_file(folder / round_name(rounds(statement)[-1]))
+    for file in (last, settings_file(folder)):
+        if file.relative_to(folder).as_posix() in names:
+            return load_store(folder, file)
+    raise differs(f"{NAME} states no settings of a campaign")
+
+
+def _refuse_other_settings(store: CampaignStore) -> None:
+    """What the campaign has now may be other than stated only in what may change in its life."""
+    now = load_store(store.folder).campaign.model_dump(mode="json")
+    for name, stated, other in changed_settings(store.campaign.model_dump(mode="json"), now):
+        raise differs(f"{settings_file(store.folder)} has {name}={other}, {stated} was stated")
+
+
+def own_signers(statement: dict[str, Any], folder: Path | None, identity: str) -> Path | None:
     """The campaign's own allowed signers, where they have somebody of this name."""
-    if folder is None or not settings_file(folder).is_file():
+    if folder is None:
         return None
     try:
-        allowed = _allowed(load_store(folder))
+        allowed = _allowed(_stated(statement, folder))
     except (UserError, *UNREADABLE):  # it is not as stated: that is named when files are compared
         return None
     return allowed if allowed is not None and is_known(identity, allowed) else None
@@ -90,21 +116,28 @@ def _tokenizer(statement: dict[str, Any]) -> str:
 
 
 def _updates(
-    store: CampaignStore, number: int, signers: Path | None, tokenizer: str
+    store: CampaignStore,
+    number: int,
+    signers: Path | None,
+    tokenizer: str,
+    counted: dict[str, int],
 ) -> Iterator[Line]:
-    """The files of a round's updates, as their manifests have them."""
+    """The files of a round's updates, as their manifests have them.
+
+    counted: the round of each update before, by its nonce; those of this one are added.
+    """
     manifest = store.model_manifest(number)
     left_out = {**manifest["rejected"], **manifest.get("unreadable", {})}
     kept = {folder.parent.name: folder for folder in store.updates(number)}
+    came = taken(store, number) | kept.keys()
     if "held" in manifest:
-        yield Line("as stated", f"round {number}: held, of no update: {manifest['held']}")
-    elif (
-        unused := (taken(store, number) | kept.keys())
-        - manifest["weights"].keys()
-        - left_out.keys()
-    ):
+        yield _held(store, number, came, came - kept.keys())
+    elif unused := came - manifest["weights"].keys() - left_out.keys():
         who = ", ".join(sorted(unused))
         raise differs(f"{store.model(number)} was made without {who}, whose update was taken")
+    for facility in sorted(left_out.keys() - kept.keys()):
+        why = f"the update of {facility}, which was left out ({left_out[facility]})"
+        yield Line("not at hand", f"round {number}: {why}")
     if not kept and manifest["weights"]:
         yield Line("not at hand", f"round {number}: its updates")
     for facility, update in kept.items():
@@ -112,9 +145,41 @@ def _updates(
             yield Line("not at hand", f"round {number}: {facility} was left out")
             continue
         yield from _update(update, number, facility, signers)
+        _refuse_other_request(store, number, update, counted)
         if (read_with := tokenizer_of(update)) and read_with != tokenizer:
             what = f"{facility} says that it read with another {TOKENIZER} than this export's"
             yield Line("not at hand", f"round {number}: {what}")
+
+
+def _held(store: CampaignStore, number: int, came: set[str], gone: set[str]) -> Line:
+    """A round of no update; whether it had to be is told by those that came, if they are there."""
+    if gone and len(came) >= store.campaign.rule.quorum:
+        who = f"{', '.join(sorted(gone))} sent updates, which are gone"
+        return Line("not at hand", f"round {number}: whether it had to be held: {who}")
+    why = store.model_manifest(number)["held"]
+    return Line("as stated", f"round {number}: held, of no update: {why}")
+
+
+def _refuse_other_request(
+    store: CampaignStore, number: int, update: Path, counted: dict[str, int]
+) -> None:
+    """An update of this campaign, facility and round, or late within bounds; counted once."""
+    said, campaign, path = read_manifest(update), store.campaign, manifest_file(update)
+    stated = {
+        "campaign": campaign.name,
+        "facility": update.parent.name,
+        "encoding": campaign.codec,
+        "round": min(max(said.round, number - campaign.rule.max_staleness), number),
+    }
+    for name, value in stated.items():
+        if getattr(said, name) != value:
+            raise differs(f"{path} is of {name} {getattr(said, name)}, this is {value}")
+    began_with = store.global_round(said.round)
+    if store.has_model(began_with) and said.base != store.model_manifest(began_with)["digest"]:
+        raise differs(f"{path} began with another model than that of round {began_with}")
+    if said.nonce in counted:
+        raise differs(f"{path} was counted in round {counted[said.nonce]} already")
+    counted[said.nonce] = number
 
 
 def taken(store: CampaignStore, number: int) -> set[str]:

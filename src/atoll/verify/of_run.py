@@ -7,7 +7,7 @@ from typing import Any
 
 from atoll import run_dir
 from atoll.errors import UserError
-from atoll.proof.statement import Resource, logs_of, materials_of
+from atoll.proof.statement import MAX_BYTES, Resource, logs_of, materials_of
 from atoll.settings import load_run
 from atoll.verify.lines import Line, refuse_changed, resources
 
@@ -38,8 +38,11 @@ def made_it(statement: dict[str, Any], run_folder: Path | None, deep: bool) -> I
 
 def _prepared(run_folder: Path) -> dict[str, Path | None]:
     """Where run.yaml says that its tokens are, and those of each source, if there are any."""
+    settings = run_dir.settings_file(run_folder)
+    if not settings.is_file() or settings.stat().st_size > MAX_BYTES:  # named where it is compared
+        return {"prepared": None}
     try:
-        run = load_run(run_dir.settings_file(run_folder))
+        run = load_run(settings)
     except UserError:  # the settings are of another time: what they say elsewhere is looked at
         return {"prepared": None}
     folders = {"prepared": run_dir.prepared(run)}

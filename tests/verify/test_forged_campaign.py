@@ -1,0 +1,272 @@
+"""A coordinator that made another model than its facilities' updates, and signed for it."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import made_up
+import pytest
+from proven import SITES, made_campaign, verify
+from safetensors.torch import load_file, save_file
+
+from atoll import run_dir
+from atoll.__main__ import main
+from atoll.campaign import average as averaging
+from atoll.campaign import first_model
+from atoll.campaign.prove import prove_campaign
+from atoll.campaign.signing import sign
+from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
+from atoll.errors import UserError
+from atoll.proof.statement import read_statement
+from atoll.verify import again, command
+from atoll.verify import export as exported
+
+pytestmark = [pytest.mark.login_node, pytest.mark.usefixtures("one_process")]
+
+
+def again_from(store: CampaignStore, number: int) -> None:
+    """The models from this round on, made anew from what is there, stated and signed."""
+    for each in range(number, 3):
+        shutil.rmtree(store.model(each))
+        assert averaging.average(store, each)
+    prove_campaign(store, 2)
+
+
+def rewritten(path: Path, **changes: Any) -> None:
+    run_dir.write_whole(path, json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.fixture
+def patient(tmp_path: Path) -> CampaignStore:
+    """A campaign that goes on with one update, or with a late one."""
+    rule = {"update": "nesterov", "max_staleness": 1, "quorum": 1}
+    return made_campaign(tmp_path, rule=rule)
+
+
+def own_key(store: CampaignStore, name: str) -> Path:
+    return Path(str(store.campaign.allowed_signers)).parent / name
+
+
+def test_the_first_model_remembers_nothing(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What stands in a momentum there would be added to every weight, and nobody sent it."""
+    memory = store.model(0) / "memory" / "momentum"
+    memory.mkdir(parents=True)
+    for path in (store.model(1) / "memory" / "momentum").glob("*.safetensors"):
+        large = {name: values * 0 + 7.0 for name, values in load_file(path).items()}
+        save_file(large, memory / path.name)
+    shutil.rmtree(store.model(1))
+    assert averaging.average(store, 1)
+    prove_campaign(store, 1)
+    assert main(["verify", str(store.model(1) / "export")]) == 2
+    assert f"{store.model(0) / 'memory'} is no part of a first model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["a file of its master", "a word of its manifest"])
+def test_the_first_model_is_what_its_manifest_says_and_no_more(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    if what == "a file of its master":
+        (store.model(0) / "master" / "more.safetensors").write_bytes(b"")
+        found = "more.safetensors is no part"
+    else:
+        rewritten(store.model(0) / "manifest.json", norms_before={"0": [1e-4]})
+        found = "norms_before"
+    prove_campaign(store, 2)
+    assert verify(store, "--quick") == 2
+    assert found in capsys.readouterr().err
+
+
+def test_what_decides_who_is_left_out_later_is_made_again(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = store.model(1) / "manifest.json"
+    norms = json.loads(path.read_text())["norms_before"]["0"]
+    rewritten(path, norms_before={"0": [norm / 100 for norm in norms]})
+    prove_campaign(store, 2)
+    assert verify(store) == 2
+    assert f"{store.model(1)}: the updates of round 1 make another" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("claim", [{"campaign": "of-last-year"}, {"round": 7}, {"round": 1}])
+def test_an_update_for_another_campaign_or_round_is_named(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], claim: dict[str, Any]
+) -> None:
+    """Each facility signed it, for something else."""
+    manifest = store.update(2, store.site("north")) / "manifest.json"
+    rewritten(manifest, **claim)
+    sign(manifest, own_key(store, "north"))
+    again_from(store, 2)
+    for words in ([], ["--quick"]):
+        assert verify(store, *words) == 2
+        [(name, value)] = claim.items()
+        assert f"{manifest} is of {name} {value}" in capsys.readouterr().err
+
+
+def test_an_update_that_is_counted_twice_is_named(
+    patient: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (patient.update(number, patient.site("north")) for number in (1, 2))
+    shutil.rmtree(second)
+    shutil.copytree(first, second)
+    again_from(patient, 2)
+    assert verify(patient, "--quick") == 2
+    assert f"{second / 'manifest.json'} was counted in round 1 already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["unreadable", "rejected"])
+def test_an_update_that_is_called_wrong_and_gone_is_a_gap(
+    patient: CampaignStore, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    shutil.rmtree(patient.update(2, patient.site("south")))
+    again_from(patient, 2)
+    rewritten(patient.model(2) / "manifest.json", **{how: {"south": "x"}})
+    prove_campaign(patient, 2)
+    assert verify(patient) == 0
+    output = capsys.readouterr().out
+    assert "not at hand  round 2: the update of south, which was left out (x)" in output
+    assert "not at hand  round 2: what its aggregation read" in output
+
+
+def test_an_update_that_is_whole_and_called_unreadable_is_named(
+    patient: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    south, aside = patient.update(2, patient.site("south")), patient.folder / "aside"
+    south.rename(aside)
+    again_from(patient, 2)
+    aside.rename(south)
+    rewritten(patient.model(2) / "manifest.json", unreadable={"south": "x"})
+    prove_campaign(patient, 2)
+    assert verify(patient) == 2
+    assert "make another model" in capsys.readouterr().err
+
+
+def test_a_round_that_was_held_without_the_updates_that_came_is_a_gap(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in SITES:
+        store.journal(2).append("received", facility=name, bytes=1, seconds=0.1)
+        shutil.rmtree(store.update(2, store.site(name)))
+    shutil.rmtree(store.model(2))
+    averaging._aggregate(store, 2, [], held="nobody came")
+    prove_campaign(store, 2)
+    assert verify(store) == 0
+    output = capsys.readouterr().out
+    assert "not at hand  round 2: whether it had to be held: north, south" in output
+    assert "as stated    round 2: held" not in output
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "modeling_x.py", "z.safetensors"])
+def test_a_file_added_to_the_first_export_is_named(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    path = store.model(0) / "export" / name
+    path.write_bytes(b"")
+    assert verify(store, "--quick") == 2
+    assert f"{path} is no part of a first model" in capsys.readouterr().err
+
+
+def test_an_export_that_lies_at_the_top_has_no_campaign(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where it is mounted at /model."""
+    alone = Path("/atoll-model")
+    monkeypatch.setattr(Path, "resolve", lambda path, strict=False: alone)
+    statement = read_statement(store.model(2) / "export")
+    monkeypatch.setattr(command, "read_statement", lambda folder: statement)
+    monkeypatch.setattr(exported, "files", lambda folder, statement: [])
+    assert verify(store, "--quick") == 0
+    assert "not at hand  campaign/round-002/campaign.json" in capsys.readouterr().out
+
+
+def test_an_export_by_another_name_has_its_campaign(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    link = tmp_path / "newest"
+    link.symlink_to(store.model(2) / "export")
+    for path in (link, store.model(2) / "export" / ".." / "export"):
+        assert main(["verify", str(path), "--quick"]) == 0
+        output = capsys.readouterr().out
+        assert "signed by coordinator" in output and "round 2: its model" in output
+
+
+def test_a_model_stays_as_stated_while_its_campaign_goes_on(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = store.campaign.model_dump(mode="json") | {"rounds": 3, "deadline_minutes": 99.0}
+    longer = keep_settings(CampaignStore(checked_campaign(values), store.folder))
+    assert verify(longer) == 0
+    into = longer.update(3, longer.site("north"))
+    into.parent.mkdir(parents=True)
+    made = made_up.update(
+        store.folder / "scratch", longer.model(2), "north", made_up.weights(9, 1e-3), "int8",
+        round=3,
+    )  # fmt: skip
+    sign(made.folder / "manifest.json", own_key(store, "north"))
+    made.folder.rename(into)
+    longer.journal(3).append("began")
+    assert averaging.average(longer, 3)
+    prove_campaign(longer, 3)
+    assert verify(store) == 0
+    assert main(["verify", str(longer.model(3) / "export")]) == 0
+    assert "round 3: aggregated again" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_listed_is_named(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever knows a name in it may still open that file; to root every folder is open."""
+    hidden, usual = store.model(2) / "export" / "custom_generate", os.scandir
+    hidden.mkdir()
+
+    def scandir(path: str) -> Any:
+        if path == str(hidden):
+            raise PermissionError(13, "Permission denied", path)
+        return usual(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert verify(store, "--quick") == 2
+    assert f"{hidden} cannot be listed: Permission denied" in capsys.readouterr().err
+
+
+def of_adapters(store: CampaignStore, *start: str) -> CampaignStore:
+    """The same campaign, as if adapters were what it trains."""
+    rewritten(store.model(0) / "manifest.json", frozen="ab" * 32)
+    words = ["facility=laptop", "data=python_stdlib", "model=llama_tiny", *start]
+    values = store.campaign.model_dump(mode="json") | {"lora": {"rank": 2}, "start": words}
+    return CampaignStore(checked_campaign(values), store.folder)
+
+
+def test_what_a_campaign_names_is_never_run(
+    store: CampaignStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image of its own would say of any merge that it is the one."""
+    run: list[list[str]] = []
+
+    def noted(argv: list[str], what: str) -> str:
+        run.append(argv)
+        return json.dumps({"digest": "ab" * 32})
+
+    monkeypatch.setattr(first_model, "run_atoll", noted)
+    monkeypatch.setattr(first_model, "_shown", noted)
+    theirs = of_adapters(store, f"image.file={tmp_path}/evil.sif", "image.run_flags=[--bind,/]")
+    assert not list(again._merged(theirs, 2, tmp_path))
+    assert [argv[: len(again.HERE)] for argv in run] == [again.HERE] * 2
+    assert "HF_HUB_OFFLINE=1" in again.HERE and not any("apptainer" in argv for argv in run)
+
+
+def test_a_base_that_is_elsewhere_is_a_gap_and_another_one_is_not(
+    store: CampaignStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(argv: list[str], what: str) -> str:
+        raise UserError("the base's digest cannot be made: no such folder", "get it")
+
+    monkeypatch.setattr(first_model, "run_atoll", gone)
+    [line] = again._merged(of_adapters(store), 2, tmp_path)
+    assert line.state == "not at hand" and "no such folder" in line.what
+    monkeypatch.setattr(first_model, "run_atoll", lambda argv, what: '{"digest": "cd"}')
+    with pytest.raises(UserError, match="the campaign began with abababab"):
+        list(again._merged(of_adapters(store), 2, tmp_path))
