@@ -56,16 +56,15 @@ def main(argv: list[str]) -> int:
             average(store, number)
         return 0  # else it is the coordinator that asks again, or says why the round is held
     site = store.site(arguments.facility)
-    if arguments.step == "send":
-        bring_models(store, number, site, "--receive")
-    else:
-        text = read_plain(arguments.answer, MAX_ANSWER_BYTES).decode(errors="replace")
-        at_the_seam(
-            store,
-            number,
-            site,
-            lambda: use_answer(store, number, site, read_answer(text, site.name)),
-        )
+
+    def send_or_take() -> None:
+        if arguments.step == "send":
+            bring_models(store, number, site, "--receive")
+        else:
+            text = read_plain(arguments.answer, MAX_ANSWER_BYTES).decode(errors="replace")
+            use_answer(store, number, site, read_answer(text, site.name), end_of(store, number))
+
+    at_the_seam(store, number, site, send_or_take)
     return 0
 
 
@@ -74,10 +73,12 @@ def go_on(store: CampaignStore, number: int, site: Site, stopped: Over = never) 
 
     stopped: nobody waits for any answer any more.
     """
-    over = time_of(store, number, site, stopped)
+    end = end_of(store, number)
+    over = time_of(store, number, end, stopped)
 
     def step() -> None:
-        use_answer(store, number, site, bring_models(store, number, site, over=over), stopped)
+        answer = bring_models(store, number, site, over=over)
+        use_answer(store, number, site, answer, end, stopped)
 
     at_the_seam(store, number, site, step)
 
@@ -95,14 +96,18 @@ def at_the_seam(store: CampaignStore, number: int, site: Site, step: Callable[[]
         store.count_failure(number, site, printable(why, SHOWN))
 
 
-def time_of(store: CampaignStore, number: int, site: Site, stopped: Over = never) -> Over:
+def end_of(store: CampaignStore, number: int) -> float:
+    """When a question that begins now, and what comes of it, is over in any case."""
+    return max(store.deadline(number), time.time()) + 60 * store.campaign.grace_minutes
+
+
+def time_of(store: CampaignStore, number: int, end: float, stopped: Over = never) -> Over:
     """Whether a call that begins now is waited for no longer.
 
     After the deadline, where the others are a quorum, for as long as it gives a sign of life, and
-    where they are too few in any case; never longer than the grace.
+    where they are too few in any case; never longer than to the `end`.
     """
     deadline = store.deadline(number)
-    end = max(deadline, time.time()) + 60 * store.campaign.grace_minutes
 
     def over(quiet_seconds: float) -> bool:
         now = time.time()
@@ -146,13 +151,21 @@ def bring(
 
 
 def use_answer(
-    store: CampaignStore, number: int, site: Site, answer: dict[str, Any], stopped: Over = never
+    store: CampaignStore,
+    number: int,
+    site: Site,
+    answer: dict[str, Any],
+    end: float,
+    stopped: Over = never,
 ) -> None:
-    """Take what is ready; go on without a facility that has failed; wait in all other states."""
+    """Take what is ready; go on without a facility that has failed; wait in all other states.
+
+    end: when what is ready is waited for no longer.
+    """
     store.record_answer(number, site, answer)
     state, why = answer["state"], answer.get("why", "")
     if state == "ready":
-        _take(store, number, site, answer.get("jobs", []), stopped)
+        _take(store, number, site, answer.get("jobs", []), end, stopped)
     elif state == "refused":
         store.count_failure(number, site, why)
     elif state == "failed" and store.asked_round(number, site) < number:
@@ -162,16 +175,20 @@ def use_answer(
 
 
 def _take(
-    store: CampaignStore, number: int, site: Site, jobs: list[dict[str, Any]], stopped: Over
+    store: CampaignStore,
+    number: int,
+    site: Site,
+    jobs: list[dict[str, Any]],
+    end: float,
+    stopped: Over,
 ) -> None:
     """Fetch an update and check it; what is wrong in it is fetched again, then left out.
 
     Its manifest comes first: nothing is fetched that it does not name, or that is larger than a
-    model. What is ready has the grace to come.
+    model.
     """
     update, asked = store.update(number, site), store.asked_round(number, site)
     source = f"{site.folder}/rounds/{round_name(asked)}/update"
-    end = max(store.deadline(number), time.time()) + 60 * store.campaign.grace_minutes
     with alone(update.parent):
         if store.state(number, site).settled:
             return
@@ -218,12 +235,15 @@ def of_like_size(sizes: dict[str, int]) -> list[list[str]]:
 
 
 def keep_only(folder: Path, names: set[str]) -> None:
-    """Remove what is beside plain files of these names; parts of them that came stay."""
+    """Remove what is beside plain files of these names, and parts that came of others."""
     for path in folder.iterdir():
         plain = path.is_file() and not path.is_symlink()
-        if path.is_dir() and not path.is_symlink() and path.name != PARTS:
+        is_folder = path.is_dir() and not path.is_symlink()
+        if is_folder and path.name == PARTS:
+            keep_only(path, names - {PARTS})
+        elif is_folder:
             shutil.rmtree(path)
-        elif path.name != PARTS and not (plain and path.name in names):
+        elif not (plain and path.name in names):
             path.unlink()
 
 

@@ -205,9 +205,11 @@ class CampaignStore:
     def record_answer(self, number: int, site: Site, answer: dict[str, Any]) -> None:
         """Keep what a facility said, where it is not what it said before.
 
-        But its jobs, which are others in each answer: those come with its update.
+        But its jobs, and while it works its times, which are others in each answer: those come with
+        its update.
         """
-        facts = {name: value for name, value in _facts(answer).items() if name != "jobs"}
+        left = {"jobs"} if answer["state"] == "ready" else {"jobs", "node_seconds"}
+        facts = {name: value for name, value in _facts(answer).items() if name not in left}
         if facts != self.state(number, site).answer:
             self.journal(number).append("answered", **facts, facility=site.name)
 

@@ -36,6 +36,7 @@ from atoll.settings.federation import Campaign, Site
 
 CLONE = Path(__file__).resolve().parents[3]
 WAIT_SECONDS = 1800.0  # a command at a facility outlives a coordinator that is killed by no more
+ALONE_SECONDS = 600.0  # of a workflow of one facility, that asks how it is and does not wait
 ONE_OR_MORE = ["File", {"type": "array", "items": "File"}]
 
 
@@ -49,9 +50,8 @@ def collect(store: CampaignStore, number: int) -> None:
         if homes:
             write(store, number, homes, everyone=len(homes) == len(waiting))
             end = deadline + 60 * store.campaign.grace_minutes
-            code = carry_out(program, folder, number, end)
-            for site in [site for site in waiting if code and site.name in homes]:
-                _count_failed_steps(store, number, site)
+            if carry_out(program, folder, number, end) and time.time() < end:
+                _find_failing(store, number, homes, program, end)
         if time.time() > deadline:
             store.leave_out_late(number)
         elif store.unsettled(number):
@@ -116,17 +116,33 @@ def _answering(store: CampaignStore, number: int, sites: list[Site]) -> dict[str
     return homes
 
 
-def _count_failed_steps(store: CampaignStore, number: int, site: Site) -> None:
-    """A facility whose steps failed, each as often as StreamFlow may try, has failed once."""
-    if not store.state(number, site).settled:
-        log = store.folder / "streamflow" / "streamflow.log"
-        store.count_failure(number, site, f"its steps failed, see {log}")
+def _find_failing(
+    store: CampaignStore, number: int, homes: dict[str, Path | None], program: str, end: float
+) -> None:
+    """Ask each facility of a workflow that failed once more, alone: who fails then, has failed.
+
+    StreamFlow ends all steps where one fails, so those of the others say nothing.
+    """
+    folder = store.folder / "streamflow"
+    for site in [site for site in store.unsettled(number) if site.name in homes]:
+        write(store, number, {site.name: homes[site.name]}, everyone=False, wait_seconds=0.0)
+        code = carry_out(program, folder, number, min(end, time.time() + ALONE_SECONDS))
+        if code and not store.state(number, site).settled:
+            log = folder / "streamflow.log"
+            store.count_failure(number, site, f"its steps failed, see {log}")
 
 
-def write(store: CampaignStore, number: int, homes: dict[str, Path | None], everyone: bool) -> None:
+def write(
+    store: CampaignStore,
+    number: int,
+    homes: dict[str, Path | None],
+    everyone: bool,
+    wait_seconds: float = WAIT_SECONDS,
+) -> None:
     """The workflow of a round, with the facilities in `homes`, each with its home folder there.
 
-    everyone: nobody else is awaited, so the round's last step averages.
+    everyone: nobody else is awaited, so the round's last step averages. wait_seconds: at most, of a
+    facility for its job.
     """
     folder = store.folder / "streamflow"
     sites = [site for site in store.campaign.sites if site.name in homes]
@@ -134,7 +150,7 @@ def write(store: CampaignStore, number: int, homes: dict[str, Path | None], ever
         "send.cwl": _step_here(store, "send", "Bring the global model to a facility, by rsync."),
         "take.cwl": _step_here(store, "take", "Fetch a facility's update, and check it."),
         "round.cwl": workflow_of([site.name for site in sites], everyone),
-        "inputs.yml": _inputs(store, number, sites),
+        "inputs.yml": _inputs(store, number, sites, wait_seconds),
         "streamflow.yml": deployments(store, sites, homes),
     }
     if everyone:
@@ -192,7 +208,10 @@ def _step_here(store: CampaignStore, step: str, about: str) -> dict[str, Any]:
 
 
 def _step_there(site: Site, home: Path | None) -> dict[str, Any]:
-    """The step at a facility: `atoll site` waits for the batch job, and says how it ended."""
+    """The step at a facility: `atoll site` waits for the batch job, and says how it ended.
+
+    Whatever code it ends with: what it printed is looked at here, and counted to it alone.
+    """
     words = _at_home(home or Path.cwd(), home or Path.home())
     words += [*(site.command or atoll_here()), "site", site.folder]
     inputs = {
@@ -201,7 +220,8 @@ def _step_there(site: Site, home: Path | None) -> dict[str, Any]:
         "poll_seconds": _input("double", 3, "--poll-seconds"),
         "after": "File",
     }
-    return _tool(f"Train at {site.name}, through its own batch system.", words, inputs, "answer")
+    tool = _tool(f"Train at {site.name}, through its own batch system.", words, inputs, "answer")
+    return tool | {"successCodes": list(range(256))}
 
 
 def _tool(about: str, words: list[str], inputs: dict[str, Any], output: str) -> dict[str, Any]:
@@ -226,10 +246,12 @@ def _at_home(folder: Path, home: Path) -> list[str]:
     return ["env", "-u", "TMPDIR", "-C", str(folder), f"HOME={home}"]
 
 
-def _inputs(store: CampaignStore, number: int, sites: list[Site]) -> dict[str, Any]:
+def _inputs(
+    store: CampaignStore, number: int, sites: list[Site], wait_seconds: float
+) -> dict[str, Any]:
     return {
         "number": number,
-        "until": min(store.deadline(number), time.time() + WAIT_SECONDS),
+        "until": min(store.deadline(number), time.time() + wait_seconds),
         "poll_seconds": store.campaign.poll_seconds,
         **{f"facility_{site.name}": site.name for site in sites},
         **{f"asked_{site.name}": store.asked_round(number, site) for site in sites},

@@ -1,5 +1,7 @@
 """Commands at a facility, and files to and from it: ssh and rsync, or neither on this machine."""
 
+import errno
+import os
 import re
 import shlex
 import shutil
@@ -24,6 +26,15 @@ SSH_FAILED = 255  # ssh's own exit code
 CONNECTION_CODES = {10, 12, 30, 35, SSH_FAILED}
 SSH_SECONDS = 120.0
 PARTS = ".rsync-partial"  # of what a transfer was cut off in
+# rsync compares lengths with the list that it got, and then writes whatever comes. So the kernel
+# ends a file there, with an error in place of a signal, as Python sets it up.
+LIMITED = (
+    "import os, resource, sys; most = int(sys.argv[1]);"
+    "hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1];"
+    "most = most if hard == resource.RLIM_INFINITY else min(most, hard);"
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)); os.execvp(sys.argv[2], sys.argv[2:])"
+)
+LEAST_LIMIT_BYTES = 1 << 20  # ssh writes small files of its own
 # What does not mend itself, though the line is cut as if it were down: ssh's refusals, and words of
 # the other side (mkdir, login shell, rrsync) before its rsync begins. Which code rsync ends with
 # then depends on which of the two is faster.
@@ -34,6 +45,9 @@ REFUSED = re.compile(
     r"|account .*(not available|expired|locked|disabled)",
     re.IGNORECASE,
 )
+
+
+TOO_LARGE = os.strerror(errno.EFBIG)
 
 
 class Unreachable(UserError):
@@ -146,7 +160,7 @@ def fetch(
     """Copy plain files of a folder at a facility; links and devices are never taken over.
 
     names: these alone (else all), and none that is longer than `most_bytes`; what is here beside
-    them stays.
+    them stays. A longer one is an error, also where it grows while it comes.
     """
     target.mkdir(parents=True, exist_ok=True)
     remote = source if site.host is None else f"{site.host}:{source}"
@@ -155,20 +169,26 @@ def fetch(
         words += [*(f"--include=/{name}" for name in names), "--exclude=*"]
     if most_bytes is not None:
         words.append(f"--max-size={most_bytes}")
-    _rsync(campaign, site, [*words, "--", f"{remote}/", f"{target}/"], over)
+    _rsync(campaign, site, [*words, "--", f"{remote}/", f"{target}/"], over, most_bytes)
 
 
-def _rsync(campaign: Campaign, site: Site, words: list[str], over: Over) -> None:
+def _rsync(
+    campaign: Campaign, site: Site, words: list[str], over: Over, most_bytes: int | None = None
+) -> None:
     """`--partial-dir` keeps what an interrupted transfer had, apart from whole files.
 
-    Raises `Unreachable` where the line is down, and `UserError` with rsync's words for all that
-    does not mend itself: a full disk, a permission, a key, an rsync that is not there.
+    most_bytes: of a file that it writes. Raises `Unreachable` where the line is down, and
+    `UserError` with rsync's words for all that does not mend itself: a full disk, a permission, a
+    key, an rsync that is not there.
     """
     if shutil.which("rsync") is None:
         raise UserError("there is no rsync on this machine", "install it: apt install rsync")
     argv = ["rsync", "--recursive", "--times", f"--partial-dir={PARTS}", "--timeout=300"]
     if site.host is not None:
         argv += ["--rsh", shlex.join(ssh(campaign))]
+    if most_bytes is not None:
+        limit = str(max(most_bytes, LEAST_LIMIT_BYTES))
+        argv = [sys.executable, "-I", "-S", "-c", LIMITED, limit, *argv]
     done = call([*argv, *words], over)
     if done.returncode == 0:
         return
@@ -179,7 +199,7 @@ def _rsync(campaign: Campaign, site: Site, words: list[str], over: Over) -> None
     shown = dict.fromkeys(([*refused, lines[0]][0], lines[-1]))
     found = f"{site.name}: rsync stopped: {'; '.join(shown)}"
     codes = {done.returncode, *map(int, re.findall(r"\(code (\d+)\)", done.stderr))}
-    if codes <= CONNECTION_CODES and not refused:
+    if codes <= CONNECTION_CODES and not refused and TOO_LARGE not in done.stderr:
         raise Unreachable(found, "it goes on from there when it is tried again")
     raise UserError(found, f"mend it in {words[-1]}, then type the same line again")
 
