@@ -61,7 +61,8 @@ def main(argv: list[str]) -> int:
         if arguments.step == "send":
             bring_models(store, number, site, "--receive")
         else:
-            text = read_plain(arguments.answer, MAX_ANSWER_BYTES).decode(errors="replace")
+            answer = arguments.answer.resolve()  # StreamFlow gives a link, to a file here
+            text = read_plain(answer, MAX_ANSWER_BYTES).decode(errors="replace")
             use_answer(store, number, site, read_answer(text, site.name), end_of(store, number))
 
     at_the_seam(store, number, site, send_or_take)
