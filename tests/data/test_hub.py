@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from composing import ROOT
@@ -11,6 +12,7 @@ from data_runs import make_run
 from atoll.config.compose import compose
 from atoll.data.sources import blocks, corpus
 from atoll.data.sources.corpus import Corpus
+from atoll.data.sources.hub import load
 from atoll.errors import UserError
 from atoll.settings import Data
 
@@ -110,13 +112,22 @@ def test_files_that_are_not_named_or_not_there(tmp_path: Path) -> None:
 def test_names_of_the_hub_become_addresses_of_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked = []
+    asked, splits = [], []
 
-    def load_dataset(kind: str, config: object = None, **more: object) -> object:
-        asked.append((kind, config, more))
-        return datasets.Dataset.from_dict({"text": ["a"]})
+    class Builder:
+        config = SimpleNamespace(data_files=None)
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        def __init__(self, kind: str, config: object = None, **more: object) -> None:
+            asked.append((kind, config, more))
+
+        def download_and_prepare(self) -> None:
+            pass
+
+        def as_dataset(self, split: str) -> object:
+            splits.append(split)
+            return datasets.Dataset.from_dict({"text": ["a"]})
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", Builder)
     parts = {"source": "hub", "hub": "a/b"}
     files = {"train": ["x/*.parquet"]}
     for more in (
@@ -131,7 +142,7 @@ def test_names_of_the_hub_become_addresses_of_files(
     ]
     for (kind, _, more), address in zip(asked, addresses, strict=False):
         assert kind == "parquet" and more["data_files"] == {"train": [address]}
-    assert asked[2] == ("a/b", "tiny", {"split": "train", "revision": "v2"})
+    assert asked[2] == ("a/b", "tiny", {"revision": "v2"}) and splits == ["train"] * 3
 
 
 def test_the_same_documents_as_datasets_shuffle_and_select(tmp_path: Path) -> None:
@@ -148,3 +159,33 @@ def test_the_same_documents_as_datasets_shuffle_and_select(tmp_path: Path) -> No
     ):
         expected = rows[split].shuffle(seed=42).select(range(1024))["text"]
         assert documents(text) == list(expected)
+
+
+def test_a_data_set_reads_no_file_that_is_not_its_own(tmp_path: Path) -> None:
+    """Its README may name any path of the machine that reads it."""
+    private, folder = tmp_path / "diary.txt", tmp_path / "owner"
+    private.write_text("mine\n")
+    folder.mkdir()
+    for path in (private, "../diary.txt"):
+        entry = f"configs:\n- config_name: default\n  data_files: {path}\n"
+        (folder / "README.md").write_text(f"---\n{entry}---\n")
+        words = ["data=hub", f"data.hub={folder}", "facility=laptop"]
+        with pytest.raises(UserError, match=r"diary\.txt, which is no file of"):
+            load(compose(words).run.data, "train", "data.hub_split")
+    (folder / "README.md").write_text("")
+    (folder / "rows.txt").write_text("ours\n")
+    assert len(load(compose(words).run.data, "train", "data.hub_split")) == 1
+
+
+@pytest.mark.parametrize("name", ["text", "json"])
+def test_what_reads_files_is_no_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Alone it would be all files of the working folder: over ssh, the home folder."""
+    (tmp_path / "mail").mkdir()
+    (tmp_path / "mail" / "letter.txt").write_text("mine\n")
+    (tmp_path / "mail" / "letter.json").write_text('{"text": "mine"}\n')
+    data = compose(["data=hub", f"data.hub={name}", "facility=laptop"]).run.data
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="which is no file of that data set"):
+        load(data, "train", "data.hub_split")

@@ -1,8 +1,9 @@
 """What a coordinator may change of the runs at a facility: the facility says so in `site.allow`.
 
-FOLDER/site.allow, else ~/.config/atoll/site.allow: the name of a setting a line, `*` for any part
-of it; `signing_key=PATH` a key that updates may be signed with; `default` stands for all but
-DENIED. Without a file it is `default`: choices of the clone's own files, and values that name no
+FOLDER/site.allow, else that of the nearest folder above, else ~/.config/atoll/site.allow: the name
+of a setting a line, `*` for any part of it; `signing_key=PATH` a key that updates may be signed
+with; `default` stands for all but DENIED. The last may list what FOLDER may be, `folder=PATH` a
+line. Without a file it is `default`: choices of the clone's own files, and values that name no
 command, bind, module, variable, address, or path outside FOLDER.
 """
 
@@ -18,7 +19,7 @@ from atoll.settings import Run
 
 FILE = "site.allow"
 DEFAULT = "default"
-KEY = "signing_key="
+KEY, FOLDER = "signing_key=", "folder="
 # Settings that start a program, load code, leave the folder, or send to another machine; and what
 # a person is asked first.
 DENIED = (
@@ -68,7 +69,7 @@ def refuse_outside(run: Run, overrides: Sequence[str], folder: Path) -> None:
     ]
     files = {
         "data.files": data.files if data.source == "files" else [],
-        "data.validation.files": data.validation.files if data.source == "files" else [],
+        "data.validation.files": data.validation.files,
         "data.sources": of_sources,
         "data.hub": folder_here(data.hub),
     }
@@ -77,6 +78,28 @@ def refuse_outside(run: Run, overrides: Sequence[str], folder: Path) -> None:
         if any(name == one or name.startswith(f"{one}.") for one in named) and not listed:
             for path in paths:
                 _refuse_path(name, Path(path), folder)
+
+
+def refuse_folder(folder: Path) -> None:
+    """The coordinator names the folder: not one that holds more than a campaign.
+
+    Where the facility lists folders (`folder=PATH` in its own file), one of them or below.
+    """
+    place, home = folder.expanduser().resolve(), Path.home().resolve()
+    listed = [line.removeprefix(FOLDER) for line in _lines(_own_file()) if line.startswith(FOLDER)]
+    within = [_place(one) for one in listed]
+    if within and not any(one == place or one in place.parents for one in within):
+        raise UserError(
+            f"this facility does not let a campaign have the folder {printable(str(place), 300)}",
+            f"whoever owns it may: a line '{FOLDER}{place}' in {_own_file()}",
+        )
+    holds_more = place == home or place in home.parents or (place / ".ssh").exists()
+    if holds_more and place not in within:
+        raise UserError(
+            f"{printable(str(place), 300)} holds more than a campaign: all of it would be open to "
+            "requests",
+            "give the facility a folder of its own, as folder: atoll/NAME",
+        )
 
 
 def refuse_key(key: str | None, folder: Path) -> None:
@@ -100,12 +123,23 @@ def folder_here(name: str | None) -> list[str]:
 
 def allowed_at(folder: Path) -> list[str]:
     """The lines of the facility's own list."""
-    settings = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    for path in (folder / FILE, settings / "atoll" / FILE):
+    above = [place / FILE for place in (folder, *folder.parents)]  # a folder in a listed one, too
+    for path in (*above, _own_file()):
         if path.is_file():
-            lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
-            return [line for line in lines if line]
+            return _lines(path)
     return [DEFAULT]
+
+
+def _own_file() -> Path:
+    settings = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return settings / "atoll" / FILE
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+    return [line for line in lines if line]
 
 
 def _place(key: str) -> Path:

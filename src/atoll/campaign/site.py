@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
-from atoll.campaign.allow import refuse_key, refuse_outside, refuse_settings
+from atoll.campaign.allow import refuse_folder, refuse_key, refuse_outside, refuse_settings
 from atoll.campaign.inner_state import inner_state_words, prune_states
 from atoll.campaign.journal import Journal, alone, round_name, round_number
 from atoll.campaign.own_weights import begins_with
@@ -76,6 +76,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--measure", action="store_true", help=about)
     arguments = parser.read(argv)
     folder, number = arguments.folder.absolute(), arguments.round
+    refuse_folder(folder)
     if arguments.request is not None:
         request = read_request(arguments.request)
         refuse_settings(request.overrides, folder)

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
@@ -11,6 +13,7 @@ from atoll.errors import UserError, first_line
 from atoll.settings import Data
 
 SAMPLED_ROWS = 64
+REMOTE = ("hf://", "https://", "http://")
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 # the end of a file's name -> what `datasets` reads it with
 BUILDERS = {
@@ -59,8 +62,13 @@ def _in_order(data: Data, split: str, setting: str) -> Any:
     words, more = _request(data, name, folder, split)
     try:
         if not any((folder / file).is_file() for file in ("state.json", "dataset_dict.json")):
-            return datasets.load_dataset(*words, split=split, **more)
+            builder = datasets.load_dataset_builder(*words, **more)
+            _refuse_files_elsewhere(name, folder, builder.config.data_files or {})
+            builder.download_and_prepare()
+            return builder.as_dataset(split=split)
         saved = datasets.load_from_disk(str(folder))
+    except UserError:
+        raise
     except Exception as error:  # the library raises many kinds, from many layers below it
         why = f"{type(error).__name__}: {first_line(error)[:300]}"
         raise UserError(
@@ -76,6 +84,24 @@ def _in_order(data: Data, split: str, setting: str) -> Any:
             f"set {setting} to one of them",
         )
     return saved[split]
+
+
+def _refuse_files_elsewhere(
+    name: str, folder: Path, files_of: Mapping[str, Iterable[object]]
+) -> None:
+    """Raise `UserError` where a data set is made of files of this machine that are not its own.
+
+    Its README may name any path, and `text` or `json` alone is all of the working folder.
+    """
+    own = os.path.join(os.path.abspath(folder), "")
+    for file in (str(file) for files in files_of.values() for file in files):
+        place = file.rpartition("::")[2]  # zip://name::PLACE
+        is_own = folder.is_dir() and os.path.abspath(place).startswith(own)
+        if not (place.startswith(REMOTE) or is_own):
+            raise UserError(
+                f"data.hub={name} reads {place}, which is no file of that data set",
+                "name a data set as OWNER/NAME, or the folder that its files are in",
+            )
 
 
 def _request(

@@ -1,0 +1,72 @@
+"""Which folders and files a coordinator may name at a facility, whatever words it names them by."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from atoll.campaign import site
+from atoll.campaign.allow import allowed_at, refuse_folder, refuse_outside, refuse_settings
+from atoll.config.compose import compose
+from atoll.errors import UserError
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where ssh begins; a campaign's folder is in it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    (tmp_path / "camp").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("word", ["data=python_stdlib", "data=hub data.hub=owner/name"])
+def test_validation_files_lie_in_the_folder_whatever_the_source(home: Path, word: str) -> None:
+    words = ["facility=laptop", *word.split(), "data.validation.fraction=null"]
+    words.append("data.validation.files=[private/diary.txt]")
+    run = compose([*words, "model=llama_tiny"]).run
+    with pytest.raises(UserError, match="outside"):
+        refuse_outside(run, words, home / "camp")
+    refuse_outside(run, words, home)
+
+
+@pytest.mark.parametrize("folder", [".", "..", "keys", "~"])
+def test_no_campaign_has_a_folder_with_more_in_it(home: Path, folder: str) -> None:
+    (home / "keys" / ".ssh").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds more than a campaign"):
+        refuse_folder(Path(folder))
+    refuse_folder(Path("camp"))
+    refuse_folder(Path("new/folder"))
+
+
+def test_a_facility_lists_the_folders_of_campaigns(home: Path) -> None:
+    own = home / ".config" / "atoll" / "site.allow"
+    own.parent.mkdir(parents=True)
+    own.write_text("default\nfolder=~/camp\n")
+    refuse_folder(Path("camp"))
+    refuse_folder(Path("camp/inner"))
+    for folder in ("other", ".", "camp/../other"):
+        with pytest.raises(UserError, match="let a campaign have the folder") as error:
+            refuse_folder(Path(folder))
+        assert str(own) in error.value.hint
+
+
+def test_a_list_holds_for_folders_within(home: Path) -> None:
+    """Else a coordinator would name one that has no list yet."""
+    (home / "camp" / "site.allow").write_text("training.*\n")
+    assert allowed_at(home / "camp" / "inner") == ["training.*"]
+    with pytest.raises(UserError, match="does not let a request change nodes"):
+        refuse_settings(["nodes=2"], home / "camp" / "inner")
+
+
+def test_nothing_is_written_into_a_folder_that_is_refused(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = {
+        "campaign": "c", "round": 1, "facility": "north", "base": "0" * 64, "global_round": 0,
+        "codec": "int8", "attempts": 1, "overrides": ["facility=laptop"],
+    }  # fmt: skip
+    with pytest.raises(UserError, match="holds more than a campaign"):
+        site.main([".", "1", "--request", json.dumps(request)])
+    assert not any((home / name).exists() for name in ("campaign.json", "rounds"))
