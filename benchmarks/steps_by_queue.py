@@ -57,7 +57,7 @@ WAYS = {  # how steps are chosen, whether late work is taken a round later, how 
     "steps by queue, late work": ("queue", True, "steps"),
     "steps by queue, equal weights": ("queue", False, "equal"),
 }
-PEER = "fixed steps"
+PEER, LATE, BOTH = "fixed steps", "fixed steps, late work", "steps by queue, late work"
 TEXTS = ("mixed text", "own modules")  # all facilities have the same, or each its own
 ROOM = 1.1  # a deadline, over what the medians need
 QUORUM = 2
@@ -149,20 +149,22 @@ def compared(kind: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     recorded = f", waits of {', '.join(log.stem for log in arguments.logs or ())}"
     about = f"{len(texts)} facilities, {kind}, {arguments.steps} steps a round"
     about += recorded if arguments.logs else ""
-    target_of = TARGET if kind == TEXTS[0] else None
-    return [
+    return rows_of(about, hours, TARGET if kind == TEXTS[0] else None)
+
+
+def rows_of(
+    about: str, hours: dict[str, list[float]], target: float | None
+) -> list[dict[str, Any]]:
+    """Every way beside fixed steps; and beside those with late work what has both."""
+    made = [
         results.row(
-            f"{about}: time to a loss, {way}",
-            "h",
-            hours[way],
-            PEER,
-            hours[PEER],
-            "lower",
-            target_of,
+            f"{about}: time to a loss, {way}", "h", hours[way], PEER, hours[PEER], "lower", target
         )
         for way in WAYS
         if way != PEER
     ]
+    late = f"{about}: time to a loss, {BOTH}"
+    return [*made, results.row(late, "h", hours[BOTH], LATE, hours[LATE], "lower")]
 
 
 def all_texts(mixed: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
