@@ -70,3 +70,12 @@ def test_nothing_is_written_into_a_folder_that_is_refused(
     with pytest.raises(UserError, match="holds more than a campaign"):
         site.main([".", "1", "--request", json.dumps(request)])
     assert not any((home / name).exists() for name in ("campaign.json", "rounds"))
+
+
+@pytest.mark.parametrize("folder", [".ssh", ".ssh/x", ".config/atoll", "camp/bases/round-001"])
+def test_nor_one_of_keys_and_settings_nor_within_another_campaign(home: Path, folder: str) -> None:
+    """What came into a campaign's folder could be the list of one within."""
+    (home / "camp" / "campaign.json").write_text('{"name": "c"}')
+    refuse_folder(Path("camp"))
+    with pytest.raises(UserError, match="holds more than a campaign"):
+        refuse_folder(Path(folder))

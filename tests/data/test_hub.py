@@ -189,3 +189,26 @@ def test_what_reads_files_is_no_data_set(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="which is no file of that data set"):
         load(data, "train", "data.hub_split")
+
+
+def test_a_folder_that_is_linked_is_a_data_set(tmp_path: Path) -> None:
+    (tmp_path / "scratch" / "sub").mkdir(parents=True)
+    (tmp_path / "scratch" / "sub" / "train.jsonl").write_text('{"text": "ours"}\n')
+    (tmp_path / "link").symlink_to(tmp_path / "scratch")
+    data = compose(["data=hub", f"data.hub={tmp_path / 'link'}", "facility=laptop"]).run.data
+    assert len(load(data, "train", "data.hub_split")) == 1
+
+
+@pytest.mark.parametrize("is_dict", [True, False])
+def test_a_saved_data_set_has_no_files_of_others(tmp_path: Path, is_dict: bool) -> None:
+    for name, text in (("mine", "private"), ("theirs", "x")):
+        rows = datasets.Dataset.from_dict({"text": [text]})
+        (datasets.DatasetDict({"train": rows}) if is_dict else rows).save_to_disk(tmp_path / name)
+    part = Path("train") if is_dict else Path()
+    state = tmp_path / "theirs" / part / "state.json"
+    [private] = (tmp_path / "mine" / part).glob("*.arrow")
+    content = json.loads(state.read_text()) | {"_data_files": [{"filename": str(private)}]}
+    state.write_text(json.dumps(content))
+    data = compose(["data=hub", f"data.hub={tmp_path / 'theirs'}", "facility=laptop"]).run.data
+    with pytest.raises(UserError, match="which is no file of that data set"):
+        load(data, "train", "data.hub_split")

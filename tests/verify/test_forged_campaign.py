@@ -21,7 +21,6 @@ from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
 from atoll.errors import UserError
 from atoll.proof.statement import read_statement
 from atoll.verify import again, command
-from atoll.verify import export as exported
 
 pytestmark = [pytest.mark.login_node, pytest.mark.usefixtures("one_process")]
 
@@ -169,17 +168,10 @@ def test_a_file_added_to_the_first_export_is_named(
     assert f"{path} is no part of a first model" in capsys.readouterr().err
 
 
-def test_an_export_that_lies_at_the_top_has_no_campaign(
-    store: CampaignStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_that_lies_at_the_top_has_no_campaign(store: CampaignStore) -> None:
     """As where it is mounted at /model."""
-    alone = Path("/atoll-model")
-    monkeypatch.setattr(Path, "resolve", lambda path, strict=False: alone)
     statement = read_statement(store.model(2) / "export")
-    monkeypatch.setattr(command, "read_statement", lambda folder: statement)
-    monkeypatch.setattr(exported, "files", lambda folder, statement: [])
-    assert verify(store, "--quick") == 0
-    assert "not at hand  campaign/round-002/campaign.json" in capsys.readouterr().out
+    assert command._source(Path("/atoll-model"), statement, is_campaign=True) is None
 
 
 def test_an_export_by_another_name_has_its_campaign(
@@ -270,3 +262,67 @@ def test_a_base_that_is_elsewhere_is_a_gap_and_another_one_is_not(
     monkeypatch.setattr(first_model, "run_atoll", lambda argv, what: '{"digest": "cd"}')
     with pytest.raises(UserError, match="the campaign began with abababab"):
         list(again._merged(of_adapters(store), 2, tmp_path))
+
+
+def test_the_first_model_has_the_digest_that_updates_began_with(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else other weights could stand under it: what facilities signed is only that digest."""
+    manifest = store.model(0) / "manifest.json"
+    digests = {}
+    for path in sorted((store.model(0) / "master").glob("*.safetensors")):
+        shifted = {name: values + 0.5 for name, values in load_file(path).items()}
+        path.unlink()
+        (store.model(0) / "export" / path.name).unlink()
+        save_file(shifted, path)
+        os.link(path, store.model(0) / "export" / path.name)
+        digests[path.name] = run_dir.sha256_of(path)
+    rewritten(manifest, master=digests)
+    shutil.rmtree(store.model(1))
+    assert averaging.average(store, 1)
+    prove_campaign(store, 1)
+    for words in ([], ["--quick"]):
+        assert main(["verify", str(store.model(1) / "export"), *words]) == 2
+        assert f"{manifest} says digest" in capsys.readouterr().err
+
+
+def test_a_round_that_forgot_what_the_server_knew_is_a_gap(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(store.model(1) / "memory")
+    again_from(store, 2)
+    assert verify(store) == 0
+    output = capsys.readouterr().out
+    assert "not at hand  round 2: what its aggregation read" in output
+    assert "round 2: aggregated again" not in output
+
+
+def test_a_campaign_of_before_fragments_is_as_stated(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = store.model(1) / "manifest.json"
+    rewritten(path, norms_before=json.loads(path.read_text())["norms_before"]["0"])
+    content = json.loads((store.model(2) / "manifest.json").read_text())
+    del content["norms_before"]
+    run_dir.write_whole(store.model(2) / "manifest.json", json.dumps(content))
+    prove_campaign(store, 2)
+    assert verify(store) == 0
+    assert "not at hand  round 2: its norms_before" in capsys.readouterr().out
+
+
+def test_a_round_on_another_disk_and_a_first_export_that_is_gone(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shutil.rmtree(store.model(0) / "export")
+    store.round(2).rename(tmp_path / "elsewhere")
+    store.round(2).symlink_to(tmp_path / "elsewhere")
+    assert verify(store) == 0
+    assert "round 2: aggregated again, bit for bit" in capsys.readouterr().out
+
+
+def test_an_update_that_is_gone_is_named_without_aggregating(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(store.update(2, store.site("south")))
+    assert verify(store, "--quick") == 0
+    assert "not at hand  round 2: the update of south" in capsys.readouterr().out

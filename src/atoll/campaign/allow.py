@@ -93,8 +93,10 @@ def refuse_folder(folder: Path) -> None:
             f"this facility does not let a campaign have the folder {printable(str(place), 300)}",
             f"whoever owns it may: a line '{FOLDER}{place}' in {_own_file()}",
         )
-    holds_more = place == home or place in home.parents or (place / ".ssh").exists()
-    if holds_more and place not in within:
+    above = place == home or place in home.parents
+    is_hidden = home in place.parents and place.relative_to(home).parts[0].startswith(".")
+    is_within = any((parent / "campaign.json").is_file() for parent in place.parents)
+    if (above or is_hidden or is_within or (place / ".ssh").exists()) and place not in within:
         raise UserError(
             f"{printable(str(place), 300)} holds more than a campaign: all of it would be open to "
             "requests",

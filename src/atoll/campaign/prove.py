@@ -52,7 +52,7 @@ def prove_campaign(store: CampaignStore, last: int) -> None:
 def _first_export(store: CampaignStore) -> list[str]:
     """What the first model has beside its weights: all later ones have it from there."""
     export = store.model(0) / "export"
-    beside = (path for path in sorted(export.glob("*")) if path.suffix != ".safetensors")
+    beside = (path for path in sorted(export.rglob("*")) if path.suffix != ".safetensors")
     return [path.relative_to(store.folder).as_posix() for path in beside]
 
 

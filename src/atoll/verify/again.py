@@ -34,6 +34,8 @@ def again(store: CampaignStore, number: int, export: Path | None) -> Iterator[Li
     stated, updates = store.model_manifest(number), store.updates(number)
     named = {*stated["weights"], *(who for name in WHOM for who in stated.get(name, {}))}
     absent = named - {folder.parent.name for folder in updates}
+    before = store.model(number - 1)
+    absent |= {part for part in _read_beside(store, number) if not (before / part).is_dir()}
     if absent or not all(map(store.has_model, bases(store, number))):
         yield Line("not at hand", f"round {number}: what its aggregation read")
         return
@@ -43,13 +45,20 @@ def again(store: CampaignStore, number: int, export: Path | None) -> Iterator[Li
             _refuse_enough(store, number, updates, out)
         folders = [] if "held" in stated else updates
         _aggregated(store, number, folders, out)
-        _refuse_other_manifest(store, number, stated, out)
+        yield from _refuse_other_manifest(store, number, stated, out)
         if export is not None and store.campaign.lora is not None:
             yield from _merged(store, number, out)
         gone = _compared(store, number, out, export)
     of = f"0 of {len(updates)}" if "held" in stated else len(updates)
     without = f", but its {', '.join(gone)}: not kept" if gone else ""
     yield Line("as stated", f"round {number}: aggregated again, bit for bit ({of}){without}")
+
+
+def _read_beside(store: CampaignStore, number: int) -> list[str]:
+    """What a round reads of the model before it, beside its weights."""
+    campaign = store.campaign
+    remembers = campaign.rule.update != "replace" or campaign.global_codec != "fp32"
+    return ["export", *(["memory"] if remembers and number > 1 else [])]
 
 
 def _merged(store: CampaignStore, number: int, out: Path) -> Iterator[Line]:
@@ -100,17 +109,27 @@ def _refuse_enough(store: CampaignStore, number: int, updates: list[Path], out: 
 
 def _refuse_other_manifest(
     store: CampaignStore, number: int, stated: dict[str, Any], out: Path
-) -> None:
-    """The same weights of facilities, by the same rule, and the same master."""
+) -> Iterator[Line]:
+    """The same weights of facilities, by the same rule, and the same master.
+
+    What was measured, an older Atoll did not write, or of its one fragment alone.
+    """
     again = json.loads((out / "manifest.json").read_text())
     rule = Rule.model_validate(stated["rule"]).model_dump()  # it may have had fewer words
     stated = stated | {"rule": rule}
+    if isinstance(before := stated.get("norms_before"), list):
+        stated["norms_before"] = {"0": before}
     for one in (again, stated):  # may change in a campaign's life, and makes no other model
         one["rule"].pop("below_quorum")
     same = {name: again.get(name) == stated.get(name) for name in ANEW}
     same |= {name: again.get(name, {}).keys() == stated.get(name, {}).keys() for name in WHOM}
     for name, room in MEASURED.items():
-        same[name] = _alike(again.get(name), stated.get(name), room)
+        if name in stated:
+            same[name] = _alike(again.get(name), stated[name], room)
+        else:
+            yield Line(
+                "not at hand", f"round {number}: its {name}, which its manifest does not have"
+            )
     for name in (name for name, is_same in same.items() if not is_same):
         raise differs(
             f"{store.model(number)}: the updates of round {number} make another model: "

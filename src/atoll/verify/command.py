@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     about = "of a campaign: the updates and the aggregation of one round alone"
     parser.add_argument("--round", type=int, metavar="N", help=about)
     words = parser.read(argv)
-    folder = words.export.resolve()  # of a link, where it leads: there its campaign is
+    folder = words.export.absolute()
     statement = read_statement(folder)
     is_campaign = kind_of(statement) == "campaign"
     source = words.source.absolute() if words.source else _source(folder, statement, is_campaign)
@@ -86,12 +86,18 @@ def _refuse_round(words: argparse.Namespace, statement: dict[str, Any], is_campa
 
 
 def _source(export: Path, statement: dict[str, Any], is_campaign: bool) -> Path | None:
-    """RUN of RUN/export; CAMPAIGN of CAMPAIGN/round-N/global/export: it has what is stated."""
-    source = export.parent.parent.parent if is_campaign else export.parent
+    """RUN of RUN/export; CAMPAIGN of CAMPAIGN/round-N/global/export: it has what is stated.
+
+    Of a link, where it leads; but a round may itself be a link to another disk.
+    """
     place = "campaign" if is_campaign else "run"
     entries = [*materials_of(statement), *logs_of(statement)]
     names = [name for at, _, name in (e["name"].partition("/") for e in entries) if at == place]
-    return source if any((source / name).is_file() for name in names) else None
+    for each in (export, export.resolve()):
+        source = each.parent.parent.parent if is_campaign else each.parent
+        if any((source / name).is_file() for name in names):
+            return source
+    return None
 
 
 def _is_source(folder: Path, is_campaign: bool) -> bool:

@@ -25,7 +25,7 @@ def refuse_more_than_first(model: Path, stated: set[str]) -> None:
     for path in files_in(model / "master"):
         if path.relative_to(model / "master").as_posix() not in masters:
             raise differs(f"{path} is no part of a first model")
-    for path in files_in(model / "export"):
+    for path in files_in(model / "export") if (model / "export").is_dir() else []:
         name = path.relative_to(model / "export").as_posix()
         if name not in masters and path.relative_to(folder).as_posix() not in stated:
             raise differs(f"{path} is no part of a first model: nothing states it")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from atoll import run_dir
 from atoll.campaign.journal import round_name
 from atoll.campaign.signing import is_known, refuse_unsigned
 from atoll.campaign.store import CampaignStore, changed_settings, load_store, settings_file
@@ -138,8 +139,8 @@ def _updates(
     for facility in sorted(left_out.keys() - kept.keys()):
         why = f"the update of {facility}, which was left out ({left_out[facility]})"
         yield Line("not at hand", f"round {number}: {why}")
-    if not kept and manifest["weights"]:
-        yield Line("not at hand", f"round {number}: its updates")
+    for facility in sorted(manifest["weights"].keys() - kept.keys()):
+        yield Line("not at hand", f"round {number}: the update of {facility}")
     for facility, update in kept.items():
         if facility in left_out:  # nothing of it is in the model
             yield Line("not at hand", f"round {number}: {facility} was left out")
@@ -209,9 +210,15 @@ def _update(update: Path, number: int, facility: str, signers: Path | None) -> I
 
 
 def _model(store: CampaignStore, number: int) -> Line:
-    """The files of a round's model, as its manifest has them; the first export has the same."""
-    master = store.model(number) / "master"
-    for name, sha256 in store.model_manifest(number)["master"].items():
+    """The files of a round's model, as its manifest has them; the first export has the same.
+
+    The digest that updates begin with is that of these files.
+    """
+    master, manifest = store.model(number) / "master", store.model_manifest(number)
+    if (digest := run_dir.digest(manifest["master"], 64)) != manifest["digest"]:
+        path = store.model(number) / "manifest.json"
+        raise differs(f"{path} says digest {manifest['digest']}, its files make {digest}")
+    for name, sha256 in manifest["master"].items():
         refuse_changed(master / name, None, sha256)
     if number == 0 and (store.model(0) / "export").is_dir():
         for path in sorted(master.glob("*.safetensors")):

@@ -66,6 +66,7 @@ def _in_order(data: Data, split: str, setting: str) -> Any:
             _refuse_files_elsewhere(name, folder, builder.config.data_files or {})
             builder.download_and_prepare()
             return builder.as_dataset(split=split)
+        _refuse_files_elsewhere(name, folder, _saved_files(folder))
         saved = datasets.load_from_disk(str(folder))
     except UserError:
         raise
@@ -93,7 +94,7 @@ def _refuse_files_elsewhere(
 
     Its README may name any path, and `text` or `json` alone is all of the working folder.
     """
-    own = os.path.join(os.path.abspath(folder), "")
+    own = tuple(os.path.join(way(folder), "") for way in (os.path.abspath, os.path.realpath))
     for file in (str(file) for files in files_of.values() for file in files):
         place = file.rpartition("::")[2]  # zip://name::PLACE
         is_own = folder.is_dir() and os.path.abspath(place).startswith(own)
@@ -102,6 +103,15 @@ def _refuse_files_elsewhere(
                 f"data.hub={name} reads {place}, which is no file of that data set",
                 "name a data set as OWNER/NAME, or the folder that its files are in",
             )
+
+
+def _saved_files(folder: Path) -> dict[str, list[str]]:
+    """The files that `save_to_disk` noted, of each split; they may name others."""
+    states = {path.parent: json.loads(path.read_text()) for path in folder.rglob("state.json")}
+    return {
+        str(part): [os.path.join(part, file["filename"]) for file in state["_data_files"]]
+        for part, state in states.items()
+    }
 
 
 def _request(
