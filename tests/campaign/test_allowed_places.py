@@ -34,8 +34,9 @@ def test_validation_files_lie_in_the_folder_whatever_the_source(home: Path, word
 @pytest.mark.parametrize("folder", [".", "..", "keys", "~"])
 def test_no_campaign_has_a_folder_with_more_in_it(home: Path, folder: str) -> None:
     (home / "keys" / ".ssh").mkdir(parents=True)
-    with pytest.raises(UserError, match="holds more than a campaign"):
+    with pytest.raises(UserError, match="holds more than a campaign") as error:
         refuse_folder(Path(folder))
+    assert "folder=" in error.value.hint and "site.allow" in error.value.hint
     refuse_folder(Path("camp"))
     refuse_folder(Path("new/folder"))
 

@@ -100,7 +100,8 @@ def refuse_folder(folder: Path) -> None:
         raise UserError(
             f"{printable(str(place), 300)} holds more than a campaign: all of it would be open to "
             "requests",
-            "give the facility a folder of its own, as folder: atoll/NAME",
+            "give the facility a folder of its own, as folder: atoll/NAME; or whoever owns it "
+            f"lists it: a line '{FOLDER}{printable(str(place), 300)}' in {_own_file()}",
         )
 
 
