@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,14 +97,24 @@ class Site:
         return job_starts(folder)
 
     def until(self, name: str, ready: Callable[[], bool], seconds: float = 400) -> None:
-        """Wait for something that a run does; an AssertionError with its output if it failed."""
+        """Wait for something that a run does; an AssertionError with its output if it failed.
+
+        Its status is asked for beside the wait: what is waited for may soon be over.
+        """
         start = asked = time.monotonic()
-        while not ready():
-            if time.monotonic() - asked > 10:  # to ask takes the processors a second from the run
-                asked = time.monotonic()
-                failed = ": failed" in (said := self.status(name)) or asked - start > seconds
-                assert not failed, f"{said}\n{self.output(name)}"
-            time.sleep(0.05)
+        pool, said = ThreadPoolExecutor(1), None
+        try:
+            while not ready():
+                now = time.monotonic()
+                if said is None and now - asked > 10:  # it takes the processors from the run
+                    asked, said = now, pool.submit(self.status, name)
+                if said is not None and said.done():
+                    failed = ": failed" in said.result() or now - start > seconds
+                    assert not failed, f"{said.result()}\n{self.output(name)}"
+                    said = None
+                time.sleep(0.05)
+        finally:
+            pool.shutdown(wait=False)
 
     def status(self, name: str) -> str:
         return self.atoll("status", str(self.clone / "runs" / name))
