@@ -470,7 +470,11 @@ FORBIDDEN = [
     "+sharding.deepspeed.wandb={enabled:true}", "sharding.deepspeed={compile:{backend:os.system}}",
     "sharding={deepspeed:{}}", "model.config={auto_map:{AutoConfig:evil.X}}",
     "+model.config.attn_implementation=evil/kernel", "data.hub_files={train:['file:///etc/passwd']}",
-    "+model.config.rope_parameters={rope_type:evil}",
+    "+model.config.rope_parameters={rope_type:evil}", "~local", "~local=default", "local=null",
+    "~training.epochs", "facility.submit.l=['select=5000:ncpus=1','walltime=999:00:00']",
+    "facility.limits.max_nodes=5000", "facility.limits={max_walltime_minutes:null}",
+    "~facility.limits", "facility.unsupported=null", "facility.node.peak_tflops=1e9",
+    "restart.max_restarts=1000000",
 ]  # fmt: skip
 
 

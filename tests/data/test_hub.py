@@ -2,6 +2,10 @@
 
 import gzip
 import json
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -161,12 +165,24 @@ def test_the_same_documents_as_datasets_shuffle_and_select(tmp_path: Path) -> No
         assert documents(text) == list(expected)
 
 
-def test_a_data_set_reads_no_file_that_is_not_its_own(tmp_path: Path) -> None:
-    """Its README may name any path of the machine that reads it."""
+@pytest.fixture
+def address_of() -> Iterator[Callable[[Path], str]]:
+    """Where a server of this machine has a file."""
+    handler = partial(SimpleHTTPRequestHandler, directory="/")
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield lambda path: f"http://127.0.0.1:{server.server_port}{path}"
+        server.shutdown()
+
+
+def test_a_data_set_reads_no_file_that_is_not_its_own(
+    tmp_path: Path, address_of: Callable[[Path], str]
+) -> None:
+    """Its README may name any path of the machine that reads it, or an address of its network."""
     private, folder = tmp_path / "diary.txt", tmp_path / "owner"
     private.write_text("mine\n")
     folder.mkdir()
-    for path in (private, "../diary.txt"):
+    for path in (private, "../diary.txt", address_of(private)):
         entry = f"configs:\n- config_name: default\n  data_files: {path}\n"
         (folder / "README.md").write_text(f"---\n{entry}---\n")
         words = ["data=hub", f"data.hub={folder}", "facility=laptop"]

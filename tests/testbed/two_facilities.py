@@ -119,7 +119,7 @@ def two_facilities(site: Site, door: Door, host_python: Path) -> Iterator[dict[s
     for cluster in CLUSTERS:  # what lies outside the campaign's folder is each facility's to allow
         own = home(cluster.user) / place
         own.mkdir()
-        (own / "site.allow").write_text("default\nimage.*\ndata.files\n")
+        (own / "site.allow").write_text("default\nimage.*\ndata.files\nfacility.node.peak_tflops\n")
         for path in (own, own / "site.allow"):
             shutil.chown(path, cluster.user)
     yield {

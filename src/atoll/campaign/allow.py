@@ -4,7 +4,7 @@ FOLDER/site.allow, else that of the nearest folder above, else ~/.config/atoll/s
 of a setting a line, `*` for any part of it; `signing_key=PATH` a key that updates may be signed
 with; `default` stands for all but DENIED. The last may list what FOLDER may be, `folder=PATH` a
 line. Without a file it is `default`: choices of the clone's own files, and values that name no
-command, bind, module, variable, address, or path outside FOLDER.
+command, bind, module, variable, limit, address, or path outside FOLDER; nothing is taken away.
 """
 
 import os
@@ -13,28 +13,30 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from atoll.config.compose import settings_of
+from atoll.config.compose import DELETED, settings_of
 from atoll.errors import UserError, printable
 from atoll.settings import Run
 
 FILE = "site.allow"
 DEFAULT = "default"
 KEY, FOLDER = "signing_key=", "folder="
-# Settings that start a program, load code, leave the folder, or send to another machine; and what
-# a person is asked first.
+# Settings that start a program, load code, leave the folder, or send to another machine; what the
+# facility says of itself and its limits; and what a person is asked first.
 DENIED = (
     "facility.step", "facility.task_binding", "facility.modules", "facility.environment",
     "facility.task_folders", "facility.binds", "facility.network", "facility.container",
     "facility.hosts_file", "facility.ssh_options", "facility.address_suffix", "facility.driver",
-    "facility.scheduler", "facility.submit", "facility.budget", "confirm", "image", "folders",
-    "launcher", "loggers", "override", "model.source", "model.lora.start", "tokenizer.path",
+    "facility.scheduler", "facility.submit", "facility.budget", "facility.limits", "facility.node",
+    "facility.unsupported", "restart", "confirm", "local", "image", "folders", "launcher",
+    "loggers", "override", "model.source", "model.lora.start", "tokenizer.path",
     "tokenizer.chat_template", "checkpoint.initial_load_path", "checkpoint.optimizer_load_path",
     "evaluation.tasks_folder", "sharding.deepspeed",
 )  # fmt: skip
 # of transformers' own words numbers alone may be given, and the family: text may name code
 FREE_WORDS, FAMILY = "model.config", "model.config.model_type"
+OWN = ("local",)  # the facility's choice alone
 # flags of sbatch and qsub that choose a queue, and nothing else
-QUEUES = ("partition", "qos", "constraint", "reservation", "q", "l")
+QUEUES = ("partition", "qos", "constraint", "reservation", "q")
 
 
 def refuse_settings(overrides: Sequence[str], folder: Path) -> None:
@@ -42,13 +44,13 @@ def refuse_settings(overrides: Sequence[str], folder: Path) -> None:
     allowed = allowed_at(folder)
     for name, value, is_choice in settings_of(overrides):
         listed = any(fnmatchcase(name, pattern) for pattern in allowed)
-        by_default = DEFAULT in allowed and (
-            is_choice or not (_denied(name, value) or _leaves(value, folder))
+        is_theirs = (is_choice and name not in OWN) or not (
+            value is DELETED or _denied(name, value) or _leaves(value, folder)
         )
-        if not listed and not by_default:
+        if not listed and not (DEFAULT in allowed and is_theirs):
+            to = "nothing" if value is DELETED else repr(printable(str(value), 80))
             raise UserError(
-                f"this facility does not let a request change {printable(name, 80)} to "
-                f"{printable(str(value), 80)!r}",
+                f"this facility does not let a request change {printable(name, 80)} to {to}",
                 f"whoever owns it may: a line {name!r} in {folder / FILE}, with {DEFAULT!r}",
             )
 

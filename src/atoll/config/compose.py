@@ -71,6 +71,7 @@ HYDRA = (
 )  # it has one tree in a process: a campaign asks its facilities side by side
 COMMAND_LINE = "command line"
 AUTO = "sharding=auto"  # the planner chooses
+DELETED = object()  # in place of the value of what is taken away
 
 
 @dataclass(frozen=True)
@@ -236,13 +237,19 @@ def campaign_values(overrides: Sequence[str], tree: Path | None = None) -> dict[
 def settings_of(
     overrides: Sequence[str], tree: Path | None = None
 ) -> Iterator[tuple[str, Any, bool]]:
-    """Of each word the setting, its value, and whether it is a plain choice of a group."""
+    """Of each word the setting, its value, and whether it is a plain choice of a group.
+
+    The value of what a word takes away is DELETED, whatever it says.
+    """
     tree = tree or config_tree()
     with _hydra(tree) as loader:
         parsed = [_parsed(line, loader) for line in overrides]
     offered = groups(tree)
     for override in parsed:
         name, value = override.key_or_group, override.value()
+        if override.is_delete():
+            yield name, DELETED, False
+            continue
         choices = [*offered.get(name, []), *(["auto"] if f"{name}=auto" == AUTO else [])]
         plain = isinstance(value, str) and override.package is None
         yield name, value, plain and value in choices

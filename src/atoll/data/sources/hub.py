@@ -8,12 +8,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
-from atoll.data.sources.hub_reach import NO_ANSWER, use_cache_if_unreachable
+from atoll.data.sources.hub_reach import NO_ANSWER, endpoint, use_cache_if_unreachable
 from atoll.errors import UserError, first_line
 from atoll.settings import Data
 
 SAMPLED_ROWS = 64
-REMOTE = ("hf://", "https://", "http://")
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 # the end of a file's name -> what `datasets` reads it with
 BUILDERS = {
@@ -90,15 +89,17 @@ def _in_order(data: Data, split: str, setting: str) -> Any:
 def _refuse_files_elsewhere(
     name: str, folder: Path, files_of: Mapping[str, Iterable[object]]
 ) -> None:
-    """Raise `UserError` where a data set is made of files of this machine that are not its own.
+    """Raise `UserError` where a data set is made of files that are neither its own nor the hub's.
 
-    Its README may name any path, and `text` or `json` alone is all of the working folder.
+    Its README may name any path, or an address that this machine alone reaches, and `text` or
+    `json` alone is all of the working folder.
     """
+    hub = ("hf://", f"{endpoint()}/")
     own = tuple(os.path.join(way(folder), "") for way in (os.path.abspath, os.path.realpath))
     for file in (str(file) for files in files_of.values() for file in files):
         place = file.rpartition("::")[2]  # zip://name::PLACE
         is_own = folder.is_dir() and os.path.abspath(place).startswith(own)
-        if not (place.startswith(REMOTE) or is_own):
+        if not (place.startswith(hub) or is_own):
             raise UserError(
                 f"data.hub={name} reads {place}, which is no file of that data set",
                 "name a data set as OWNER/NAME, or the folder that its files are in",

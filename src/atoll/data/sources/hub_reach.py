@@ -32,9 +32,14 @@ def use_cache_if_unreachable() -> bool:
     return True
 
 
+def endpoint() -> str:
+    """The hub's address, or that of a copy of it, without a slash at its end."""
+    return (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
+
+
 def answers() -> bool:
     """Whether the hub takes a connection; names are looked up for as long as the wait, too."""
-    parts = urlsplit(os.environ.get("HF_ENDPOINT") or ENDPOINT)
+    parts = urlsplit(endpoint())
     address = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
     reached = threading.Event()
 
