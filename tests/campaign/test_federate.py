@@ -57,6 +57,7 @@ TEXT = {"reef": "json/*", "lagoon": "email/*"}
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     """Of a campaign whose facilities let it say how fast they are: else every run measures it."""
+    folder.mkdir(exist_ok=True)
     (folder / "site.allow").write_text("default\nfacility.node.peak_tflops\n")
     sites = [
         {

@@ -23,10 +23,9 @@ def average(store: CampaignStore, number: int) -> bool:
         began, count = time.time(), len(store.updates(number))
         sites, quorum = store.campaign.sites, store.campaign.rule.quorum
         if count < quorum:
-            why = "; ".join(sorted(store.left_out(number).values()))
-            why = (
-                f"{count} of {len(sites)} facilities sent an update, the quorum is {quorum} ({why})"
-            )
+            left_out = "; ".join(sorted(store.left_out(number).values()))
+            why = f"{count} of {len(sites)} facilities sent an update, the quorum is {quorum}"
+            why += f" ({left_out})" if left_out else ""
             outcome: dict[str, Any] = {"short": why}
         else:
             outcome = _aggregate(store, number, store.updates(number))

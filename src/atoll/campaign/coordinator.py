@@ -19,7 +19,15 @@ from atoll.campaign.last_loss import measure_last
 from atoll.campaign.progress import shown
 from atoll.campaign.prove import prove_campaign
 from atoll.campaign.steps_by_queue import choose_steps
-from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings, refuse_what_loses
+from atoll.campaign.store import (
+    CampaignStore,
+    checked_campaign,
+    keep_settings,
+    load_store,
+    refuse_missing_keys,
+    refuse_what_loses,
+    settled,
+)
 from atoll.commands import CommandParser
 from atoll.config.compose import campaign_values
 from atoll.proof.statement import NAME
@@ -38,14 +46,16 @@ def main(argv: list[str]) -> int:
     campaign = checked_campaign(campaign_values(arguments.overrides))
     store = CampaignStore(campaign, Path(campaign.folder).absolute() / campaign.name)
     refuse_what_loses(store)
+    if arguments.status:
+        print("\n".join(status_lines(load_store(store.folder))))
+        return 0
+    settled(store)
     if arguments.dry_run:
         print(dry_run(store), end="")
-    elif arguments.status:
-        print("\n".join(status_lines(store)))
-    else:
-        refuse_unknown_samples(store)
-        return run(store)
-    return 0
+        return 0
+    refuse_missing_keys(campaign)
+    refuse_unknown_samples(store)
+    return run(store)
 
 
 def run(store: CampaignStore) -> int:

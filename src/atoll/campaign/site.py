@@ -175,7 +175,10 @@ def _place(folder: Path, number: int, how: argparse.Namespace) -> Path:
 def _keep_campaign(folder: Path, name: str) -> None:
     """A folder is of one campaign for life."""
     path = folder / "campaign.json"
-    owner = json.loads(path.read_text())["name"] if path.is_file() else name
+    try:
+        owner = json.loads(path.read_text())["name"] if path.is_file() else name
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} says of no campaign that it is its own", "delete it") from None
     if owner != name:
         raise UserError(
             f"{folder} is of the campaign {owner}, and {name} asks for it",

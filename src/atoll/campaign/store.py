@@ -12,12 +12,13 @@ campaigns/NAME/
 
 import json
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
 from atoll.campaign.journal import Journal, round_name
-from atoll.errors import UserError
+from atoll.errors import UserError, first_line
 from atoll.settings.federation import Campaign, Site, checked_settings
 
 # What may change in a campaign's life: its length, our patience, and how it is carried out.
@@ -25,6 +26,8 @@ FREE = {"rounds", "deadline_minutes", "poll_seconds", "attempts", "target_loss",
 FREE |= {"engine", "signing_key", "grace_minutes", "rule.below_quorum"}
 FREE |= {"last_loss", "keep_checkpoints"}
 NONCES = "nonces.jsonl"
+OF_SITES = "sites."  # settings of one facility
+IDLE = ("needs", "unreachable")  # states in which a facility has taken no work
 NORMALISED = ("adam", "yogi")  # their step is as long as the rate, for every weight
 NORMALISED_RATE, MOST_NORMALISED_RATE = 0.003, 0.1
 
@@ -133,6 +136,14 @@ class CampaignStore:
             if record.get("facility", site.name) == site.name:
                 state.add(record["event"], _facts(record))
         return state
+
+    def has_worked(self, facility: str) -> bool:
+        """Whether it has taken any work of this campaign."""
+        return any(
+            record["facility"] == facility and record.get("state") not in IDLE
+            for number in self.begun_rounds()
+            for record in self.journal(number).records("answered", "received")
+        )
 
     def unsettled(self, number: int) -> list[Site]:
         """The facilities that have neither sent an update nor been left out."""
@@ -252,7 +263,7 @@ def checked_campaign(values: dict[str, Any]) -> Campaign:
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
     """The rule's settings by themselves, and each facility: one may join, and one may leave."""
     rule = {f"rule.{name}": value for name, value in values.get("rule", {}).items()}
-    sites = {f"sites.{site['name']}": site for site in values["sites"]}
+    sites = {f"{OF_SITES}{site['name']}": site for site in values["sites"]}
     others = {name: value for name, value in values.items() if name not in ("rule", "sites")}
     return others | rule | sites
 
@@ -263,11 +274,29 @@ def settings_file(folder: Path) -> Path:
 
 def load_store(folder: Path, settings: Path | None = None) -> CampaignStore:
     """The campaign in a folder, by the settings it keeps, or by another file of them."""
-    try:
-        values = json.loads((settings or settings_file(folder)).read_text())
-    except OSError:
-        raise UserError(f"no campaign in {folder}", "give the folder of one") from None
+    values = _read_settings(settings or settings_file(folder))
+    if values is None:
+        raise UserError(f"no campaign in {folder}", "give the folder of one")
     return CampaignStore(checked_campaign(values), folder.absolute())
+
+
+def _read_settings(path: Path) -> dict[str, Any] | None:
+    """The settings that a campaign keeps; None where there are none."""
+    try:
+        values = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} cannot be read: {first_line(error)}",
+            "get it back, or begin another campaign: name=NAME",
+        ) from None
+    if not isinstance(values, dict) or not {"name", "rounds", "sites"} <= values.keys():
+        raise UserError(
+            f"{path} has no settings of a campaign: the folder is a facility's",
+            "give the campaign another place here: folder=FOLDER",
+        )
+    return values
 
 
 def refuse_what_loses(store: CampaignStore) -> None:
@@ -289,31 +318,74 @@ def refuse_what_loses(store: CampaignStore) -> None:
         )
 
 
+def refuse_missing_keys(campaign: Campaign) -> None:
+    """What signatures are made and checked with is named, and what is to be here is here."""
+    if campaign.allowed_signers is not None:
+        for site in campaign.sites:
+            if site.signing_key is None:
+                raise UserError(
+                    f"allowed_signers={campaign.allowed_signers}, and {site.name} has no key",
+                    "name a key there: sites[…].signing_key, or set allowed_signers=null",
+                )
+    for name in ("allowed_signers", "signing_key"):
+        path = getattr(campaign, name)
+        if path is not None and not Path(path).expanduser().is_file():
+            raise UserError(f"{name}={path}: no such file here", f"make it, or set {name}=null")
+
+
 def changed_settings(begun: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """What may not change in a campaign's life, and did: its name, before and now."""
-    before, wanted = _flat(begun), _flat(now)
+    """What may not change in a campaign's life, and did: its name, before and now.
+
+    What a campaign was begun without, by an older Atoll, was as it is by default.
+    """
+    before, wanted = _by_default() | _flat(begun), _flat(now)
     return [
         (name, before[name], value)
         for name, value in wanted.items()
-        if name not in FREE and before.get(name, value) != value  # what it was begun without stays
+        if name not in FREE and before.get(name, value) != value
     ]
 
 
-def keep_settings(store: CampaignStore) -> CampaignStore:
-    """A campaign keeps its settings for life; only those in FREE may change.
+@cache
+def _by_default() -> dict[str, Any]:
+    nobody: dict[str, Any] = {"name": "x", "sites": [{"name": "x", "folder": "x"}], "start": []}
+    values = _flat(checked_campaign(nobody).model_dump(mode="json"))
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in ("name", "start", f"{OF_SITES}x")
+    }
 
-    Gives it with what it was begun with where a setting is left open: its schedule's length.
+
+def settled(store: CampaignStore) -> dict[str, Any]:
+    """The settings that a campaign goes on with: only those in FREE may change in its life.
+
+    It has begun with its first model, and a facility with the first work that it took. With what it
+    was begun with where a setting is left open: its schedule's length.
     """
-    path = settings_file(store.folder)
-    campaign = store.campaign
-    begun = json.loads(path.read_text()) if path.is_file() else campaign.model_dump(mode="json")
+    campaign, kept = store.campaign, _read_settings(settings_file(store.folder))
+    begun = kept if kept and store.has_model(0) else campaign.model_dump(mode="json")
     span = campaign.schedule_rounds or begun.get("schedule_rounds") or begun["rounds"]
     now = campaign.model_copy(update={"schedule_rounds": span}).model_dump(mode="json")
     begun |= {"schedule_rounds": begun.get("schedule_rounds") or span}
     for name, before, wanted in changed_settings(begun, now):
+        if name.startswith(OF_SITES) and not store.has_worked(name.removeprefix(OF_SITES)):
+            continue
         raise UserError(
-            f"campaign {store.campaign.name} was begun with {name}={before}, now it is {wanted}",
+            f"campaign {campaign.name} was begun with {name}={before}, now it is {wanted}",
             "give this one another name: name=NAME",
         )
-    run_dir.write_whole(path, json.dumps(now, indent=1))
+    return now
+
+
+def keep_settings(store: CampaignStore) -> CampaignStore:
+    """A campaign keeps its settings: what it goes on with stands in its folder."""
+    now = settled(store)
+    try:
+        run_dir.write_whole(settings_file(store.folder), json.dumps(now, indent=1))
+    except OSError as error:
+        raise UserError(
+            f"{store.folder} cannot be written: {error.strerror}",
+            "give the campaign another place here: folder=FOLDER",
+        ) from None
     return CampaignStore(checked_campaign(now), store.folder)

@@ -228,6 +228,11 @@ def campaign_values(overrides: Sequence[str], tree: Path | None = None) -> dict[
         lines = []
         for override in (_parsed(line, loader) for line in overrides):
             text, key = str(override.input_line).lstrip("+"), override.key_or_group
+            if re.match(r"sites\.(?!\d)", key):
+                raise UserError(
+                    f"{key}: the facilities are a list, without names",
+                    f"count them from 0, as sites.0{key[key.find('.', 6) :]}, or change the YAML",
+                )
             if key == "federation":
                 check_choice(key, override.value(), groups(tree)[key])
             lines.append(text if key == "federation" else f"++{text}")

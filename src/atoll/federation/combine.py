@@ -123,8 +123,7 @@ COMBINE: dict[str, Combine] = {
 
 def refuse_too_few(count: int, rule: Rule) -> None:
     """Rules that bear f bad updates need enough good ones beside them."""
-    least = {"trimmed_mean": 2 * rule.trim + 1, "krum": 2 * rule.krum_bad + 3}.get(rule.combine, 1)
-    if count < least:
+    if count < (least := rule.least_updates):
         raise UserError(
             f"combine={rule.combine} needs at least {least} updates, {count} are there",
             "wait for more facilities, or choose another rule",

@@ -1,5 +1,7 @@
 """How updates become the next global model, and what is refused on the way."""
 
+import os
+import posixpath
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -70,6 +72,13 @@ class Rule(Settings):
     def fragment(self, number: int) -> int:
         """The one that travels in a round."""
         return (number - 1) % self.fragments
+
+    @property
+    def least_updates(self) -> int:
+        """The fewest that `combine` can bear its bad ones among."""
+        return {"trimmed_mean": 2 * self.trim + 1, "krum": 2 * self.krum_bad + 3}.get(
+            self.combine, 1
+        )
 
     @model_validator(mode="after")
     def _fragments_can_be_told_apart(self) -> "Rule":
@@ -144,6 +153,13 @@ class Site(Settings):
     overrides: list[str] = []  # facility=…, data=…
     signing_key: str | None = None  # a private ssh key's path there
 
+    @property
+    def place(self) -> str:
+        """The folder, however it is written; links aside."""
+        if self.host is None:
+            return os.path.abspath(os.path.expanduser(self.folder))
+        return posixpath.normpath(self.folder.removeprefix("~/"))
+
     @model_validator(mode="after")
     def _gives_no_secret(self) -> "Site":
         refuse_secrets(f"the command of {self.name}", self.command, **NO_SECRET)
@@ -204,14 +220,33 @@ class Campaign(Settings):
     @model_validator(mode="after")
     def _facilities_are_told_apart(self) -> "Campaign":
         names = [site.name.lower() for site in self.sites]
-        places = [(site.host, site.folder.rstrip("/")) for site in self.sites]
+        places = [(site.host, site.place) for site in self.sites]
         for site, place in zip(self.sites, places, strict=True):
             if site.name.lower() in RESERVED:
                 raise ValueError(f"a facility cannot be called {site.name}")
             if names.count(site.name.lower()) > 1:
                 raise ValueError(f"two facilities are called {site.name}")
             if places.count(place) > 1:
-                raise ValueError(f"two facilities share {site.folder} on {site.host or 'here'}")
+                raise ValueError(
+                    f"two facilities share {site.folder} on {site.host or 'this machine'}",
+                    "give each a folder of its own: sites[…].folder",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _facilities_are_enough(self) -> "Campaign":
+        rule, count = self.rule, len(self.sites)
+        if rule.quorum > count:
+            raise ValueError(
+                f"rule.quorum={rule.quorum}, and there are {count} facilities",
+                f"set rule.quorum to {count} or fewer, or name more sites",
+            )
+        if rule.least_updates > count:
+            raise ValueError(
+                f"rule.combine={rule.combine} with trim={rule.trim} and krum_bad={rule.krum_bad} "
+                f"needs {rule.least_updates} facilities, and there are {count}",
+                "choose rule.combine=mean, or name more sites",
+            )
         return self
 
     @model_validator(mode="after")
@@ -265,6 +300,8 @@ def checked_settings(
         reason = first.get("ctx", {}).get("error")
         if isinstance(reason, ValueError) and len(reason.args) == 2:  # found, and how to mend it
             raise UserError(*reason.args) from None
+        if isinstance(reason, ValueError) and not first["loc"]:  # of several settings together
+            raise UserError(printable(str(reason), 500), hint) from None
         name = prefix + ".".join(map(str, first["loc"]))
         given = printable(repr(first["input"]), 200)
         raise UserError(f"{name}: {first['msg']} ({given})", hint) from None

@@ -8,7 +8,13 @@ from typing import Any
 from atoll import run_dir
 from atoll.campaign.journal import round_name
 from atoll.campaign.signing import is_known, refuse_unsigned
-from atoll.campaign.store import CampaignStore, changed_settings, load_store, settings_file
+from atoll.campaign.store import (
+    OF_SITES,
+    CampaignStore,
+    changed_settings,
+    load_store,
+    settings_file,
+)
 from atoll.errors import UserError
 from atoll.proof.made_with import TOKENIZER, in_words, made_with, tokenizer_of
 from atoll.proof.statement import NAME, UNREADABLE, logs_of, materials_of
@@ -87,9 +93,14 @@ def _stated(statement: dict[str, Any], folder: Path) -> CampaignStore:
 
 
 def _refuse_other_settings(store: CampaignStore) -> None:
-    """What the campaign has now may be other than stated only in what may change in its life."""
+    """What the campaign has now may be other than stated only in what may change in its life.
+
+    And in how facilities are reached: what each did stands in the rounds.
+    """
     now = load_store(store.folder).campaign.model_dump(mode="json")
     for name, stated, other in changed_settings(store.campaign.model_dump(mode="json"), now):
+        if name.startswith(OF_SITES):
+            continue
         raise differs(f"{settings_file(store.folder)} has {name}={other}, {stated} was stated")
 
 

@@ -1,0 +1,157 @@
+"""Lines of `atoll federate` that are wrong: told before anything is written, and how to mend."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_hostile_facilities import made, store_of
+
+from atoll.__main__ import main
+from atoll.campaign.store import (
+    CampaignStore,
+    checked_campaign,
+    load_store,
+    refuse_missing_keys,
+    settings_file,
+    settled,
+)
+from atoll.errors import UserError
+
+DEMO = ["federate", "federation=demo"]
+NORTH = '{name: north, folder: s/n, overrides: ["data.files=[json/*]"]}'
+
+
+def said(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The two lines in which a line ends that wrote nothing."""
+    before = sorted(folder.rglob("*"))
+    code = main([*DEMO, f"folder={folder}", *words])
+    captured = capsys.readouterr()
+    assert code == 2, captured.out
+    assert len(captured.err.splitlines()) == 2, captured.err
+    assert sorted(folder.rglob("*")) == before
+    return captured.err
+
+
+def retyped(store: CampaignStore, **changes: Any) -> CampaignStore:
+    values = store.campaign.model_dump(mode="json") | changes
+    return CampaignStore(checked_campaign(values), store.folder)
+
+
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["rule.quorum=4"], "rule.quorum=4, and there are 3 facilities"),
+        (["rule.combine=trimmed_mean", "rule.trim=2"], "needs 5 facilities, and there are 3"),
+        (["rule.combine=krum", "rule.krum_bad=1"], "needs 5 facilities, and there are 3"),
+        (["rule.cap=0.3"], "rule.cap=0.3 of 3 facilities"),
+        (["sites.north.folder=x"], "sites.north.folder: the facilities are a list"),
+        ([f"sites=[{NORTH},{NORTH.replace('north', 'east')}]"], "share s/n on this machine"),
+        (
+            [f"sites=[{NORTH},{NORTH.replace('north', 'east').replace('s/n', './s//n/')}]"],
+            "share s/n on this machine",
+        ),
+        (["deadline_minutes=inf"], "deadline_minutes"),
+    ],
+)
+def test_what_can_never_be_is_told_at_once(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    found: str,
+    dry: list[str],
+) -> None:
+    assert found in said(tmp_path, capsys, *words, *dry)
+
+
+def test_one_folder_of_another_machine_is_one_however_it_is_written() -> None:
+    values = {"name": "c", "start": []}
+    for folder in ("x/", "./x", "y/../x"):
+        sites = [{"name": "a", "host": "h", "folder": "~/x"}]
+        sites += [{"name": "b", "host": "h", "folder": folder}]
+        with pytest.raises(UserError, match="share ~/x on h"):
+            checked_campaign(values | {"sites": sites})
+
+
+def test_signatures_need_keys_and_files(tmp_path: Path) -> None:
+    signers = tmp_path / "signers"
+    store = store_of(tmp_path, allowed_signers=str(signers))
+    with pytest.raises(UserError, match="and north has no key"):
+        refuse_missing_keys(store.campaign)
+    sites = [site.model_dump() | {"signing_key": "k"} for site in store.campaign.sites]
+    campaign = retyped(store, sites=sites).campaign
+    with pytest.raises(UserError, match=f"allowed_signers={signers}: no such file here"):
+        refuse_missing_keys(campaign)
+    signers.write_text("")
+    refuse_missing_keys(campaign)
+    with pytest.raises(UserError, match="signing_key=nowhere: no such file here"):
+        refuse_missing_keys(retyped(store, sites=sites, signing_key="nowhere").campaign)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"name": "c"}'])
+def test_a_folder_that_is_no_campaigns_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    (tmp_path / "demo").mkdir()
+    settings_file(tmp_path / "demo").write_text(content)
+    for words in ([], ["--dry-run"], ["--status"]):
+        assert "campaign.json" in said(tmp_path, capsys, *words)
+
+
+def test_a_campaign_that_is_not_there_has_no_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"no campaign in {tmp_path}/demo" in said(tmp_path, capsys, "--status")
+
+
+def test_a_folder_that_cannot_be_made_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*DEMO, "folder=/proc/nowhere"]) == 2
+    assert "/proc/nowhere/demo cannot be written" in capsys.readouterr().err
+
+
+def test_a_dry_run_tells_of_changed_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = store_of(tmp_path)
+    settings_file(store.folder).write_text(json.dumps(settled(store)))
+    words = [f"sites={[{'name': s.name, 'folder': s.folder} for s in store.campaign.sites]}"]
+    words = [word.replace("'", "") for word in words]
+    shown = said(store.folder.parent, capsys, f"name={store.folder.name}", *words, "--dry-run")
+    assert "was begun with" in shown
+
+
+def test_what_was_mistyped_may_change_until_there_is_a_model(tmp_path: Path) -> None:
+    store = store_of(tmp_path)
+    settings_file(store.folder).write_text(json.dumps(settled(store)))
+    other = retyped(store, start=["other"])
+    with pytest.raises(UserError, match=r"was begun with start="):
+        settled(other)
+    (store.model(0) / "manifest.json").unlink()
+    assert settled(other)["start"] == ["other"]
+
+
+def test_a_facility_may_change_until_it_took_work(tmp_path: Path) -> None:
+    made(tmp_path, "north")
+    store = store_of(tmp_path)
+    settings_file(store.folder).write_text(json.dumps(settled(store)))
+    sites = [site.model_dump() | {"command": ["other"]} for site in store.campaign.sites]
+    other = retyped(store, sites=sites)
+    north = store.campaign.sites[0]
+    store.count_failure(1, north, "no such program")
+    store.record_answer(1, north, {"state": "needs", "have": -1})
+    assert settled(other)["sites"][0]["command"] == ["other"]
+    store.record_answer(1, north, {"state": "queued"})
+    with pytest.raises(UserError, match=r"was begun with sites\.north="):
+        settled(other)
+
+
+def test_what_an_older_campaign_was_begun_without_is_as_by_default(tmp_path: Path) -> None:
+    store = store_of(tmp_path)
+    kept = settled(store)
+    rule = kept["rule"]
+    del rule["fragments"]
+    settings_file(store.folder).write_text(json.dumps(kept))
+    with pytest.raises(UserError, match=r"was begun with rule\.fragments=1, now it is 2"):
+        settled(retyped(store, rule=rule | {"fragments": 2}))
+    assert load_store(store.folder).campaign.rule.fragments == 1
