@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from atoll import run_dir
 from atoll.campaign import last_loss
 from atoll.campaign.journal import Journal, alone
 from atoll.campaign.round import go_on
@@ -50,6 +51,8 @@ def test_facilities_join_and_leave_but_stay_where_they_are(tmp_path: Path) -> No
     north = store.round(1) / "north" / "update"
     north.mkdir(parents=True)
     assert store.updates(1) == [north], "what it sent stays part of its round"
+    run_dir.write_whole(store.model(0) / "manifest.json", "{}")
+    store.record_answer(1, store.site("south"), {"state": "running"})
     moved = [sites[1] | {"folder": "/elsewhere"}]
     with pytest.raises(UserError, match=r"was begun with sites\.south="):
         keep_settings(CampaignStore(checked_campaign(values | {"sites": moved}), tmp_path))
@@ -101,6 +104,15 @@ def test_who_was_left_out_is_asked_again_when_the_round_is_reopened(tmp_path: Pa
     assert store.unsettled(1) == [north] and store.state(1, north).failures == 0
     assert store.deadline(1) >= begun
     assert len(store.journal(1).records("began")) == 2
+
+
+def test_the_clock_starts_anew_when_the_round_before_is_averaged(tmp_path: Path) -> None:
+    """Where rounds overlap: whoever was at that one until then has all of its time."""
+    store = store_of(tmp_path, deadline_minutes=1.0)
+    assert store.deadline(2) == store.deadline(2)
+    run_dir.write_whole(store.model(1) / "manifest.json", "{}")
+    assert store.deadline(2) == store.deadline(2)
+    assert [record["early"] for record in store.journal(2).records("began")] == [True, False]
 
 
 def test_late_work_is_asked_for_until_it_comes_to_nothing(tmp_path: Path) -> None:

@@ -19,10 +19,16 @@ from atoll.campaign.asking import overlapped
 from atoll.campaign.coordinator import run
 from atoll.campaign.dry_run import dry_run
 from atoll.campaign.journal import Journal, round_name
-from atoll.campaign.store import CampaignStore, checked_campaign, load_store
+from atoll.campaign.store import (
+    CampaignStore,
+    checked_campaign,
+    load_store,
+    refuse_what_loses,
+)
 from atoll.errors import UserError
 
 RULE = {"fragments": 2, "overlap_rounds": 1, "merge_alpha": 0.5, "max_norm_ratio": 100}
+RULE |= {"min_cosine": -1.0}
 LAYERS = [*MODEL, "model.config.num_hidden_layers=2"]
 
 
@@ -67,6 +73,9 @@ def test_own_weights_go_on_and_a_round_done_again_begins_the_same(
     monkeypatch.setattr(own_weights, "container_side", lambda *_: [])
     asked = {"fragments": 4, "fragment_pattern": "strided", "merge_alpha": 0.5, "frozen": None}
     asked |= {"overrides": []}
+    model = tmp_path / "base" / "manifest.json"
+    model.parent.mkdir()
+    model.write_text(json.dumps({"averaged_rounds": {"0": 5, "1": 2, "2": 3, "3": 4}}))
 
     def begins(number: int, newest: int, **changes: Any) -> Path:
         here = tmp_path / "rounds" / round_name(number)
@@ -92,14 +101,52 @@ def test_own_weights_go_on_and_a_round_done_again_begins_the_same(
         own,
         str(tmp_path / "starts" / round_name(7)),
     ]
-    merged = taken[taken.index("--merge") + 1 : taken.index("--fragments")]
+    merged = taken[taken.index("--merge") + 1 : taken.index("--add")]
     assert merged == ["0", "1", "2", "3"], "rounds 2 to 5 averaged each of them"
     train(5)  # work that came late
     begins(7, 5)
     assert words[1] == taken
     begins(8, 6)
     assert words[2][2] == str(tmp_path / "runs" / "5" / "export")
+    assert [each[each.index("--alpha") + 1] for each in words] == ["0.5"] * 3
+    begins(10, 8)
+    assert words[3][-1] == "0.0", "away for longer than four fragments take"
     assert begins(9, 8, fragments=1, merge_alpha=0.0) == tmp_path / "base" / "export"
+
+
+@pytest.mark.parametrize(
+    ("rounds", "taken", "has_before", "found"),
+    [
+        ({"0": 5, "1": 4}, 4, True, ([0], [])),  # the usual: whose turn it was
+        ({"0": 5, "1": 5}, 4, True, ([0], [1])),  # and late work to the other
+        ({"0": 5, "1": 5}, 4, False, ([0, 1], [])),
+        ({"0": 3, "1": 4}, 4, True, ([], [])),  # held
+        ({"0": 3, "1": 5}, 4, True, ([], [1])),  # late work alone
+        ({"0": 5, "1": 4}, 2, True, ([0, 1], [])),
+        (None, 4, True, ([0], [])),  # of an older Atoll
+    ],
+)
+def test_what_changed_is_taken_and_late_changes_are_added(
+    tmp_path: Path,
+    rounds: dict[str, int] | None,
+    taken: int,
+    has_before: bool,
+    found: tuple[list[int], list[int]],
+) -> None:
+    about = {} if rounds is None else {"averaged_rounds": rounds}
+    (tmp_path / "manifest.json").write_text(json.dumps(about))
+    asked = {"fragments": 2, "global_round": 5}
+    assert own_weights.changed_fragments(tmp_path, taken, asked, has_before) == found
+
+
+def test_a_share_of_their_own_and_cosines_are_refused_together(tmp_path: Path) -> None:
+    """Honest facilities point away from each other by what they keep."""
+    store = CampaignStore(
+        checked_campaign(settings(tmp_path, rule=RULE | {"min_cosine": -0.5})), tmp_path
+    )
+    with pytest.raises(UserError, match=r"merge_alpha=0\.5 with rule\.min_cosine=-0\.5"):
+        refuse_what_loses(store)
+    refuse_what_loses(CampaignStore(checked_campaign(settings(tmp_path, rule=RULE)), tmp_path))
 
 
 @pytest.mark.parametrize(

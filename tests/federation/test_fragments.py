@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from atoll.campaign.own_weights import changed_fragments
 from atoll.errors import UserError
 from atoll.federation.aggregate import Outcome, aggregate, hold, verified
 from atoll.federation.apply_delta import apply_delta, take_whole
@@ -68,9 +69,11 @@ class Campaign:
         fragments, own = (rule.fragments, rule.fragment_pattern), self.folder / f"own-{facility}"
         begin = self.model(newest) / "master"
         if facility in self.taken:
-            merge = {rule.fragment(n) for n in range(self.taken[facility] + 1, newest + 1)}
-            out = self.folder / f"start-{facility}-{number}"
-            merge_global(self.model(newest), own, out, fragments, merge, rule.merge_alpha)
+            out, before = self.folder / f"start-{facility}-{number}", self.taken[facility]
+            asked = {"fragments": rule.fragments, "global_round": newest}
+            merge, add = changed_fragments(self.model(newest), before, asked, has_before=True)
+            how = (fragments, merge, rule.merge_alpha, add, self.model(before))
+            merge_global(self.model(newest), own, out, *how)
             begin, own = out / "export", self.folder / f"own-{facility}-{number}"
         added, start = learned(facility, number), made_up.read(begin)
         trained = made_up.write_model(own, {n: x + added[n] for n, x in start.items()}, files=1)
@@ -95,7 +98,7 @@ class Campaign:
 
     def average(self, number: int, updates: list[Path]) -> Outcome:
         bases = [read_global(self.model(n))["digest"] for n in range(number - 1, -1, -1)]
-        given = [verified(path, bases, self.rule.overlap_rounds) for path in updates]
+        given = [verified(path, bases, self.rule.overlap_rounds, number) for path in updates]
         base, out = self.model(number - 1), self.model(number)
         return aggregate(base, given, self.rule, self.codec, out, {"round": number})
 
@@ -184,6 +187,83 @@ def test_late_work_is_added_to_its_own_fragment(tmp_path: Path, taken: int) -> N
         torch.testing.assert_close(memories[1][name] - memories[0][name], change, rtol=0, atol=1e-8)
 
 
+def alike(facility: str, number: int) -> Model:
+    """Every facility learns the same in every round: a step of one."""
+    return {name: torch.ones(shape) for name, shape in SHAPES.items()}
+
+
+def reached(campaign: Campaign, number: int, name: str = "layers.1.a.weight") -> float:
+    """How far a tensor of the model of a round is, all its values alike."""
+    far = campaign.master(number)[name] - campaign.master(0)[name]
+    assert far.max() - far.min() < 1e-5
+    return float(far.mean())
+
+
+@pytest.mark.parametrize(("update", "rate"), [("replace", 1.0), ("momentum", 1.0)])
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_late_work_is_not_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str, rate: float, alpha: float
+) -> None:
+    """Those in time keep what it changed, and what they have learned since and not sent yet."""
+    monkeypatch.setitem(globals(), "learned", alike)
+    rule = {"update": update, "learning_rate": rate, "beta1": 0.0, "merge_alpha": alpha}
+    campaign = Campaign(tmp_path, Rule(fragments=2, max_staleness=1, **rule, **EQUAL))
+    campaign.average(1, [campaign.train(each, 1) for each in "abcd"])
+    late = campaign.train("d", 2)
+    campaign.average(2, [campaign.train(each, 2) for each in "abc"])
+    assert reached(campaign, 2) == pytest.approx(2.0, abs=1e-6)
+    campaign.average(3, [*(campaign.train(each, 3) for each in "abc"), late])
+    added = 2.0 * 0.25 * 2**-0.5
+    assert reached(campaign, 3) == pytest.approx(2.0 + added, abs=1e-6)
+    campaign.average(4, [campaign.train(each, 4) for each in "abc"])
+    assert reached(campaign, 4) == pytest.approx(4.0 + added, abs=1e-6)
+
+
+def test_what_a_held_round_did_not_average_is_sent_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "learned", alike)
+    campaign = Campaign(tmp_path, Rule(fragments=2, **EQUAL))
+    for number in (1, 2, 3, 4, 5):
+        updates = [campaign.train(each, number) for each in "ab"]
+        if number == 3:
+            hold(campaign.model(2), campaign.rule, "fp32", campaign.model(3), {"round": 3})
+        else:
+            campaign.average(number, updates)
+    found = [reached(campaign, n, "layers.0.a.weight") for n in (1, 2, 3, 4, 5)]
+    assert found == pytest.approx([1.0, 1.0, 1.0, 1.0, 5.0], abs=1e-5)
+    assert reached(campaign, 4) == pytest.approx(4.0, abs=1e-5)
+
+
+def test_lateness_is_told_by_rounds(tmp_path: Path) -> None:
+    """By the model that work began with, it is not: of the first rounds, and behind a held one."""
+    rule = Rule(fragments=2, overlap_rounds=1, max_staleness=1, **EQUAL)
+    campaign = Campaign(tmp_path / "overlap", rule)
+    late = campaign.train("b", 1)
+    campaign.average(1, [campaign.train("a", 1)])
+    outcome = campaign.average(2, [campaign.train("a", 2), late])
+    assert outcome.weights["b"] == pytest.approx(0.5 * 2**-0.5)
+    campaign = Campaign(tmp_path / "held", Rule(fragments=2, max_staleness=1, **EQUAL))
+    campaign.average(1, [campaign.train(each, 1) for each in "ab"])
+    late = campaign.train("b", 2)
+    hold(campaign.model(1), campaign.rule, "fp32", campaign.model(2), {"round": 2})
+    assert read_global(campaign.model(1))["digest"] == read_global(campaign.model(2))["digest"]
+    outcome = campaign.average(3, [campaign.train("a", 3), late])
+    assert outcome.weights["b"] == pytest.approx(2**-0.5), "alone in its round"
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_late_work_has_the_share_that_it_had_in_time(tmp_path: Path, others: bool) -> None:
+    """Whoever else is in the round that takes it."""
+    rule = {"max_norm_ratio": 1e9, "min_cosine": -1.0}
+    campaign = Campaign(tmp_path, Rule(fragments=2, max_staleness=1, **rule))
+    campaign.average(1, [campaign.train(each, 1) for each in "abcd"])
+    late = campaign.train("d", 2)
+    campaign.average(2, [campaign.train(each, 2) for each in "abc"])
+    updates = [campaign.train(each, 3) for each in "abc"] if others else []
+    assert campaign.average(3, [late, *updates]).weights["d"] == pytest.approx(0.25 * 2**-0.5)
+
+
 def test_late_work_alone_makes_a_round(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path, Rule(fragments=2, max_staleness=1, **EQUAL))
     late = campaign.train("b", 1)
@@ -240,10 +320,16 @@ def test_one_that_is_too_long_is_known_by_its_fragments_rounds_before(tmp_path: 
 
 
 def test_a_round_that_is_held_keeps_every_fragment(tmp_path: Path) -> None:
-    campaign = Campaign(tmp_path, Rule(fragments=2, **EQUAL))
-    hold(campaign.model(0), campaign.rule, "int8", campaign.model(1), {"round": 1})
-    for name, values in campaign.master(0).items():
-        assert torch.equal(values, campaign.master(1)[name])
+    """Also where encodings of earlier rounds have left something out."""
+    campaign = Campaign(tmp_path, Rule(fragments=2, **EQUAL), "int4")
+    for number in (1, 2):
+        campaign.average(number, [campaign.train(each, number) for each in "ab"])
+    hold(campaign.model(2), campaign.rule, "int4", campaign.model(3), {"round": 3})
+    for name, values in campaign.master(2).items():
+        assert torch.equal(values, campaign.master(3)[name])
+    before, after = (made_up.read(campaign.model(n) / "memory" / "residual") for n in (2, 3))
+    for name, left_out in before.items():
+        assert torch.equal(left_out, after[name]) and left_out.abs().max() > 0
 
 
 def test_tensors_are_in_one_fragment_each() -> None:

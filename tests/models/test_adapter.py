@@ -31,7 +31,7 @@ def filled_with_adapters(built: Any, model: Model, config: Any) -> Any:
     adapter.adapt(built.hf, model)
     shapes = {name: tuple(p.shape) for name, p in built.hf.named_parameters()}
     with weights_for(model, config, 0) as read:
-        read = adapter.adapted_reader(read, 0, shapes, model.adapter_start)
+        read = adapter.adapted_reader(read, 0, shapes, model.lora)
         adapter.fill_int8(built.hf, read, CPU)
         materialize(built, CPU)
         fill(built.hf, read, fill_packed(built.hf, read, CPU))
@@ -131,8 +131,17 @@ def test_training_goes_on_with_an_adapter_that_is_given(tmp_path: Path) -> None:
     again = adapted(tmp_path, model.model_copy(update={"lora": lora}))
     after = adapter.gathered_adapter(dict(again.named_parameters()))
     assert all(torch.equal(after[name], tensor) for name, tensor in tensors.items())
-    with pytest.raises(UserError, match=r"has \(2, 32\) for .*lora_A.*, the model \(3, 32\)"):
-        adapted(tmp_path, model.model_copy(update={"lora": lora.model_copy(update={"rank": 3})}))
+    for changes, found in (
+        ({"rank": 3}, r"has \(2, 32\) for .*lora_A.*, the model \(3, 32\)"),
+        ({"alpha": 8.0}, "was made with lora_alpha=32, model.lora.alpha is 8"),
+        ({"targets": ["q_proj"]}, "has adapters of down_proj, .*v_proj beside q_proj"),
+    ):
+        with pytest.raises(UserError, match=found):
+            adapted(tmp_path, model.model_copy(update={"lora": lora.model_copy(update=changes)}))
+    settings = tmp_path / "adapter" / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"use_dora": True}))
+    with pytest.raises(UserError, match="was made with use_dora"):
+        adapted(tmp_path, model.model_copy(update={"lora": lora}))
 
 
 def test_widths_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:

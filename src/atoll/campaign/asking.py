@@ -53,11 +53,12 @@ def questions(
 
     Up to the deadline, and once after it: what is ready then is not lost.
     """
-    deadline, quick = store.deadline(number), 0
+    quick = 0
     while not stopped(0.0):
         before = store.state(number, site).text
         go_on(store, number, site, stopped)
         state = store.state(number, site)
+        deadline = store.deadline(number)  # it may have moved: see there
         if state.settled or time.time() > deadline:
             return
         quick += 1

@@ -1,10 +1,13 @@
 """A facility's own weights, from one round to the next, where the model travels in fragments.
 
-They stay in the export of its last run. A round begins with them and with the fragments that were
-averaged since; with the global model whole where the facility has trained nothing yet. Which run
+They stay in the export of its last run. A round begins with them and with the fragments that have
+changed since, as the global model's manifest says: late work changes others than the round's own,
+and a round that is held none. With the global model whole where the facility has trained nothing
+yet, and with nothing of its own where it was away for longer than all fragments take. Which run
 it is, is written into the round's journal before its job, so a round done again begins the same.
 """
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,23 +28,37 @@ def begins_with(folder: Path, here: Path, request: dict[str, Any], base: Path) -
         return base / "export"
     out = folder / "starts" / here.name
     if not (out / "manifest.json").is_file():
-        merge = merged_fragments(record["global_round"], request)
+        before = folder / "bases" / round_name(record["global_round"])
+        merge, add = changed_fragments(base, record["global_round"], request, before.is_dir())
+        away = request["global_round"] - record["global_round"] > request["fragments"]
         argv = [*container_side(folder, request["overrides"]), "merge-global"]
         argv += [str(base), record["own"], str(out), "--merge", *map(str, merge)]
+        argv += ["--add", *map(str, add), *(["--before", str(before)] if add else [])]
         argv += ["--fragments", str(request["fragments"])]
         argv += ["--fragment-pattern", request["fragment_pattern"]]
-        argv += ["--alpha", repr(request["merge_alpha"])]
+        argv += ["--alpha", repr(0.0 if away else request["merge_alpha"])]
         run_atoll(argv, "the weights that the round begins with")
     for old in range(round_number(here) - 1):  # that of the round before may be at work
         shutil.rmtree(folder / "starts" / round_name(old), ignore_errors=True)
     return out / "export"
 
 
-def merged_fragments(taken_round: int, request: dict[str, Any]) -> list[int]:
-    """The fragments that were averaged after the round whose model was taken before."""
-    count = request["fragments"]
+def changed_fragments(
+    base: Path, taken_round: int, request: dict[str, Any], has_before: bool
+) -> tuple[list[int], list[int]]:
+    """The fragments that changed after the round whose model was taken before.
+
+    Those that are taken, as their turn was; and those that late work alone changed, whose change is
+    added to what was learned since. Where the model before is gone they are taken, too. An older
+    Atoll's model does not say what changed: it is then those whose turn was.
+    """
+    manifest = json.loads((base / "manifest.json").read_text())
     later = range(taken_round + 1, request["global_round"] + 1)
-    return sorted({(number - 1) % count for number in later})
+    turns = {(number - 1) % request["fragments"]: number for number in later}
+    rounds = manifest.get("averaged_rounds", turns)
+    changed = sorted(int(fragment) for fragment, number in rounds.items() if number > taken_round)
+    taken = [fragment for fragment in changed if fragment in turns or not has_before]
+    return taken, [fragment for fragment in changed if fragment not in taken]
 
 
 def _own(folder: Path, here: Path) -> dict[str, Any]:

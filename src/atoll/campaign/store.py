@@ -110,10 +110,16 @@ class CampaignStore:
         return [n for n in range(1, self.campaign.rounds + 1) if self.round(n).is_dir()]
 
     def deadline(self, number: int) -> float:
-        """The round's clock starts when this is asked first, and again when it is reopened."""
+        """The round's clock starts when this is asked first, and again when it is reopened.
+
+        And where rounds overlap when the round before is averaged: until then it may be that
+        nobody else could begin.
+        """
         last = self.journal(number).records("began", "reopened")[-1:]
         if not last or last[0]["event"] == "reopened":
-            last = [self.journal(number).append("began")]
+            last = [self.journal(number).append("began", early=not self.has_model(number - 1))]
+        elif last[0].get("early") and self.has_model(number - 1):
+            last = [self.journal(number).append("began", early=False)]
         return float(last[0]["time"]) + self.campaign.deadline_minutes * 60
 
     def steps(self, number: int, site: Site) -> int:
@@ -309,6 +315,14 @@ def refuse_what_loses(store: CampaignStore) -> None:
             f"codec=int2 with rule.update={rule.update}: with nesterov it learns no more than with "
             "replace, and less in short and in long rounds (docs/atlas.md); others were not tried",
             "codec=int4, or rule.update=replace",
+        )
+    if rule.merge_alpha and rule.min_cosine > -1.0:
+        raise UserError(
+            f"rule.merge_alpha={rule.merge_alpha:g} with rule.min_cosine={rule.min_cosine:g}: what "
+            "facilities keep of their own points away from each other, so that honest ones would "
+            "be left out",
+            "rule.min_cosine=-1: updates that are too long are left out as ever; or "
+            "rule.merge_alpha=0",
         )
     if rule.update in NORMALISED and rule.learning_rate > MOST_NORMALISED_RATE:
         raise UserError(

@@ -23,7 +23,7 @@ from atoll.federation.cohort import Cohort, cohorts_of, norms_before, share_out
 from atoll.federation.error_feedback import read_decoded_into
 from atoll.federation.fragments import fragments_of, joined
 from atoll.federation.judge import Measured, cosines
-from atoll.federation.next_model import NextModel, share_of
+from atoll.federation.next_model import NextModel
 from atoll.federation.tensors import STRETCH, Layout, Stretch, TensorReader, stretches
 from atoll.federation.update import Update, refuse_wrong_tensors
 from atoll.federation.update_files import read_verified, reason_of
@@ -44,17 +44,24 @@ class Outcome:
     rejected: dict[str, str] = field(default_factory=dict)
 
 
-def verified(folder: Path, bases: list[str], overlap_rounds: int = 0) -> Update:
+def verified(
+    folder: Path, bases: list[str], overlap_rounds: int = 0, number: int | None = None
+) -> Update:
     """An update whose files are as its manifest says, and that began from a known global model.
 
     bases: digests of this round's model, and of those before it from which work is still taken;
-    that of `overlap_rounds` before is in time.
+    that of `overlap_rounds` before is in time. number: of this round, where rounds have numbers: in
+    the first ones, and behind one that was held, a model does not tell how late work is.
     """
-    return from_base(read_verified(folder), folder, bases, overlap_rounds)
+    return from_base(read_verified(folder), folder, bases, overlap_rounds, number)
 
 
 def from_base(
-    manifest: UpdateManifest, folder: Path, bases: list[str], overlap_rounds: int = 0
+    manifest: UpdateManifest,
+    folder: Path,
+    bases: list[str],
+    overlap_rounds: int = 0,
+    number: int | None = None,
 ) -> Update:
     """An update whose files were verified, if it began from one of these global models."""
     if manifest.base not in bases:
@@ -63,8 +70,9 @@ def from_base(
             f"{bases[0][:12]}",
             "train the model of this round, or allow late work: rule.max_staleness",
         )
-    rounds_late = max(0, bases.index(manifest.base) - overlap_rounds)
-    return Update(manifest, folder, rounds_late)
+    behind = bases.index(manifest.base) - overlap_rounds
+    rounds_late = behind if number is None else number - manifest.round
+    return Update(manifest, folder, max(0, rounds_late))
 
 
 def aggregate(
@@ -102,27 +110,42 @@ def aggregate(
             rejected |= cohort.leave_out(cohort.overflowing())
     outcome = _outcome(cohorts, rejected)
     facts = {"base": known["digest"], "codec": codec, "rule": rule.model_dump(), **asdict(outcome)}
-    facts["norms_before"] = norms_before(known) | {str(c.fragment): c.norms for c in cohorts if c}
+    with_updates = {str(cohort.fragment): cohort for cohort in cohorts if cohort}
+    number = about.get("round", 1)
+    facts["norms_before"] = norms_before(known) | {n: c.norms for n, c in with_updates.items()}
+    facts["averaged_rounds"] = averaged_rounds(known, rule) | dict.fromkeys(with_updates, number)
+    facts["claims"] = known.get("claims", {}) | {n: c.claims(rule) for n, c in with_updates.items()}
     global_model.publish(unfinished, out, about | facts, files)
     return outcome
 
 
 def hold(base: Path, rule: Rule, codec: str, out: Path, about: dict[str, Any]) -> Outcome:
-    """A next global model of no update: what the server remembers stays as well."""
+    """A next global model of no update, as it was; what the server remembers stays as well."""
     layout, parts = _parts(base, rule)
     known, unfinished = global_model.read_global(base), global_model.begin(out)
-    sent, nothing = parts[rule.fragment(about.get("round", 1))], share_of([], [], None)
+    fragment = rule.fragment(about.get("round", 1))
+    sent = parts[fragment]
     with NextModel(base, unfinished, layout, sent, rule, codec) as next_model:
         for stretch in stretches(sent):
-            next_model.add(stretch, torch.zeros(1, stretch.count), nothing)
+            next_model.hold(stretch)
             next_model.written.add(stretch)
         _keep_others(next_model, layout, sent)
         files = next_model.written.digests()
     outcome = Outcome({}, {}, {})
     facts = {"base": known["digest"], "codec": codec, "rule": rule.model_dump(), **asdict(outcome)}
     facts["norms_before"] = norms_before(known)
+    facts["averaged_rounds"] = averaged_rounds(known, rule)
+    facts["claims"] = known.get("claims", {}) | {str(fragment): 0.0}
     global_model.publish(unfinished, out, about | facts, files)
     return outcome
+
+
+def averaged_rounds(known: dict[str, Any], rule: Rule) -> dict[str, int]:
+    """Fragment -> the last round that changed it; an older Atoll's models have the turns alone."""
+    last = known.get("round", 0)
+    turns = {str(rule.fragment(n)): n for n in range(max(1, last - rule.fragments + 1), last + 1)}
+    rounds: dict[str, int] = known.get("averaged_rounds", turns)
+    return rounds
 
 
 def _parts(base: Path, rule: Rule) -> tuple[Layout, list[Layout]]:

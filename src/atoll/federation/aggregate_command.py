@@ -49,12 +49,13 @@ def _aggregate(
     torch.set_num_threads(1)  # stretches are worked on side by side
     bases = [read_global(arguments.base)["digest"], *arguments.older]
     updates, unreadable = [], dict[str, str]()
+    about = json.loads(arguments.about) | {"unreadable": unreadable}
+    how = (bases, rule.overlap_rounds, about.get("round"))
     for folder, manifest in verifying:
         try:
-            updates.append(from_base(manifest.result(), folder, bases, rule.overlap_rounds))
+            updates.append(from_base(manifest.result(), folder, *how))
         except Exception as error:  # whatever one facility sent, the others go on
             unreadable[folder.parent.name] = reason_of(error)
-    about = json.loads(arguments.about) | {"unreadable": unreadable}
     _allow_many_files()
     base, codec, out = arguments.base, arguments.codec, arguments.out
     try:

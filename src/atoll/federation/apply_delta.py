@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +13,8 @@ from atoll.federation import global_model
 from atoll.federation.error_feedback import read_decoded
 from atoll.federation.global_model import begin, publish
 from atoll.federation.tensors import Stretch, TensorReader
+
+KEPT = ("averaged_rounds",)  # of a model's manifest, for facilities that go on from their own
 
 
 def main(argv: list[str]) -> int:
@@ -28,10 +31,11 @@ def main(argv: list[str]) -> int:
         global_model.first_global(came, out, {"round": 0, **json.loads(arguments.about)})
         return 0
     manifest = global_model.read_global(came)
+    about = {name: manifest[name] for name in KEPT if name in manifest}
     if arguments.base is None:
-        digest = take_whole(came, out)
+        digest = take_whole(came, out, about)
     else:
-        digest = apply_delta(arguments.base, came / "delta", manifest["codec"], out)
+        digest = apply_delta(arguments.base, came / "delta", manifest["codec"], out, about)
     if digest != manifest["digest"]:
         shutil.rmtree(out)
         raise UserError(
@@ -42,18 +46,24 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def take_whole(came: Path, out: Path) -> str:
-    """A copy of a whole global model, in fp32; its digest, computed from the files."""
+def take_whole(came: Path, out: Path, about: dict[str, Any] | None = None) -> str:
+    """A copy of a whole global model, in fp32; its digest, computed from the files.
+
+    about: what its manifest keeps of that of the whole.
+    """
     partial = begin(out)
     shutil.copytree(came / "master", partial / "master")
     global_model.link_export(came / "export", partial)
-    return publish(partial, out, {})
+    return publish(partial, out, about or {})
 
 
-def apply_delta(base: Path, delta: Path, codec: str, out: Path) -> str:
+def apply_delta(
+    base: Path, delta: Path, codec: str, out: Path, about: dict[str, Any] | None = None
+) -> str:
     """The next global model's master, from the one before and the delta; its digest.
 
     Bit for bit what the server has: it adds the same decoded values, where there are any.
+    about: what its manifest keeps of the server's.
     """
     partial = begin(out)
     with TensorReader(base / "master") as before, TensorReader(delta) as encoded:
@@ -65,4 +75,4 @@ def apply_delta(base: Path, delta: Path, codec: str, out: Path) -> str:
 
         global_model.write_master(partial, before, values_of)
     global_model.link_export(base / "export", partial)
-    return publish(partial, out, {})
+    return publish(partial, out, about or {})

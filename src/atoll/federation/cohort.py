@@ -40,7 +40,8 @@ class Cohort:
     taken_by: step.Step
     measured: Measured | None = None  # of the updates, as they are now
     weights: list[float] = field(default_factory=list)
-    share: Share = field(default_factory=lambda: share_of([], [], None))
+    claims_before: float = 0.0  # of a late one: of those that its fragment was averaged of
+    share: Share = field(default_factory=lambda: share_of([], [], step.replace))
 
     def __bool__(self) -> bool:
         return bool(self.updates)
@@ -48,6 +49,11 @@ class Cohort:
     @property
     def names(self) -> list[str]:
         return [update.facility for update in self.updates]
+
+    def claims(self, rule: Rule) -> float:
+        """What all whose updates are in the fragment claimed together, since it was averaged."""
+        own = combine.WEIGH[rule.weigh]([update.manifest for update in self.updates], rule)
+        return self.claims_before + sum(own)
 
     @property
     def norms(self) -> list[float]:
@@ -96,7 +102,7 @@ def cohorts_of(
     for update in sorted(updates, key=lambda update: update.facility):
         number = rule.fragment(update.manifest.round)
         by_fragment.setdefault(number, []).append(update)
-    before = norms_before(known)
+    before, claims = norms_before(known), known.get("claims", {})
     return [
         Cohort(
             number,
@@ -104,6 +110,7 @@ def cohorts_of(
             by_fragment[number],
             Bound(before.get(str(number), []), cache(partial(norm_of, base, parts[number]))),
             (step.STEPS if number == own else step.LATE_STEPS)[rule.update],
+            claims_before=0.0 if number == own else claims.get(str(number), 0.0),
         )
         for number in sorted(by_fragment, key=lambda number: (number != own, number))
     ]
@@ -112,7 +119,8 @@ def cohorts_of(
 def share_out(cohorts: list[Cohort], rule: Rule, rejected: dict[str, str]) -> None:
     """Give each update its share, and what clipping multiplies it with.
 
-    Those of the round's fragment add up to one; one that is late for another has its share of all.
+    Those of the round's fragment add up to one; one that is late for another has the share that it
+    had in time, beside those that the fragment was averaged of.
     Raises `SmallCohort` where too few are left for the quorum or the rule.
     """
     own, *others = cohorts
@@ -126,12 +134,11 @@ def share_out(cohorts: list[Cohort], rule: Rule, rejected: dict[str, str]) -> No
         if own:
             combine.refuse_too_few(len(own.updates), rule)
             own.weights = combine.weights_of(*_manifests(own.updates), rule)
-        shares = combine.shares_of(*_manifests(updates), rule) if any(others) else []
     except UserError as error:
         raise SmallCohort(error.found, rejected) from None
-    share_by_name = dict(zip([update.facility for update in updates], shares, strict=False))
     for cohort in others:
-        cohort.weights = [share_by_name[name] for name in cohort.names]
+        given = (*_manifests(cohort.updates), rule, cohort.claims_before)
+        cohort.weights = combine.late_shares_of(*given)
     for cohort in cohorts:
         _clip(cohort, rule)
 

@@ -68,9 +68,19 @@ def weights_of(manifests: list[UpdateManifest], rounds_late: list[int], rule: Ru
     return _shared([claim * factor for claim, factor in pairs], rule)
 
 
-def shares_of(manifests: list[UpdateManifest], rounds_late: list[int], rule: Rule) -> list[float]:
-    """The share of each update, less for late work: they add up to one where none is late."""
-    shares = _shared(WEIGH[rule.weigh](manifests, rule), rule)
+def late_shares_of(
+    manifests: list[UpdateManifest], rounds_late: list[int], rule: Rule, before: float
+) -> list[float]:
+    """What late updates had in time, less for being late, beside others that were averaged.
+
+    before: the claims of those others, all together; 0: there were none.
+    """
+    claims = WEIGH[rule.weigh](manifests, rule)
+    if before:
+        most = rule.cap if rule.weigh == "capped" else 1.0
+        shares = [min(most, claim / (before + sum(claims))) for claim in claims]
+    else:
+        shares = _shared(claims, rule)
     pairs = zip(shares, _lateness(rounds_late, rule), strict=True)
     return [share * factor for share, factor in pairs]
 

@@ -1,7 +1,9 @@
 """`atoll merge-global`: what a facility's run begins with, where its own weights go on.
 
 Fragments that were averaged since it last took any are alpha times its own and (1 - alpha) times
-the global one (Streaming DiLoCo, Douillard et al. 2025, section 3.2); the others are its own.
+the global one (Streaming DiLoCo, Douillard et al. 2025, section 3.2). To those that only late work
+has changed since the change is added: what it has learned there was not sent yet. The others are
+its own.
 """
 
 from collections.abc import Collection
@@ -25,6 +27,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--fragments", type=int, required=True, help="parts of the model")
     parser.add_argument("--fragment-pattern", choices=list(PATTERNS), required=True)
     parser.add_argument("--merge", type=int, nargs="*", required=True, help="fragments to be taken")
+    parser.add_argument("--add", type=int, nargs="*", default=[], help="whose change is added")
+    parser.add_argument("--before", type=Path, help="the global model that it had taken before")
     parser.add_argument("--alpha", type=float, required=True, help="of the facility's own value")
     arguments = parser.read(argv)
     merge_global(
@@ -34,6 +38,8 @@ def main(argv: list[str]) -> int:
         (arguments.fragments, arguments.fragment_pattern),
         arguments.merge,
         arguments.alpha,
+        arguments.add,
+        arguments.before,
     )
     return 0
 
@@ -45,19 +51,31 @@ def merge_global(
     fragments: tuple[int, str],
     merge: Collection[int],
     alpha: float,
+    add: Collection[int] = (),
+    before: Path | None = None,
 ) -> None:
     """Write `out`, whole or not at all: its export is a Hugging Face folder in fp32.
 
-    merge: the fragments that are taken from the global model. Raises `UserError` where the two
-    have not the same tensors.
+    merge: the fragments that are taken from the global model. add: those whose change since
+    `before` is added. Raises `UserError` where the two have not the same tensors.
     """
     partial = global_model.begin(out)
-    with TensorReader(model / "master") as averaged, TensorReader(own) as trained:
+    with (
+        TensorReader(model / "master") as averaged,
+        TensorReader(own) as trained,
+        TensorReader((before or model) / "master") as earlier,
+    ):
         refuse_other_tensors(trained, averaged)
         parts = fragments_of(averaged.layout, *fragments)
-        taken = {name for n in merge for tensors in parts[n].values() for name in tensors}
+        taken, moved = (
+            {name for n in chosen for tensors in parts[n].values() for name in tensors}
+            for chosen in (merge, add)
+        )
 
         def values_of(stretch: Stretch) -> Tensor:
+            if stretch.name in moved:
+                change_N = averaged.values(stretch) - earlier.values(stretch)
+                return trained.values(stretch).float() + change_N
             if stretch.name not in taken:
                 return trained.values(stretch).float()
             averaged_N = averaged.values(stretch)

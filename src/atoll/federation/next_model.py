@@ -29,15 +29,15 @@ RESIDUAL = "residual"  # in memory/: what encoding the global delta has left out
 
 @dataclass(frozen=True)
 class Share:
-    """What each update of a fragment counts for, and how they are taken; None: not at all."""
+    """What each update of a fragment counts for, and how they are taken."""
 
     weights_K: Tensor
     factors_K: Tensor
-    taken_by: step.Step | None
+    taken_by: step.Step
     overflows: list[int] = field(default_factory=list)  # values, of stretches that overflow
 
 
-def share_of(weights: list[float], factors: list[float], taken_by: step.Step | None) -> Share:
+def share_of(weights: list[float], factors: list[float], taken_by: step.Step) -> Share:
     """Of updates with these weights, whose values clipping multiplies with `factors`."""
     scaled = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
     return Share(torch.tensor(scaled, dtype=torch.float64), torch.tensor(factors), taken_by)
@@ -79,16 +79,13 @@ class NextModel(ExitStack):
         global_model.copy_beside_weights(base / "export", partial / "export", rule.dtype)
 
     def add(self, stretch: Stretch, values_KN: Tensor, share: Share) -> None:
-        """Combine, step, encode and write one stretch; without a step it is as of zeros."""
+        """Combine, step, encode and write one stretch."""
         rule = self.rule
         memory = {name: self._remembered(name, stretch) for name in self.fresh}
-        if share.taken_by is None:
-            added_N = values_KN[0]
-        else:
-            if rule.combine in ("median", "trimmed_mean"):
-                values_KN = values_KN * share.factors_K[:, None]
-            combined_N = combine.COMBINE[rule.combine](values_KN, share.weights_K, rule)
-            added_N = share.taken_by(combined_N, memory, rule)
+        if rule.combine in ("median", "trimmed_mean"):
+            values_KN = values_KN * share.factors_K[:, None]
+        combined_N = combine.COMBINE[rule.combine](values_KN, share.weights_K, rule)
+        added_N = share.taken_by(combined_N, memory, rule)
         decoded_N, residual_N = write_encoded(
             self.delta, self.codec, stretch, added_N, memory.get(RESIDUAL)
         )
@@ -101,9 +98,20 @@ class NextModel(ExitStack):
         for name, writer in self.memory.items():
             writer.put(stretch, residual_N if name == RESIDUAL else memory[name])
 
+    def hold(self, stretch: Stretch) -> None:
+        """What is in the round's fragment, and gets nothing: not even what is remembered of it.
+
+        As a facility has it that adds the zeros that travel.
+        """
+        nothing_N = torch.zeros(stretch.count)
+        decoded_N, _ = write_encoded(self.delta, self.codec, stretch, nothing_N, None)
+        self._put(stretch, self.before.values(stretch) + decoded_N)
+
     def keep(self, stretch: Stretch) -> None:
         """What is in no fragment of this round: as it was, with what is remembered of it."""
-        values_N = self.before.values(stretch)
+        self._put(stretch, self.before.values(stretch))
+
+    def _put(self, stretch: Stretch, values_N: Tensor) -> None:
         self.master.put(stretch, values_N)
         self.export.put(stretch, values_N.to(_dtype(self.rule)))
         for name, writer in self.memory.items():

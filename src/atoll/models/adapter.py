@@ -3,6 +3,7 @@
 peft makes the adapters, bitsandbytes the quantised weights (Dettmers et al. 2023, QLoRA).
 """
 
+import json
 import math
 import zlib
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ BASE = ".base_layer"
 NAME = "default"  # what peft calls an adapter that nobody named
 LORA = ".lora_"  # in the name of what learns
 PREFIX = "base_model.model."  # of names in peft's files
-FILE = "adapter_model.safetensors"
+FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
 def adapt(hf: Any, model: Model, compute_dtype: torch.dtype = torch.float32) -> None:
@@ -84,13 +85,15 @@ def check_device(quantisation: str, device: torch.device) -> None:
 
 
 def adapted_reader(
-    read: ReadTensor, seed: int, shapes: dict[str, tuple[int, ...]], start: Path | None = None
+    read: ReadTensor, seed: int, shapes: dict[str, tuple[int, ...]], lora: Lora | None
 ) -> ReadTensor:
     """Adapters begin as no change at all: A at random, B zero; all else as `read` gives it.
 
-    start: the folder of an adapter to begin with; `UserError` where it is of other layers or rank.
+    Or as those in the folder `lora.start`; `UserError` where they are of other layers, rank or
+    scale.
     """
-    begun = {} if start is None else read_adapter(start)
+    start = None if lora is None else lora.start
+    begun = {} if lora is None or start is None else _begun(start, shapes, lora)
 
     def part(name: str, slices: Slices) -> Tensor:
         stored = begun.get(name_in_file(name))
@@ -113,6 +116,32 @@ def adapted_reader(
         return read(name.replace(BASE, ""), slices)
 
     return part
+
+
+def _begun(start: Path, shapes: dict[str, tuple[int, ...]], lora: Lora) -> dict[str, Tensor]:
+    """An adapter to begin with, all of which the model has, and scaled as it will be."""
+    tensors, path = read_adapter(start), start / SETTINGS
+    made_with = json.loads(path.read_text()) if path.is_file() else {}
+    alpha = made_with.get("lora_alpha", lora.alpha)
+    if alpha != lora.alpha:
+        raise UserError(
+            f"{start} was made with lora_alpha={alpha:g}, model.lora.alpha is {lora.alpha:g}",
+            f"set it to the same: alpha={alpha:g}",
+        )
+    for name in ("use_dora", "use_rslora"):
+        if made_with.get(name):
+            raise UserError(f"{start} was made with {name}", "give a plain adapter of peft's LoRA")
+    theirs, ours = (
+        {name.split(LORA)[0].rpartition(".")[2] for name in names if LORA in name}
+        for names in (tensors, shapes)
+    )
+    if theirs - ours:
+        raise UserError(
+            f"{start} has adapters of {', '.join(sorted(theirs - ours))} beside "
+            f"{', '.join(sorted(ours))}",
+            f"name them all: targets=[{','.join(sorted(theirs))}]",
+        )
+    return tensors
 
 
 def merging_reader(read: ReadTensor, hf: Any, lora: Lora, folder: Path) -> ReadTensor:

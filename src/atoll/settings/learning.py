@@ -70,11 +70,6 @@ class Model(Settings):
     lora: Lora | None = None
     quantisation: Literal["none", "int8", "nf4"] = "none"  # of weights that stay
 
-    @property
-    def adapter_start(self) -> Path | None:
-        """The folder of the adapter that training begins with, where it does with any."""
-        return None if self.lora is None else self.lora.start
-
     @model_validator(mode="after")
     def _quantised_weights_stay(self) -> "Model":
         if self.quantisation != "none" and self.lora is None:

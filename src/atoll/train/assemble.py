@@ -176,7 +176,7 @@ def build_sharded(
 
     def fill_all() -> None:
         with weights_for(run.model, config, run.seed) as read:
-            read = adapted_reader(read, run.seed, shapes, run.model.adapter_start)
+            read = adapted_reader(read, run.seed, shapes, run.model.lora)
             fill_int8(model.hf, read, world.device)
             materialize(model, torch.device("cpu") if run.sharding.offload else world.device)
             fill(model.hf, read, fill_packed(model.hf, read, world.device))

@@ -72,7 +72,7 @@ def write_first_adapter(run: Run, tokenizer: Path, final: Path) -> None:
     head, shapes = new_head(config), {n: tuple(p.shape) for n, p in hf.named_parameters()}
     own = {name: p for name, p in hf.named_parameters() if is_adapters(name, head)}
     with weights_for(run.model, config, run.seed) as read:
-        read = adapted_reader(read, run.seed, shapes, run.model.adapter_start)
+        read = adapted_reader(read, run.seed, shapes, run.model.lora)
         tensors = {
             name_in_file(name): read(name, _all_of(p)).float().contiguous()
             for name, p in own.items()

@@ -115,7 +115,7 @@ def from_checkpoint(path: Path, run: Run) -> TextGenerator:
     materialize(model, cpu)
     if not all(p.requires_grad for p in model.parameters()):  # what stays is in no checkpoint
         with weights_for(run.model, config, run.seed) as read:
-            fill(model.hf, adapted_reader(read, run.seed, shapes, run.model.adapter_start))
+            fill(model.hf, adapted_reader(read, run.seed, shapes, run.model.lora))
     fill_buffers(model.hf)
     learning = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     checkpoint.load(path, {f"model/{name}": p for name, p in learning.items()}, alone)

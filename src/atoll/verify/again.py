@@ -21,7 +21,10 @@ from atoll.verify.lines import Line, differs
 # summed in another order on another processor
 ANEW, WHOM = ("weights", "rule", "digest", "base", "codec"), ("rejected", "unreadable")
 ALIKE = 1e-4  # of each number's size
-MEASURED = {"norms": 0.0, "norms_before": 0.0, "cosines": ALIKE}  # and so much more: of at most 1
+MEASURED = {
+    "norms": 0.0, "norms_before": 0.0, "claims": 0.0, "averaged_rounds": 0.0,
+    "cosines": ALIKE,  # and so much more: of at most 1
+}  # fmt: skip
 # of this Atoll alone: what a campaign names, as its image, is never run; and nothing is fetched
 HERE = ["env", "HF_HUB_OFFLINE=1", *atoll_here()]
 
