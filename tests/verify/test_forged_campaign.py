@@ -79,12 +79,15 @@ def test_the_first_model_is_what_its_manifest_says_and_no_more(
     assert found in capsys.readouterr().err
 
 
-def test_what_decides_who_is_left_out_later_is_made_again(
-    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["norms_before", "claims", "averaged_rounds"])
+def test_what_later_rounds_go_by_is_made_again(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
+    """Who is left out, what late work counts for, and what facilities take."""
     path = store.model(1) / "manifest.json"
     norms = json.loads(path.read_text())["norms_before"]["0"]
-    rewritten(path, norms_before={"0": [norm / 100 for norm in norms]})
+    forged = {"norms_before": [norm / 100 for norm in norms], "claims": 1.0, "averaged_rounds": 0}
+    rewritten(path, **{name: {"0": forged[name]}})
     prove_campaign(store, 2)
     assert verify(store) == 2
     assert f"{store.model(1)}: the updates of round 1 make another" in capsys.readouterr().err

@@ -300,7 +300,7 @@ def _read_settings(path: Path) -> dict[str, Any] | None:
     if not isinstance(values, dict) or not {"name", "rounds", "sites"} <= values.keys():
         raise UserError(
             f"{path} has no settings of a campaign: the folder is a facility's",
-            "give the campaign another place here: folder=FOLDER",
+            "give a campaign's, or to a campaign another place here: folder=FOLDER",
         )
     return values
 

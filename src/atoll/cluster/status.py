@@ -48,6 +48,11 @@ def run_folder(name: str) -> Path:
     for folder in (Path(name), runs_folder() / name):
         if run_dir.settings_file(folder).is_file():
             return folder
+    if (Path(name) / "campaign.json").is_file():
+        raise UserError(
+            f"{name} is a campaign's, not a run's",
+            f"atoll report {name}, or atoll federate --status with the words it was begun with",
+        )
     raise UserError(f"no run at {name}", "give the folder of a run, as runs/NAME")
 
 
