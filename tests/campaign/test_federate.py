@@ -52,13 +52,13 @@ MODEL = [
     "model.config.num_attention_heads=2",
     "model.config.num_key_value_heads=2",
 ]
+ALLOWED = "default\nfacility.node.peak_tflops\n"
 TEXT = {"reef": "json/*", "lagoon": "email/*"}
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     """Of a campaign whose facilities let it say how fast they are: else every run measures it."""
-    folder.mkdir(exist_ok=True)
-    (folder / "site.allow").write_text("default\nfacility.node.peak_tflops\n")
+    run_dir.write_whole(folder / "site.allow", ALLOWED)
     sites = [
         {
             "name": name,
@@ -128,7 +128,7 @@ def signed(folder: Path) -> dict[str, Any]:
     """Settings by which each facility signs with the key of its name, as it lets them."""
     for name in TEXT:
         own = folder / "sites" / name / "site.allow"
-        run_dir.write_whole(own, f"default\nsigning_key={folder / name}\n")
+        run_dir.write_whole(own, f"{ALLOWED}signing_key={folder / name}\n")
     sites = [
         site | {"signing_key": str(folder / site["name"])} for site in settings(folder)["sites"]
     ]

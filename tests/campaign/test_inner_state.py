@@ -83,7 +83,14 @@ def test_checkpoints_stay_of_the_newest_rounds_and_of_what_a_round_began_with(
     assert first.is_dir(), "done again, the round begins with it"
 
 
+def begun(folder: Path) -> None:
+    """A first model, with which settings stay."""
+    store = CampaignStore(checked_campaign(VALUES), folder)
+    run_dir.write_whole(store.model(0) / "manifest.json", "{}")
+
+
 def test_one_schedule_spans_the_campaign_however_long_it_becomes(tmp_path: Path) -> None:
+    begun(tmp_path)
     for rounds in (4, 9):
         campaign = checked_campaign(VALUES | {"rounds": rounds})
         store = keep_settings(CampaignStore(campaign, tmp_path))
@@ -97,6 +104,7 @@ def test_one_schedule_spans_the_campaign_however_long_it_becomes(tmp_path: Path)
 def test_a_campaign_that_was_begun_without_it_has_the_schedule_of_its_rounds(
     tmp_path: Path,
 ) -> None:
+    begun(tmp_path)
     store = keep_settings(CampaignStore(checked_campaign(VALUES), tmp_path))
     file = tmp_path / "campaign.json"
     content = json.loads(file.read_text())
