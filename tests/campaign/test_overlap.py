@@ -75,7 +75,7 @@ def test_own_weights_go_on_and_a_round_done_again_begins_the_same(
     asked |= {"overrides": []}
     model = tmp_path / "base" / "manifest.json"
     model.parent.mkdir()
-    model.write_text(json.dumps({"averaged_rounds": {"0": 5, "1": 2, "2": 3, "3": 4}}))
+    model.write_text(json.dumps({"changed_rounds": {"0": 5, "1": 2, "2": 3, "3": 4}}))
 
     def begins(number: int, newest: int, **changes: Any) -> Path:
         here = tmp_path / "rounds" / round_name(number)
@@ -133,7 +133,7 @@ def test_what_changed_is_taken_and_late_changes_are_added(
     has_before: bool,
     found: tuple[list[int], list[int]],
 ) -> None:
-    about = {} if rounds is None else {"averaged_rounds": rounds}
+    about = {} if rounds is None else {"changed_rounds": rounds}
     (tmp_path / "manifest.json").write_text(json.dumps(about))
     asked = {"fragments": 2, "global_round": 5}
     assert own_weights.changed_fragments(tmp_path, taken, asked, has_before) == found

@@ -8,13 +8,16 @@ import pytest
 from test_hostile_facilities import made, store_of
 
 from atoll.__main__ import main
+from atoll.campaign import site
+from atoll.campaign.journal import Journal
 from atoll.campaign.store import (
     CampaignStore,
     checked_campaign,
     load_store,
     refuse_missing_keys,
+    refuse_what_loses,
     settings_file,
-    settled,
+    settings_to_keep,
 )
 from atoll.errors import UserError
 
@@ -114,7 +117,7 @@ def test_a_dry_run_tells_of_changed_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = store_of(tmp_path)
-    settings_file(store.folder).write_text(json.dumps(settled(store)))
+    settings_file(store.folder).write_text(json.dumps(settings_to_keep(store)))
     words = [f"sites={[{'name': s.name, 'folder': s.folder} for s in store.campaign.sites]}"]
     words = [word.replace("'", "") for word in words]
     shown = said(store.folder.parent, capsys, f"name={store.folder.name}", *words, "--dry-run")
@@ -123,35 +126,80 @@ def test_a_dry_run_tells_of_changed_settings(
 
 def test_what_was_mistyped_may_change_until_there_is_a_model(tmp_path: Path) -> None:
     store = store_of(tmp_path)
-    settings_file(store.folder).write_text(json.dumps(settled(store)))
+    settings_file(store.folder).write_text(json.dumps(settings_to_keep(store)))
     other = retyped(store, start=["other"])
     with pytest.raises(UserError, match=r"was begun with start="):
-        settled(other)
+        settings_to_keep(other)
+    lost = retyped(store, codec="int2", rule={"update": "nesterov"})
+    refuse_what_loses(lost)  # it has begun with it
     (store.model(0) / "manifest.json").unlink()
-    assert settled(other)["start"] == ["other"]
+    with pytest.raises(UserError, match="codec=int2"):
+        refuse_what_loses(lost)
+    assert settings_to_keep(other)["start"] == ["other"]
 
 
 def test_a_facility_may_change_until_it_took_work(tmp_path: Path) -> None:
     made(tmp_path, "north")
     store = store_of(tmp_path)
-    settings_file(store.folder).write_text(json.dumps(settled(store)))
+    settings_file(store.folder).write_text(json.dumps(settings_to_keep(store)))
     sites = [site.model_dump() | {"command": ["other"]} for site in store.campaign.sites]
     other = retyped(store, sites=sites)
     north = store.campaign.sites[0]
     store.count_failure(1, north, "no such program")
-    store.record_answer(1, north, {"state": "needs", "have": -1})
-    assert settled(other)["sites"][0]["command"] == ["other"]
+    for state in ("needs", "unreachable", "retry", "refused", "failed"):
+        store.record_answer(1, north, {"state": state})
+        assert settings_to_keep(other)["sites"][0]["command"] == ["other"]
     store.record_answer(1, north, {"state": "queued"})
     with pytest.raises(UserError, match=r"was begun with sites\.north="):
-        settled(other)
+        settings_to_keep(other)
+
+
+def test_a_facility_takes_a_corrected_request_until_a_job_was_taken(tmp_path: Path) -> None:
+    here, run = tmp_path / "rounds" / "round-001", tmp_path / "run"
+    journal, asked = Journal(here), {"round": 1, "codec": "int8", "overrides": ["a=1"]}
+    site._keep_request(here, 1, asked)
+    for _ in range(2):
+        journal.append("submitted", run=str(run))
+        journal.append("refused", why="no text")
+    run.mkdir()
+    assert site._attempts(journal) == 2
+    site._keep_request(here, 1, asked | {"overrides": ["a=2"]})
+    assert journal.last("asked")["request"]["overrides"] == ["a=2"]
+    assert site._attempts(journal) == 0 and not run.exists()
+    site._keep_request(here, 1, asked | {"overrides": ["a=2"], "attempts": 5})
+    journal.append("submitted", run=str(run))
+    with pytest.raises(UserError, match="and now"):  # a kill may have cut its answer off
+        site._keep_request(here, 1, asked | {"overrides": ["a=3"]})
+    journal.append("refused", why="no text")
+    with pytest.raises(UserError, match="has codec=int8, and now int4 is asked for"):
+        site._keep_request(here, 1, asked | {"codec": "int4", "overrides": ["a=2"]})
+    journal.append("submitted", run=str(run))
+    journal.append("accepted")
+    assert site._attempts(journal) == 2
+    with pytest.raises(UserError, match="has overrides="):
+        site._keep_request(here, 1, asked | {"overrides": ["a=3"]})
 
 
 def test_what_an_older_campaign_was_begun_without_is_as_by_default(tmp_path: Path) -> None:
     store = store_of(tmp_path)
-    kept = settled(store)
+    kept = settings_to_keep(store)
     rule = kept["rule"]
     del rule["fragments"]
     settings_file(store.folder).write_text(json.dumps(kept))
     with pytest.raises(UserError, match=r"was begun with rule\.fragments=1, now it is 2"):
-        settled(retyped(store, rule=rule | {"fragments": 2}))
+        settings_to_keep(retyped(store, rule=rule | {"fragments": 2}))
     assert load_store(store.folder).campaign.rule.fragments == 1
+    for each in kept["sites"]:
+        del each["signing_key"]
+        store.record_answer(1, store.site(each["name"]), {"state": "ready"})
+    settings_file(store.folder).write_text(json.dumps(kept))
+    assert settings_to_keep(store)["sites"][0]["signing_key"] is None
+
+
+@pytest.mark.parametrize("wrong", [{"sites": 5}, {"sites": [5]}, {"sites": [{}]}, {"rule": []}])
+def test_settings_of_another_kind_are_told(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    store = store_of(tmp_path)
+    kept = settings_to_keep(store) | wrong
+    settings_file(store.folder).write_text(json.dumps(kept))
+    with pytest.raises(UserError, match="campaign setting"):
+        settings_to_keep(store)

@@ -176,12 +176,13 @@ def address_of() -> Iterator[Callable[[Path], str]]:
 
 
 def test_a_data_set_reads_no_file_that_is_not_its_own(
-    tmp_path: Path, address_of: Callable[[Path], str]
+    tmp_path: Path, address_of: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its README may name any path of the machine that reads it, or an address of its network."""
     private, folder = tmp_path / "diary.txt", tmp_path / "owner"
     private.write_text("mine\n")
     folder.mkdir()
+    monkeypatch.chdir(folder)  # an address is no path below it
     for path in (private, "../diary.txt", address_of(private)):
         entry = f"configs:\n- config_name: default\n  data_files: {path}\n"
         (folder / "README.md").write_text(f"---\n{entry}---\n")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.campaign.own_weights import changed_fragments
+from atoll.campaign.own_weights import changed_fragments, last_turn
 from atoll.errors import UserError
 from atoll.federation.aggregate import Outcome, aggregate, hold, verified
 from atoll.federation.apply_delta import apply_delta, take_whole
@@ -35,6 +36,7 @@ STRIDED = {
     "layers.0.a.weight": 0, "layers.0.b.weight": 0, "layers.1.a.weight": 1, "layers.2.a.weight": 0,
     "layers.3.a.weight": 1, "embed.weight": 1, "norm.weight": 0,
 }  # fmt: skip
+OF_FRAGMENTS = ("claims", "averaged_rounds", "changed_rounds")
 EQUAL: dict[str, Any] = {"weigh": "equal", "max_norm_ratio": 1e9, "min_cosine": -1.0}
 
 
@@ -83,11 +85,11 @@ class Campaign:
             trained = trained.rename(last)
         self.taken[facility] = newest
         update = self.folder / f"round-{number}-{facility}" / "update"
-        before = self.folder / f"residual-{facility}-{number - rule.fragments}"
+        before = self.last_residual(facility, number, self.model(newest))
         make_delta(
             self.model(newest),
             trained,
-            before if before.is_dir() else None,
+            before,
             self.codec,
             update,
             self.folder / f"residual-{facility}-{number}",
@@ -95,6 +97,12 @@ class Campaign:
             (*fragments, rule.fragment(number)),
         )
         return update
+
+    def last_residual(self, facility: str, number: int, base: Path) -> Path | None:
+        last = last_turn(base, self.rule.fragment(number), number)
+        turns = range(number - self.rule.fragments, 0, -self.rule.fragments)
+        kept = [self.folder / f"residual-{facility}-{n}" for n in turns if n <= last]
+        return next((folder for folder in kept if folder.is_dir()), None)
 
     def average(self, number: int, updates: list[Path]) -> Outcome:
         bases = [read_global(self.model(n))["digest"] for n in range(number - 1, -1, -1)]
@@ -235,6 +243,65 @@ def test_what_a_held_round_did_not_average_is_sent_with_the_next(
     assert reached(campaign, 4) == pytest.approx(4.0, abs=1e-5)
 
 
+@pytest.mark.parametrize("held", [{3}, {3, 5}, set()])
+@pytest.mark.parametrize("codec", ["int4", "int2", "topk"])
+def test_what_an_encoding_left_out_of_a_held_turn_is_not_sent_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, held: set[int]
+) -> None:
+    """What is in the model and what waits at the facility are together what was learned."""
+
+    def ramp(facility: str, number: int) -> Model:
+        return {n: torch.arange(1.0, 1 + prod(s)).view(s) / prod(s) for n, s in SHAPES.items()}
+
+    monkeypatch.setitem(globals(), "learned", ramp)
+    campaign = Campaign(tmp_path, Rule(fragments=2, **EQUAL), codec)
+    for number in range(1, 8):
+        updates = [campaign.train("a", number)]
+        if number in held:
+            hold(
+                campaign.model(number - 1),
+                campaign.rule,
+                codec,
+                campaign.model(number),
+                {"round": number},
+            )
+        else:
+            base = campaign.model(number - 1)
+            aggregate(
+                base,
+                [verified(updates[0], [read_global(base)["digest"]], 0, number)],
+                campaign.rule,
+                "fp32",
+                campaign.model(number),
+                {"round": number},
+            )
+    name, residual = "layers.0.a.weight", made_up.read(tmp_path / "residual-a-7")
+    far = campaign.master(7)[name] - campaign.master(0)[name]
+    waits = residual[name].view(far.shape)
+    torch.testing.assert_close(far + waits, 7 * ramp("a", 7)[name], rtol=0, atol=1e-4)
+
+
+def test_late_work_of_a_held_round_is_not_counted_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rounds overlap: whoever was late has begun the next turn with it in its weights."""
+    monkeypatch.setitem(globals(), "learned", alike)
+    rule = Rule(fragments=2, overlap_rounds=1, max_staleness=1, **EQUAL)
+    campaign = Campaign(tmp_path, rule)
+    for number in (1, 2):
+        campaign.average(number, [campaign.train(each, number) for each in "ab"])
+    campaign.train("a", 3)
+    late = campaign.train("b", 3)
+    hold(campaign.model(2), rule, "fp32", campaign.model(3), {"round": 3})
+    outcome = campaign.average(4, [campaign.train("a", 4), late])
+    assert "round 3 was held" in outcome.rejected["b"] and outcome.weights == {"a": 1.0}
+    campaign.average(5, [campaign.train(each, 5) for each in "ab"])
+    # a learned in rounds 1 to 5; b in all but the fourth, as it was late; both took round 1's mean
+    assert reached(campaign, 5, "layers.0.a.weight") == pytest.approx(
+        1.0 + (4 + 3) / 2 - 1, abs=1e-5
+    )
+
+
 def test_lateness_is_told_by_rounds(tmp_path: Path) -> None:
     """By the model that work began with, it is not: of the first rounds, and behind a held one."""
     rule = Rule(fragments=2, overlap_rounds=1, max_staleness=1, **EQUAL)
@@ -262,6 +329,41 @@ def test_late_work_has_the_share_that_it_had_in_time(tmp_path: Path, others: boo
     campaign.average(2, [campaign.train(each, 2) for each in "abc"])
     updates = [campaign.train(each, 3) for each in "abc"] if others else []
     assert campaign.average(3, [late, *updates]).weights["d"] == pytest.approx(0.25 * 2**-0.5)
+
+
+def claiming(update: Path, tokens: int) -> Path:
+    manifest = json.loads((update / "manifest.json").read_text())
+    (update / "manifest.json").write_text(json.dumps(manifest | {"tokens": tokens}))
+    return update
+
+
+def test_a_late_share_is_capped_as_in_time(tmp_path: Path) -> None:
+    rule = {"max_norm_ratio": 1e9, "min_cosine": -1.0, "staleness_exponent": 0.0}
+    campaign = Campaign(tmp_path, Rule(fragments=2, max_staleness=1, **rule))
+    campaign.average(1, [campaign.train(each, 1) for each in "abc"])
+    late = claiming(campaign.train("c", 2), 1000)
+    others = [claiming(campaign.train("a", 2), 9000), claiming(campaign.train("b", 2), 1000)]
+    campaign.average(2, others)
+    assert read_global(campaign.model(2))["claims"] == {"0": [1000.0] * 3, "1": [9000.0, 1000.0]}
+    assert campaign.average(3, [late]).weights == {"c": pytest.approx(0.25)}, "not 1/11"
+    claims = read_global(campaign.model(3))["claims"]
+    assert claims == {"0": [], "1": [9000.0, 1000.0, 1000.0]}, "nobody was there in its own turn"
+
+
+def test_the_model_of_an_older_atoll_has_no_claims(tmp_path: Path) -> None:
+    """A late share is then beside as many as are there now."""
+    campaign = Campaign(tmp_path, Rule(fragments=2, max_staleness=1, **EQUAL))
+    campaign.average(1, [campaign.train(each, 1) for each in "abcd"])
+    late = campaign.train("d", 2)
+    campaign.average(2, [campaign.train(each, 2) for each in "abc"])
+    path = campaign.model(2) / "manifest.json"
+    old = {n: x for n, x in json.loads(path.read_text()).items() if n not in OF_FRAGMENTS}
+    path.write_text(json.dumps(old))
+    updates = [campaign.train(each, 3) for each in "abc"]
+    assert campaign.average(3, [late, *updates]).weights["d"] == pytest.approx(0.25 * 2**-0.5)
+    found = read_global(campaign.model(3))
+    assert found["averaged_rounds"] == {"0": 3, "1": 2}
+    assert found["changed_rounds"] == {"0": 3, "1": 3}
 
 
 def test_late_work_alone_makes_a_round(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Adapters begin as no change, learn alone, and are merged into what they were beside."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import defaults
 import pytest
 import tiny
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -134,13 +136,45 @@ def test_training_goes_on_with_an_adapter_that_is_given(tmp_path: Path) -> None:
     for changes, found in (
         ({"rank": 3}, r"has \(2, 32\) for .*lora_A.*, the model \(3, 32\)"),
         ({"alpha": 8.0}, "was made with lora_alpha=32, model.lora.alpha is 8"),
-        ({"targets": ["q_proj"]}, "has adapters of down_proj, .*v_proj beside q_proj"),
+        ({"targets": ["q_proj"]}, r"has base_model.*down_proj.* and \d+ others that are not in"),
     ):
         with pytest.raises(UserError, match=found):
             adapted(tmp_path, model.model_copy(update={"lora": lora.model_copy(update=changes)}))
-    settings = tmp_path / "adapter" / "adapter_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"use_dora": True}))
-    with pytest.raises(UserError, match="was made with use_dora"):
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"use_dora": True}, "was made with use_dora=True"),
+        ({"alpha_pattern": {"q_proj": 80}}, "was made with alpha_pattern={'q_proj': 80}"),
+        ({"rank_pattern": {"q_proj": 1}}, "was made with rank_pattern="),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+        ({"peft_type": "ADALORA"}, "peft_type=ADALORA"),
+        ({"lora_alpha": None}, "is no adapter's settings"),
+        ({"lora_alpha": "many"}, "is no adapter's settings"),
+        (None, "is no adapter's settings"),
+    ],
+)
+def test_adapters_of_other_kinds_are_no_start(
+    tmp_path: Path, changes: dict[str, Any] | None, found: str
+) -> None:
+    saved("llama", tmp_path / "base")
+    model = Model(name="x", source=str(tmp_path / "base"), lora=Lora(rank=2))
+    hf = adapted(tmp_path, model)
+    tensors = adapter.gathered_adapter(dict(hf.named_parameters()))
+    adapter.write_adapter(tmp_path / "adapter", model, tensors)
+    lora = Lora(rank=2, start=tmp_path / "adapter")
+    adapted(tmp_path, model.model_copy(update={"lora": lora}))
+    path = tmp_path / "adapter" / "adapter_config.json"
+    settings = [] if changes is None else json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=re.escape(found)):
+        adapted(tmp_path, model.model_copy(update={"lora": lora}))
+    path.unlink()
+    save_file(
+        tensors | {"base_model.model.lm_head.weight": torch.ones(1)}, path.with_name(adapter.FILE)
+    )
+    with pytest.raises(UserError, match=r"has base_model.model.lm_head.weight and 0 others"):
         adapted(tmp_path, model.model_copy(update={"lora": lora}))
 
 

@@ -79,15 +79,15 @@ def test_the_first_model_is_what_its_manifest_says_and_no_more(
     assert found in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["norms_before", "claims", "averaged_rounds"])
+@pytest.mark.parametrize("name", ["norms_before", "claims", "averaged_rounds", "changed_rounds"])
 def test_what_later_rounds_go_by_is_made_again(
     store: CampaignStore, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     """Who is left out, what late work counts for, and what facilities take."""
     path = store.model(1) / "manifest.json"
     norms = json.loads(path.read_text())["norms_before"]["0"]
-    forged = {"norms_before": [norm / 100 for norm in norms], "claims": 1.0, "averaged_rounds": 0}
-    rewritten(path, **{name: {"0": forged[name]}})
+    forged = {"norms_before": [norm / 100 for norm in norms], "claims": [1.0]}
+    rewritten(path, **{name: {"0": forged.get(name, 0)}})
     prove_campaign(store, 2)
     assert verify(store) == 2
     assert f"{store.model(1)}: the updates of round 1 make another" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from atoll.campaign.store import (
     load_store,
     refuse_missing_keys,
     refuse_what_loses,
-    settled,
+    settings_to_keep,
 )
 from atoll.commands import CommandParser
 from atoll.config.compose import campaign_values
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     if arguments.status:
         print("\n".join(status_lines(load_store(store.folder))))
         return 0
-    settled(store)
+    settings_to_keep(store)
     if arguments.dry_run:
         print(dry_run(store), end="")
         return 0

@@ -55,10 +55,21 @@ def changed_fragments(
     manifest = json.loads((base / "manifest.json").read_text())
     later = range(taken_round + 1, request["global_round"] + 1)
     turns = {(number - 1) % request["fragments"]: number for number in later}
-    rounds = manifest.get("averaged_rounds", turns)
+    rounds = manifest.get("changed_rounds", turns)
     changed = sorted(int(fragment) for fragment, number in rounds.items() if number > taken_round)
     taken = [fragment for fragment in changed if fragment in turns or not has_before]
     return taken, [fragment for fragment in changed if fragment not in taken]
+
+
+def last_turn(base: Path, fragment: int, number: int) -> int:
+    """The last turn of a fragment before a round in which it was averaged, so not held.
+
+    What encodings left out of an update is added to the next; not of one that nothing came of.
+    """
+    manifest = json.loads((base / "manifest.json").read_text())
+    if "averaged_rounds" not in manifest:  # of an older Atoll
+        return number - 1
+    return int(manifest["averaged_rounds"].get(str(fragment), 0))
 
 
 def _own(folder: Path, here: Path) -> dict[str, Any]:

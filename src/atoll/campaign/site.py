@@ -33,7 +33,7 @@ from atoll import run_dir
 from atoll.campaign.allow import refuse_folder, refuse_key, refuse_outside, refuse_settings
 from atoll.campaign.inner_state import inner_state_words, prune_states
 from atoll.campaign.journal import Journal, alone, round_name, round_number
-from atoll.campaign.own_weights import begins_with
+from atoll.campaign.own_weights import begins_with, last_turn
 from atoll.campaign.signing import sign
 from atoll.campaign.site_models import (
     container_side,
@@ -189,11 +189,17 @@ def _keep_campaign(folder: Path, name: str) -> None:
 
 
 def _keep_request(here: Path, number: int, request: dict[str, Any]) -> None:
-    """Keep what the coordinator asks; the same round is never asked twice differently."""
+    """Keep what the coordinator asks; what a job was handed over for is asked in one way alone."""
     if request["round"] != number:
         raise UserError(f"round {number} with a request for {request['round']}", "ask for one")
     journal = Journal(here)
     before = journal.last("asked").get("request", {})
+    handed = [record["event"] for record in journal.records("submitted", "refused", "accepted")]
+    is_free = handed[-1:] in ([], ["refused"]) and "accepted" not in handed
+    if is_free and before and before["overrides"] != request["overrides"]:
+        for run in {record["run"] for record in journal.records("submitted")}:
+            shutil.rmtree(run, ignore_errors=True)  # it holds settings that nothing was done with
+        before = {name: value for name, value in before.items() if name != "overrides"}
     for name in request:
         if name in before and name not in PATIENCE and before[name] != request[name]:
             raise UserError(
@@ -244,7 +250,7 @@ def _submitted(here: Path, run: Run, lines: list[str], request: dict[str, Any]) 
         state, why = remembered_status(folder)
         if state in ("queued", "running", "finished", "unknown"):
             return state, why
-    tried = len(journal.records("refused", "accepted"))  # what a kill cut short is none
+    tried = _attempts(journal)
     if tried >= request["attempts"]:
         return "failed", f"{tried} attempts: {why or 'no reason was given'}"
     journal.append("submitted", run=str(folder))
@@ -261,6 +267,17 @@ def _submitted(here: Path, run: Run, lines: list[str], request: dict[str, Any]) 
     return "retry" if state == "failed" else state, why  # the next question submits it again
 
 
+def _attempts(journal: Journal) -> int:
+    """At what is asked now; those that a kill cut short are none."""
+    count, overrides = 0, None
+    for record in journal.records("asked", "refused", "accepted"):
+        if record["event"] != "asked":
+            count += 1
+        elif record["request"]["overrides"] != overrides:
+            count, overrides = 0, record["request"]["overrides"]
+    return count
+
+
 def threads_of_ranks(run: Run, facilities_here: int, cores: int) -> dict[str, str]:
     """Facilities of one machine without a scheduler share its cores; empty: they need not."""
     if facilities_here == 1 or run.facility.scheduler != "none":
@@ -273,7 +290,8 @@ def _make_update(folder: Path, here: Path, run: Run, request: dict[str, Any], ba
     partial = here / "made"
     numbers = {round_number(path.parent): path for path in (folder / "rounds").glob("*/residual")}
     number, fragments = round_number(here), request["fragments"]
-    earlier = [n for n in numbers if n < number and (n - number) % fragments == 0]
+    last = last_turn(base, request["fragment"], number)
+    earlier = [n for n in numbers if n <= last and (n - number) % fragments == 0]
     about = {
         "campaign": request["campaign"],
         "round": request["round"],

@@ -12,7 +12,6 @@ campaigns/NAME/
 
 import json
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ FREE |= {"engine", "signing_key", "grace_minutes", "rule.below_quorum"}
 FREE |= {"last_loss", "keep_checkpoints"}
 NONCES = "nonces.jsonl"
 OF_SITES = "sites."  # settings of one facility
-IDLE = ("needs", "unreachable")  # states in which a facility has taken no work
+AT_WORK = ("queued", "running", "unknown", "ready")  # states of a facility that has taken work
 NORMALISED = ("adam", "yogi")  # their step is as long as the rate, for every weight
 NORMALISED_RATE, MOST_NORMALISED_RATE = 0.003, 0.1
 
@@ -146,9 +145,9 @@ class CampaignStore:
     def has_worked(self, facility: str) -> bool:
         """Whether it has taken any work of this campaign."""
         return any(
-            record["facility"] == facility and record.get("state") not in IDLE
-            for number in self.begun_rounds()
-            for record in self.journal(number).records("answered", "received")
+            record["facility"] == facility and record.get("state", "ready") in AT_WORK
+            for folder in self.folder.glob("round-*")
+            for record in Journal(folder).records("answered", "received")
         )
 
     def unsettled(self, number: int) -> list[Site]:
@@ -308,7 +307,7 @@ def _read_settings(path: Path) -> dict[str, Any] | None:
 def refuse_what_loses(store: CampaignStore) -> None:
     """Of a campaign that has not begun; one that has goes on as it was begun."""
     rule, codec = store.campaign.rule, store.campaign.codec
-    if settings_file(store.folder).is_file():
+    if store.has_model(0):
         return
     if codec == "int2" and rule.update != "replace":
         raise UserError(
@@ -348,11 +347,8 @@ def refuse_missing_keys(campaign: Campaign) -> None:
 
 
 def changed_settings(begun: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """What may not change in a campaign's life, and did: its name, before and now.
-
-    What a campaign was begun without, by an older Atoll, was as it is by default.
-    """
-    before, wanted = _by_default() | _flat(begun), _flat(now)
+    """What may not change in a campaign's life, and did: its name, before and now."""
+    before, wanted = _flat(begun), _flat(now)
     return [
         (name, before[name], value)
         for name, value in wanted.items()
@@ -360,25 +356,16 @@ def changed_settings(begun: dict[str, Any], now: dict[str, Any]) -> list[tuple[s
     ]
 
 
-@cache
-def _by_default() -> dict[str, Any]:
-    nobody: dict[str, Any] = {"name": "x", "sites": [{"name": "x", "folder": "x"}], "start": []}
-    values = _flat(checked_campaign(nobody).model_dump(mode="json"))
-    return {
-        name: value
-        for name, value in values.items()
-        if name not in ("name", "start", f"{OF_SITES}x")
-    }
-
-
-def settled(store: CampaignStore) -> dict[str, Any]:
+def settings_to_keep(store: CampaignStore) -> dict[str, Any]:
     """The settings that a campaign goes on with: only those in FREE may change in its life.
 
     It has begun with its first model, and a facility with the first work that it took. With what it
     was begun with where a setting is left open: its schedule's length.
     """
     campaign, kept = store.campaign, _read_settings(settings_file(store.folder))
-    begun = kept if kept and store.has_model(0) else campaign.model_dump(mode="json")
+    if kept is None or not store.has_model(0):
+        kept = campaign.model_dump(mode="json")
+    begun = checked_campaign(kept).model_dump(mode="json")  # an older Atoll's has fewer words
     span = campaign.schedule_rounds or begun.get("schedule_rounds") or begun["rounds"]
     now = campaign.model_copy(update={"schedule_rounds": span}).model_dump(mode="json")
     begun |= {"schedule_rounds": begun.get("schedule_rounds") or span}
@@ -394,7 +381,7 @@ def settled(store: CampaignStore) -> dict[str, Any]:
 
 def keep_settings(store: CampaignStore) -> CampaignStore:
     """A campaign keeps its settings: what it goes on with stands in its folder."""
-    now = settled(store)
+    now = settings_to_keep(store)
     try:
         run_dir.write_whole(settings_file(store.folder), json.dumps(now, indent=1))
     except OSError as error:

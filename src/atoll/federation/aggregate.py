@@ -86,7 +86,7 @@ def aggregate(
     """
     layout, parts = _parts(base, rule)
     known = global_model.read_global(base)
-    rejected = _unfit(updates, parts, rule)
+    rejected = _unfit(updates, parts, rule) | _of_held_rounds(updates, known, rule)
     fit = [update for update in updates if update.facility not in rejected]
     cohorts = cohorts_of(base, known, parts, fit, rule, rule.fragment(about.get("round", 1)))
     if combine.needs_norms_first(rule):
@@ -110,11 +110,7 @@ def aggregate(
             rejected |= cohort.leave_out(cohort.overflowing())
     outcome = _outcome(cohorts, rejected)
     facts = {"base": known["digest"], "codec": codec, "rule": rule.model_dump(), **asdict(outcome)}
-    with_updates = {str(cohort.fragment): cohort for cohort in cohorts if cohort}
-    number = about.get("round", 1)
-    facts["norms_before"] = norms_before(known) | {n: c.norms for n, c in with_updates.items()}
-    facts["averaged_rounds"] = averaged_rounds(known, rule) | dict.fromkeys(with_updates, number)
-    facts["claims"] = known.get("claims", {}) | {n: c.claims(rule) for n, c in with_updates.items()}
+    facts |= _by_fragment(known, rule, cohorts, about.get("round", 1))
     global_model.publish(unfinished, out, about | facts, files)
     return outcome
 
@@ -134,18 +130,36 @@ def hold(base: Path, rule: Rule, codec: str, out: Path, about: dict[str, Any]) -
     outcome = Outcome({}, {}, {})
     facts = {"base": known["digest"], "codec": codec, "rule": rule.model_dump(), **asdict(outcome)}
     facts["norms_before"] = norms_before(known)
-    facts["averaged_rounds"] = averaged_rounds(known, rule)
-    facts["claims"] = known.get("claims", {}) | {str(fragment): 0.0}
+    facts |= changed_rounds(known, rule)
+    facts["claims"] = known.get("claims", {}) | {str(fragment): []}
     global_model.publish(unfinished, out, about | facts, files)
     return outcome
 
 
-def averaged_rounds(known: dict[str, Any], rule: Rule) -> dict[str, int]:
-    """Fragment -> the last round that changed it; an older Atoll's models have the turns alone."""
+def changed_rounds(known: dict[str, Any], rule: Rule) -> dict[str, dict[str, int]]:
+    """Fragment -> the last of its turns that was averaged, and the last round that changed it.
+
+    An older Atoll's models have the turns alone.
+    """
     last = known.get("round", 0)
     turns = {str(rule.fragment(n)): n for n in range(max(1, last - rule.fragments + 1), last + 1)}
-    rounds: dict[str, int] = known.get("averaged_rounds", turns)
-    return rounds
+    return {name: known.get(name, turns) for name in ("averaged_rounds", "changed_rounds")}
+
+
+def _by_fragment(
+    known: dict[str, Any], rule: Rule, cohorts: list[Cohort], number: int
+) -> dict[str, Any]:
+    """What later rounds go by, of each fragment: lengths, claims, and when it changed."""
+    own, given = cohorts[0], {str(cohort.fragment): cohort for cohort in cohorts if cohort}
+    claims = known.get("claims", {}) | {str(own.fragment): []}
+    rounds = changed_rounds(known, rule)
+    rounds["changed_rounds"] = rounds["changed_rounds"] | dict.fromkeys(given, number)
+    if own:
+        rounds["averaged_rounds"] = rounds["averaged_rounds"] | {str(own.fragment): number}
+    return rounds | {
+        "norms_before": norms_before(known) | {n: c.norms for n, c in given.items()},
+        "claims": claims | {n: c.claims(rule) for n, c in given.items()},
+    }
 
 
 def _parts(base: Path, rule: Rule) -> tuple[Layout, list[Layout]]:
@@ -230,6 +244,23 @@ def _in_order(pool: ThreadPoolExecutor, work: Any, items: Iterator[Stretch]) -> 
     while running:
         yield running.pop(0).result()
         running += [pool.submit(work, item) for item in islice(items, 1)]
+
+
+def _of_held_rounds(updates: list[Update], known: dict[str, Any], rule: Rule) -> dict[str, str]:
+    """Facility -> why its late work is not taken: it is in its own weights, to be sent again.
+
+    Where rounds overlap it goes on before it can know that what it sent late was taken.
+    """
+    if not rule.overlap_rounds:
+        return {}
+    turns = changed_rounds(known, rule)["averaged_rounds"]
+    return {
+        update.facility: f"round {update.manifest.round} was held: what it learned there comes "
+        "with the next turn of its fragment"
+        for update in updates
+        if update.rounds_late
+        and turns.get(str(rule.fragment(update.manifest.round)), 0) < update.manifest.round
+    }
 
 
 def _unfit(updates: list[Update], parts: list[Layout], rule: Rule) -> dict[str, str]:

@@ -14,7 +14,10 @@ from atoll.federation.error_feedback import read_decoded
 from atoll.federation.global_model import begin, publish
 from atoll.federation.tensors import Stretch, TensorReader
 
-KEPT = ("averaged_rounds",)  # of a model's manifest, for facilities that go on from their own
+KEPT = (
+    "averaged_rounds",
+    "changed_rounds",
+)  # of a model's manifest, for facilities that go on from their own
 
 
 def main(argv: list[str]) -> int:

@@ -40,7 +40,8 @@ class Cohort:
     taken_by: step.Step
     measured: Measured | None = None  # of the updates, as they are now
     weights: list[float] = field(default_factory=list)
-    claims_before: float = 0.0  # of a late one: of those that its fragment was averaged of
+    # of a late one: of those that its fragment was averaged of
+    claims_before: list[float] = field(default_factory=list)
     share: Share = field(default_factory=lambda: share_of([], [], step.replace))
 
     def __bool__(self) -> bool:
@@ -50,10 +51,9 @@ class Cohort:
     def names(self) -> list[str]:
         return [update.facility for update in self.updates]
 
-    def claims(self, rule: Rule) -> float:
-        """What all whose updates are in the fragment claimed together, since it was averaged."""
-        own = combine.WEIGH[rule.weigh]([update.manifest for update in self.updates], rule)
-        return self.claims_before + sum(own)
+    def claims(self, rule: Rule) -> list[float]:
+        """What those claim whose updates are in the fragment, since it was averaged."""
+        return [*self.claims_before, *_claims(self.updates, rule)]
 
     @property
     def norms(self) -> list[float]:
@@ -102,7 +102,11 @@ def cohorts_of(
     for update in sorted(updates, key=lambda update: update.facility):
         number = rule.fragment(update.manifest.round)
         by_fragment.setdefault(number, []).append(update)
-    before, claims = norms_before(known), known.get("claims", {})
+    before = norms_before(known)
+    # an older Atoll's model does not say of whom: of as many as now
+    claims = known.get(
+        "claims", dict.fromkeys(map(str, by_fragment), _claims(by_fragment[own], rule))
+    )
     return [
         Cohort(
             number,
@@ -110,10 +114,14 @@ def cohorts_of(
             by_fragment[number],
             Bound(before.get(str(number), []), cache(partial(norm_of, base, parts[number]))),
             (step.STEPS if number == own else step.LATE_STEPS)[rule.update],
-            claims_before=0.0 if number == own else claims.get(str(number), 0.0),
+            claims_before=[] if number == own else claims.get(str(number), []),
         )
         for number in sorted(by_fragment, key=lambda number: (number != own, number))
     ]
+
+
+def _claims(updates: list[Update], rule: Rule) -> list[float]:
+    return combine.WEIGH[rule.weigh]([update.manifest for update in updates], rule)
 
 
 def share_out(cohorts: list[Cohort], rule: Rule, rejected: dict[str, str]) -> None:

@@ -69,18 +69,13 @@ def weights_of(manifests: list[UpdateManifest], rounds_late: list[int], rule: Ru
 
 
 def late_shares_of(
-    manifests: list[UpdateManifest], rounds_late: list[int], rule: Rule, before: float
+    manifests: list[UpdateManifest], rounds_late: list[int], rule: Rule, before: list[float]
 ) -> list[float]:
     """What late updates had in time, less for being late, beside others that were averaged.
 
-    before: the claims of those others, all together; 0: there were none.
+    before: the claims of those others.
     """
-    claims = WEIGH[rule.weigh](manifests, rule)
-    if before:
-        most = rule.cap if rule.weigh == "capped" else 1.0
-        shares = [min(most, claim / (before + sum(claims))) for claim in claims]
-    else:
-        shares = _shared(claims, rule)
+    shares = _shared([*before, *WEIGH[rule.weigh](manifests, rule)], rule)[len(before) :]
     pairs = zip(shares, _lateness(rounds_late, rule), strict=True)
     return [share * factor for share, factor in pairs]
 

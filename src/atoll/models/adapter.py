@@ -6,6 +6,7 @@ peft makes the adapters, bitsandbytes the quantised weights (Dettmers et al. 202
 import json
 import math
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from atoll.errors import UserError, first_line
+from atoll.errors import UserError, first_line, printable
 from atoll.models.classifier import new_head
 from atoll.models.nf4 import Nf4Linear, dequantised, quantised, refuse_crossing_blocks
 from atoll.models.safetensor_files import write_tensors
@@ -28,6 +29,9 @@ NAME = "default"  # what peft calls an adapter that nobody named
 LORA = ".lora_"  # in the name of what learns
 PREFIX = "base_model.model."  # of names in peft's files
 FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+# of peft's settings: what adds more, or in another way, than alpha / rank times B A
+OTHER_KINDS = ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern", "lora_bias")
+DRAWN = (True, False, "gaussian", "orthogonal", "eva")  # beginnings that leave the model as it is
 
 
 def adapt(hf: Any, model: Model, compute_dtype: torch.dtype = torch.float32) -> None:
@@ -60,6 +64,9 @@ def adapt(hf: Any, model: Model, compute_dtype: torch.dtype = torch.float32) -> 
     for name, parameter in hf.named_parameters():
         if model.lora.freeze_a and ".lora_A." in name:
             parameter.requires_grad_(False)
+    if model.lora.start is not None:  # here, where the model is whole
+        own = {name_in_file(name) for name, _ in hf.named_parameters() if is_adapters(name, head)}
+        _refuse_other_start(model.lora.start, model.lora, own)
 
 
 def check_device(quantisation: str, device: torch.device) -> None:
@@ -89,11 +96,10 @@ def adapted_reader(
 ) -> ReadTensor:
     """Adapters begin as no change at all: A at random, B zero; all else as `read` gives it.
 
-    Or as those in the folder `lora.start`; `UserError` where they are of other layers, rank or
-    scale.
+    Or as those in the folder `lora.start`; `UserError` where they are of other layers or rank.
     """
     start = None if lora is None else lora.start
-    begun = {} if lora is None or start is None else _begun(start, shapes, lora)
+    begun = {} if start is None else read_adapter(start)
 
     def part(name: str, slices: Slices) -> Tensor:
         stored = begun.get(name_in_file(name))
@@ -118,30 +124,38 @@ def adapted_reader(
     return part
 
 
-def _begun(start: Path, shapes: dict[str, tuple[int, ...]], lora: Lora) -> dict[str, Tensor]:
-    """An adapter to begin with, all of which the model has, and scaled as it will be."""
-    tensors, path = read_adapter(start), start / SETTINGS
-    made_with = json.loads(path.read_text()) if path.is_file() else {}
-    alpha = made_with.get("lora_alpha", lora.alpha)
+def _refuse_other_start(start: Path, lora: Lora, own: Collection[str]) -> None:
+    """An adapter to begin with has tensors of this model alone, and adds them as ours would be.
+
+    own: the names in a file of all that learns, of the whole model.
+    """
+    more = sorted(read_adapter(start).keys() - set(own))
+    if more:
+        raise UserError(
+            f"{start} has {more[0]} and {len(more) - 1} others that are not in this model's own",
+            "give an adapter of this model's layers, or name all of its model.lora.targets",
+        )
+    path = start / SETTINGS
+    try:
+        made_with = json.loads(path.read_text()) if path.is_file() else {}
+        alpha = float(made_with.get("lora_alpha", lora.alpha))
+        others = {name: made_with[name] for name in OTHER_KINDS if made_with.get(name)}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} is no adapter's settings: {first_line(error)}", "give one that peft has saved"
+        ) from None
+    drawn = made_with.get("init_lora_weights", True)
+    if made_with.get("peft_type", "LORA") != "LORA" or drawn not in DRAWN or others:
+        kind = others or {n: made_with.get(n) for n in ("peft_type", "init_lora_weights")}
+        words = ", ".join(f"{name}={value}" for name, value in kind.items())
+        raise UserError(
+            f"{start} was made with {printable(words, 200)}", "give a plain adapter of peft's LoRA"
+        )
     if alpha != lora.alpha:
         raise UserError(
             f"{start} was made with lora_alpha={alpha:g}, model.lora.alpha is {lora.alpha:g}",
             f"set it to the same: alpha={alpha:g}",
         )
-    for name in ("use_dora", "use_rslora"):
-        if made_with.get(name):
-            raise UserError(f"{start} was made with {name}", "give a plain adapter of peft's LoRA")
-    theirs, ours = (
-        {name.split(LORA)[0].rpartition(".")[2] for name in names if LORA in name}
-        for names in (tensors, shapes)
-    )
-    if theirs - ours:
-        raise UserError(
-            f"{start} has adapters of {', '.join(sorted(theirs - ours))} beside "
-            f"{', '.join(sorted(ours))}",
-            f"name them all: targets=[{','.join(sorted(theirs))}]",
-        )
-    return tensors
 
 
 def merging_reader(read: ReadTensor, hf: Any, lora: Lora, folder: Path) -> ReadTensor:

@@ -239,13 +239,13 @@ class Campaign(Settings):
         if rule.quorum > count:
             raise ValueError(
                 f"rule.quorum={rule.quorum}, and there are {count} facilities",
-                f"set rule.quorum to {count} or fewer, or name more sites",
+                f"set rule.quorum to {count} or fewer; once it has begun, name {rule.quorum} sites",
             )
         if rule.least_updates > count:
             raise ValueError(
                 f"rule.combine={rule.combine} with trim={rule.trim} and krum_bad={rule.krum_bad} "
                 f"needs {rule.least_updates} facilities, and there are {count}",
-                "choose rule.combine=mean, or name more sites",
+                "choose rule.combine=mean; once it has begun, name as many sites",
             )
         return self
 

@@ -98,7 +98,8 @@ def _refuse_files_elsewhere(
     own = tuple(os.path.join(way(folder), "") for way in (os.path.abspath, os.path.realpath))
     for file in (str(file) for files in files_of.values() for file in files):
         place = file.rpartition("::")[2]  # zip://name::PLACE
-        is_own = folder.is_dir() and os.path.abspath(place).startswith(own)
+        is_here = "://" not in place and folder.is_dir()
+        is_own = is_here and os.path.abspath(place).startswith(own)
         if not (place.startswith(hub) or is_own):
             raise UserError(
                 f"data.hub={name} reads {place}, which is no file of that data set",
