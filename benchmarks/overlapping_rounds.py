@@ -8,7 +8,7 @@ whole models reach after four fifths of their rounds. The model trains for real,
 its own weights; the clock is a campaign's: a facility is asked when it has sent its last update and
 the model is there that the round begins with: that of the round before, or with
 `rule.overlap_rounds=1` of the one before that. A line brings a whole model in ten minutes (Llama-2
-7B in int8 by 90 Mbit/s) and a fragment by its share of the values. `half`: rounds of half the
+7B in int8 by 90 Mbit/s; `--line-minutes`) and a fragment by its share of the values. `half`: rounds of half the
 steps, so that every tensor is averaged as often as where whole models travel.
 """
 
@@ -34,7 +34,7 @@ from steps_by_queue import (
     trained,
 )
 
-LINE_SECONDS = 600.0  # of a whole model, each way
+LINE_MINUTES = 10.0  # of a whole model, each way
 PARTS = (("0.", "2."), ("4.",))  # of the model's two fragments: its layers
 MOST_STEPS = 2  # times those of whole models, to reach their loss
 Weights = dict[str, torch.Tensor]
@@ -56,11 +56,10 @@ class Way:
         prefixes = PARTS[(number - 1) % self.fragments]
         return {name: tensor for name, tensor in weights.items() if name.startswith(prefixes)}
 
-    def line_seconds(self, number: int, weights: Weights) -> float:
-        """What the line needs for the model of a round; of the first one all is sent."""
+    def sent_share(self, number: int, weights: Weights) -> float:
+        """How much of a model travels in a round; of the first one all."""
         part = weights if number == 0 else self.part(number, weights)
-        share = sum(t.numel() for t in part.values()) / sum(t.numel() for t in weights.values())
-        return LINE_SECONDS * share
+        return sum(t.numel() for t in part.values()) / sum(t.numel() for t in weights.values())
 
 
 WAYS = {
@@ -78,6 +77,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--line-minutes", type=float, default=LINE_MINUTES, help="a whole model's")
     parser.add_argument("--texts", choices=TEXTS, nargs="+", default=TEXTS)
     parser.add_argument("--quick", action="store_true", help="one seed, few and short rounds")
     parser.add_argument("--logs", nargs="+", type=Path, help="of facilities' jobs, in the SWF")
@@ -109,6 +109,7 @@ def compared(kind: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 flush=True,
             )
     about = f"{len(texts)} facilities, {kind}, {arguments.steps} steps a round"
+    about += f", {arguments.line_minutes:g} minutes of line"
     if arguments.logs:
         about += f", waits of {', '.join(log.stem for log in arguments.logs)}"
     return [
@@ -134,7 +135,8 @@ def curve_of(
     steps = int(arguments.steps * way.steps_share)
     rounds = int(arguments.rounds / way.steps_share)
     rounds *= 1 if math.isinf(target) else MOST_STEPS
-    ends = averaged_at(way, facilities, steps, first_weights(seed))
+    line = 60 * arguments.line_minutes
+    ends = averaged_at(way, facilities, steps, first_weights(seed), line)
     curve = []
     for loss in losses(way, facilities, steps, seed, held_out):
         curve.append((next(ends), loss))
@@ -144,19 +146,23 @@ def curve_of(
 
 
 def averaged_at(
-    way: Way, facilities: Sequence[Facility], steps: int, weights: Weights
+    way: Way, facilities: Sequence[Facility], steps: int, weights: Weights, line_seconds: float
 ) -> Iterator[float]:
-    """When the model of each round is there: the clock of a campaign, whatever it learns."""
+    """When the model of each round is there: the clock of a campaign, whatever it learns.
+
+    line_seconds: of a whole model, each way.
+    """
     averaged, free = [0.0], {facility.name: 0.0 for facility in facilities}
     while True:
         number = len(averaged)
         base = max(0, number - 1 - way.overlap_rounds)
+        down, up = (line_seconds * way.sent_share(n, weights) for n in (base, number))
         for facility in facilities:
             asked = max(free[facility.name], averaged[base])
-            queued = asked + way.line_seconds(base, weights) * (base > 0 or number == 1)
+            queued = asked + down * (base > 0 or number == 1)
             started = queued + facility.queue.wait_seconds(queued)
             ended = started + START_SECONDS + steps * FACILITIES[facility.name][2]
-            free[facility.name] = ended + way.line_seconds(number, weights)
+            free[facility.name] = ended + up
         averaged.append(max(free.values()))
         yield averaged[-1]
 

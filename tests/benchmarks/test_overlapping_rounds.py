@@ -18,7 +18,6 @@ def test_a_facility_goes_on_while_another_waits(monkeypatch: pytest.MonkeyPatch)
 
     waits = {"north": [900.0, 0.0, 900.0], "east": [0.0, 900.0, 0.0]}  # each is slow in turns
     monkeypatch.setattr(overlapping, "START_SECONDS", 10.0)
-    monkeypatch.setattr(overlapping, "LINE_SECONDS", 40.0)
     monkeypatch.setattr(overlapping, "FACILITIES", dict.fromkeys(waits, ("", 0.0, 2.0)))
 
     def ends(way: str) -> list[float]:
@@ -27,7 +26,7 @@ def test_a_facility_goes_on_while_another_waits(monkeypatch: pytest.MonkeyPatch)
             left = iter(seconds)
             queue = SimpleNamespace(wait_seconds=lambda now, left=left: next(left))
             facilities.append(SimpleNamespace(name=name, queue=queue))
-        clock = overlapping.averaged_at(overlapping.WAYS[way], facilities, 50, WEIGHTS)
+        clock = overlapping.averaged_at(overlapping.WAYS[way], facilities, 50, WEIGHTS, 40.0)
         return list(islice(clock, 3))
 
     # down, the longest queue, start and steps, up; of fragments the line carries 3/4, 1/4, 3/4
