@@ -8,8 +8,8 @@ whole models reach after four fifths of their rounds. The model trains for real,
 its own weights; the clock is a campaign's: a facility is asked when it has sent its last update and
 the model is there that the round begins with: that of the round before, or with
 `rule.overlap_rounds=1` of the one before that. A line brings a whole model in ten minutes (Llama-2
-7B in int8 by 90 Mbit/s; `--line-minutes`) and a fragment by its share of the values. `half`: rounds of half the
-steps, so that every tensor is averaged as often as where whole models travel.
+7B in int8 by 90 Mbit/s; `--line-minutes`) and a fragment by its share of the values. `half`: rounds
+of half the steps, so that every tensor is averaged as often as where whole models travel.
 """
 
 import argparse
