@@ -567,6 +567,7 @@ def test_round_1000_follows_round_999(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(site.run_dir, "folder", lambda _: tmp_path / "run")
     here = tmp_path / "rounds" / round_name(1000)
     (here / "made").mkdir(parents=True)
+    (tmp_path / "manifest.json").write_text("{}")
     names: dict[str, Any] = {"campaign": "c", "round": 1000, "facility": "f", "codec": "int8"}
     names |= {"signing_key": None, "overrides": [], "frozen": None}
     names |= {"fragments": 1, "fragment": 0, "fragment_pattern": "strided"}

@@ -72,10 +72,11 @@ def test_own_weights_go_on_and_a_round_done_again_begins_the_same(
     monkeypatch.setattr(own_weights, "run_atoll", lambda argv, _: words.append(argv))
     monkeypatch.setattr(own_weights, "container_side", lambda *_: [])
     asked = {"fragments": 4, "fragment_pattern": "strided", "merge_alpha": 0.5, "frozen": None}
-    asked |= {"overrides": []}
+    asked |= {"overrides": [], "facility": "north"}
     model = tmp_path / "base" / "manifest.json"
     model.parent.mkdir()
-    model.write_text(json.dumps({"changed_rounds": {"0": 5, "1": 2, "2": 3, "3": 4}}))
+    rounds = {"0": 5, "1": 2, "2": 3, "3": 4}
+    model.write_text(json.dumps({"averaged_rounds": rounds, "changed_rounds": rounds}))
 
     def begins(number: int, newest: int, **changes: Any) -> Path:
         here = tmp_path / "rounds" / round_name(number)
@@ -115,28 +116,65 @@ def test_own_weights_go_on_and_a_round_done_again_begins_the_same(
 
 
 @pytest.mark.parametrize(
-    ("rounds", "taken", "has_before", "found"),
+    ("about", "before", "has_before", "found"),
     [
-        ({"0": 5, "1": 4}, 4, True, ([0], [])),  # the usual: whose turn it was
-        ({"0": 5, "1": 5}, 4, True, ([0], [1])),  # and late work to the other
-        ({"0": 5, "1": 5}, 4, False, ([0, 1], [])),
-        ({"0": 3, "1": 4}, 4, True, ([], [])),  # held
-        ({"0": 3, "1": 5}, 4, True, ([], [1])),  # late work alone
-        ({"0": 5, "1": 4}, 2, True, ([0, 1], [])),
+        # fragment -> the last turn that was averaged, the last round that changed it
+        ({"0": (5, 5), "1": (4, 4)}, 4, True, ([0], [])),  # the usual
+        ({"0": (5, 5), "1": (4, 5)}, 4, True, ([0], [1])),  # and late work to the other
+        ({"0": (5, 5), "1": (4, 5)}, 4, False, ([0, 1], [])),
+        ({"0": (3, 3), "1": (4, 4)}, 4, True, ([], [])),  # held
+        ({"0": (3, 3), "1": (4, 5)}, 4, True, ([], [1])),  # late work alone
+        ({"0": (1, 4), "1": (2, 2)}, 2, True, ([], [0])),  # of a turn that was held
+        ({"0": (5, 5), "1": (4, 4)}, 2, True, ([0, 1], [])),
         (None, 4, True, ([0], [])),  # of an older Atoll
     ],
 )
 def test_what_changed_is_taken_and_late_changes_are_added(
     tmp_path: Path,
-    rounds: dict[str, int] | None,
-    taken: int,
+    about: dict[str, tuple[int, int]] | None,
+    before: int,
     has_before: bool,
     found: tuple[list[int], list[int]],
 ) -> None:
-    about = {} if rounds is None else {"changed_rounds": rounds}
+    manifest: dict[str, Any] = {}
+    if about is not None:
+        averaged, changed = ({n: both[k] for n, both in about.items()} for k in (0, 1))
+        manifest = {"averaged_rounds": averaged, "changed_rounds": changed}
+    asked = {"fragments": 2, "global_round": 5, "facility": "north"}
+    record = {"global_round": before, "round": before + 1}
+
+    def fragments(**more: Any) -> tuple[list[int], list[int]]:
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest | more))
+        return own_weights.changed_fragments(tmp_path, record, asked, has_before)
+
+    assert fragments() == found
+    added = {str(n): {"north": before + 1, "south": 1} for n in found[1]}
+    assert fragments(taken=added) == (sorted([*found[0], *found[1]]), []), (
+        "it was its own late work"
+    )
+
+
+@pytest.mark.parametrize(
+    ("taken", "refused", "max_staleness", "expected"),
+    [
+        (3, 0, 0, 3),
+        (1, 0, 0, 1),  # round 3 was held, or its update was refused
+        (0, 0, 0, None),
+        (1, 0, 2, 3),  # it may come to something yet
+        (1, 0, 1, 1),
+        (1, 3, 2, 1),
+    ],
+)
+def test_the_residual_of_the_last_update_that_was_taken_is_added(
+    tmp_path: Path, taken: int, refused: int, max_staleness: int, expected: int | None
+) -> None:
+    about = {"taken": {"0": {"north": taken}}, "refused": {"0": {"north": refused}}}
+    about |= {"rule": {"max_staleness": max_staleness}}
     (tmp_path / "manifest.json").write_text(json.dumps(about))
-    asked = {"fragments": 2, "global_round": 5}
-    assert own_weights.changed_fragments(tmp_path, taken, asked, has_before) == found
+    asked = {"fragment": 0, "global_round": 4, "facility": "north"}
+    assert own_weights.residual_round(tmp_path, asked, [1, 3]) == expected
+    (tmp_path / "manifest.json").write_text("{}")
+    assert own_weights.residual_round(tmp_path, asked, [1, 3]) == 3, "of an older Atoll"
 
 
 def test_a_share_of_their_own_and_cosines_are_refused_together(tmp_path: Path) -> None:
@@ -153,6 +191,10 @@ def test_a_share_of_their_own_and_cosines_are_refused_together(tmp_path: Path) -
     ("changes", "found"),
     [
         ({"rule": {"overlap_rounds": 1}}, "overlap_rounds=1 with fragments=1"),
+        (
+            {"rule": RULE | {"max_staleness": 1, "below_quorum": "hold"}},
+            "max_staleness=1 and below_quorum=hold",
+        ),
         ({"rule": RULE, "engine": "streamflow"}, "engine=streamflow with rule.overlap_rounds=1"),
     ],
 )

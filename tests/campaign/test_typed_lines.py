@@ -9,6 +9,7 @@ from test_hostile_facilities import made, store_of
 
 from atoll.__main__ import main
 from atoll.campaign import site
+from atoll.campaign.asked import request
 from atoll.campaign.journal import Journal
 from atoll.campaign.store import (
     CampaignStore,
@@ -55,7 +56,6 @@ def retyped(store: CampaignStore, **changes: Any) -> CampaignStore:
             [f"sites=[{NORTH},{NORTH.replace('north', 'east').replace('s/n', './s//n/')}]"],
             "share s/n on this machine",
         ),
-        (["deadline_minutes=inf"], "deadline_minutes"),
     ],
 )
 def test_what_can_never_be_is_told_at_once(
@@ -131,7 +131,8 @@ def test_what_was_mistyped_may_change_until_there_is_a_model(tmp_path: Path) -> 
     with pytest.raises(UserError, match=r"was begun with start="):
         settings_to_keep(other)
     lost = retyped(store, codec="int2", rule={"update": "nesterov"})
-    refuse_what_loses(lost)  # it has begun with it
+    settings_file(store.folder).write_text(json.dumps(settings_to_keep(store)))
+    refuse_what_loses(lost)  # one that has begun goes on
     (store.model(0) / "manifest.json").unlink()
     with pytest.raises(UserError, match="codec=int2"):
         refuse_what_loses(lost)
@@ -142,21 +143,33 @@ def test_a_facility_may_change_until_it_took_work(tmp_path: Path) -> None:
     made(tmp_path, "north")
     store = store_of(tmp_path)
     settings_file(store.folder).write_text(json.dumps(settings_to_keep(store)))
-    sites = [site.model_dump() | {"command": ["other"]} for site in store.campaign.sites]
+    sites = [each.model_dump() | {"overrides": ["a=1"]} for each in store.campaign.sites]
     other = retyped(store, sites=sites)
     north = store.campaign.sites[0]
     store.count_failure(1, north, "no such program")
     for state in ("needs", "unreachable", "retry", "refused", "failed"):
         store.record_answer(1, north, {"state": state})
-        assert settings_to_keep(other)["sites"][0]["command"] == ["other"]
+        assert settings_to_keep(other)["sites"][0]["overrides"] == ["a=1"]
     store.record_answer(1, north, {"state": "queued"})
     with pytest.raises(UserError, match=r"was begun with sites\.north="):
         settings_to_keep(other)
+    reached = {"command": ["other"], "host": "login2", "signing_key": "k"}
+    sites = [each.model_dump() | reached for each in store.campaign.sites]
+    assert settings_to_keep(retyped(store, sites=sites))["sites"][0]["host"] == "login2"
+
+
+def test_a_round_that_is_opened_again_has_its_attempts_again(tmp_path: Path) -> None:
+    store = store_of(tmp_path, attempts=2)
+    north = store.campaign.sites[0]
+    assert request(store, 1, north)["attempts"] == 2
+    store.journal(1).append("reopened")
+    assert request(store, 1, north)["attempts"] == 4
 
 
 def test_a_facility_takes_a_corrected_request_until_a_job_was_taken(tmp_path: Path) -> None:
     here, run = tmp_path / "rounds" / "round-001", tmp_path / "run"
-    journal, asked = Journal(here), {"round": 1, "codec": "int8", "overrides": ["a=1"]}
+    journal, asked = Journal(here), {"round": 1, "facility": "north", "codec": "int8"}
+    asked |= {"signing_key": "kye", "overrides": ["a=1"]}
     site._keep_request(here, 1, asked)
     for _ in range(2):
         journal.append("submitted", run=str(run))
@@ -171,13 +184,16 @@ def test_a_facility_takes_a_corrected_request_until_a_job_was_taken(tmp_path: Pa
     with pytest.raises(UserError, match="and now"):  # a kill may have cut its answer off
         site._keep_request(here, 1, asked | {"overrides": ["a=3"]})
     journal.append("refused", why="no text")
-    with pytest.raises(UserError, match="has codec=int8, and now int4 is asked for"):
-        site._keep_request(here, 1, asked | {"codec": "int4", "overrides": ["a=2"]})
+    with pytest.raises(UserError, match="has facility=north, and now east is asked for"):
+        site._keep_request(here, 1, asked | {"facility": "east"})
+    site._keep_request(here, 1, asked | {"codec": "int4"})
     journal.append("submitted", run=str(run))
     journal.append("accepted")
-    assert site._attempts(journal) == 2
-    with pytest.raises(UserError, match="has overrides="):
-        site._keep_request(here, 1, asked | {"overrides": ["a=3"]})
+    assert site._attempts(journal) == 1
+    for changes in ({"overrides": ["a=3"]}, {"codec": "int8"}):
+        with pytest.raises(UserError, match=f"has {next(iter(changes))}="):
+            site._keep_request(here, 1, asked | {"codec": "int4"} | changes)
+    site._keep_request(here, 1, asked | {"codec": "int4", "signing_key": "key"})
 
 
 def test_what_an_older_campaign_was_begun_without_is_as_by_default(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.campaign.own_weights import changed_fragments, last_turn
+from atoll.campaign.own_weights import changed_fragments, residual_round
 from atoll.errors import UserError
 from atoll.federation.aggregate import Outcome, aggregate, hold, verified
 from atoll.federation.apply_delta import apply_delta, take_whole
@@ -57,7 +57,9 @@ class Campaign:
     folder: Path
     rule: Rule
     codec: str = "fp32"
+    global_codec: str | None = None  # None: as that of updates
     taken: dict[str, int] = field(default_factory=dict)  # the global model they had last
+    trained: dict[str, int] = field(default_factory=dict)  # the round of their own weights
 
     def __post_init__(self) -> None:
         first_global(made_up.write_model(self.folder / "start", drawn(0, 0.02)), self.model(0), {})
@@ -72,8 +74,9 @@ class Campaign:
         begin = self.model(newest) / "master"
         if facility in self.taken:
             out, before = self.folder / f"start-{facility}-{number}", self.taken[facility]
-            asked = {"fragments": rule.fragments, "global_round": newest}
-            merge, add = changed_fragments(self.model(newest), before, asked, has_before=True)
+            asked = {"fragments": rule.fragments, "global_round": newest, "facility": facility}
+            record = {"global_round": before, "round": self.trained[facility]}
+            merge, add = changed_fragments(self.model(newest), record, asked, has_before=True)
             how = (fragments, merge, rule.merge_alpha, add, self.model(before))
             merge_global(self.model(newest), own, out, *how)
             begin, own = out / "export", self.folder / f"own-{facility}-{number}"
@@ -83,9 +86,9 @@ class Campaign:
             last = self.folder / f"own-{facility}"
             last.rename(self.folder / f"old-{facility}-{number}")
             trained = trained.rename(last)
-        self.taken[facility] = newest
+        self.taken[facility], self.trained[facility] = newest, number
         update = self.folder / f"round-{number}-{facility}" / "update"
-        before = self.last_residual(facility, number, self.model(newest))
+        before = self.last_residual(facility, number, newest)
         make_delta(
             self.model(newest),
             trained,
@@ -98,17 +101,20 @@ class Campaign:
         )
         return update
 
-    def last_residual(self, facility: str, number: int, base: Path) -> Path | None:
-        last = last_turn(base, self.rule.fragment(number), number)
+    def last_residual(self, facility: str, number: int, newest: int) -> Path | None:
         turns = range(number - self.rule.fragments, 0, -self.rule.fragments)
-        kept = [self.folder / f"residual-{facility}-{n}" for n in turns if n <= last]
-        return next((folder for folder in kept if folder.is_dir()), None)
+        kept = {n: self.folder / f"residual-{facility}-{n}" for n in turns}
+        kept = {n: folder for n, folder in kept.items() if folder.is_dir()}
+        asked = {"facility": facility, "global_round": newest}
+        asked |= {"fragment": self.rule.fragment(number)}
+        return kept.get(residual_round(self.model(newest), asked, list(kept)) or 0)
 
     def average(self, number: int, updates: list[Path]) -> Outcome:
         bases = [read_global(self.model(n))["digest"] for n in range(number - 1, -1, -1)]
         given = [verified(path, bases, self.rule.overlap_rounds, number) for path in updates]
         base, out = self.model(number - 1), self.model(number)
-        return aggregate(base, given, self.rule, self.codec, out, {"round": number})
+        codec = self.global_codec or self.codec
+        return aggregate(base, given, self.rule, codec, out, {"round": number})
 
     def master(self, number: int) -> Model:
         return made_up.read(self.model(number) / "master")
@@ -250,9 +256,6 @@ def test_what_an_encoding_left_out_of_a_held_turn_is_not_sent_twice(
 ) -> None:
     """What is in the model and what waits at the facility are together what was learned."""
 
-    def ramp(facility: str, number: int) -> Model:
-        return {n: torch.arange(1.0, 1 + prod(s)).view(s) / prod(s) for n, s in SHAPES.items()}
-
     monkeypatch.setitem(globals(), "learned", ramp)
     campaign = Campaign(tmp_path, Rule(fragments=2, **EQUAL), codec)
     for number in range(1, 8):
@@ -281,25 +284,70 @@ def test_what_an_encoding_left_out_of_a_held_turn_is_not_sent_twice(
     torch.testing.assert_close(far + waits, 7 * ramp("a", 7)[name], rtol=0, atol=1e-4)
 
 
-def test_late_work_of_a_held_round_is_not_counted_twice(
+def test_late_work_of_a_held_turn_is_counted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where rounds overlap: whoever was late has begun the next turn with it in its weights."""
+    """What the other learned in that turn, and did not send, goes with its next one."""
     monkeypatch.setitem(globals(), "learned", alike)
-    rule = Rule(fragments=2, overlap_rounds=1, max_staleness=1, **EQUAL)
+    rule = Rule(fragments=2, max_staleness=1, staleness_exponent=0.0, **EQUAL)
     campaign = Campaign(tmp_path, rule)
     for number in (1, 2):
         campaign.average(number, [campaign.train(each, number) for each in "ab"])
     campaign.train("a", 3)
     late = campaign.train("b", 3)
     hold(campaign.model(2), rule, "fp32", campaign.model(3), {"round": 3})
-    outcome = campaign.average(4, [campaign.train("a", 4), late])
-    assert "round 3 was held" in outcome.rejected["b"] and outcome.weights == {"a": 1.0}
+    campaign.average(4, [campaign.train("a", 4), late])
+    found = read_global(campaign.model(4))
+    assert found["taken"] == {"0": {"a": 1, "b": 3}, "1": {"a": 4, "b": 2}}
+    assert found["averaged_rounds"] == {"0": 1, "1": 4}
     campaign.average(5, [campaign.train(each, 5) for each in "ab"])
-    # a learned in rounds 1 to 5; b in all but the fourth, as it was late; both took round 1's mean
-    assert reached(campaign, 5, "layers.0.a.weight") == pytest.approx(
-        1.0 + (4 + 3) / 2 - 1, abs=1e-5
-    )
+    # the first round, b's second and third at once, half of a's second to fifth and of b's fifth
+    wanted = 1 + 2 + 4 / 2 + 1 / 2
+    assert reached(campaign, 5, "layers.0.a.weight") == pytest.approx(wanted, abs=1e-5)
+
+
+def ramp(facility: str, number: int) -> Model:
+    return {n: torch.arange(1.0, 1 + prod(s)).view(s) / prod(s) for n, s in SHAPES.items()}
+
+
+@pytest.mark.parametrize("codec", ["int4", "topk"])
+def test_what_an_encoding_left_out_of_late_work_is_sent_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    monkeypatch.setitem(globals(), "learned", ramp)
+    rule = Rule(fragments=2, max_staleness=1, staleness_exponent=0.0, dtype="float32", **EQUAL)
+    campaign = Campaign(tmp_path, rule, codec, "fp32")
+    for number in (1, 2):
+        campaign.average(number, [campaign.train("b", number)])
+    late = campaign.train("b", 3)
+    hold(campaign.model(2), rule, "fp32", campaign.model(3), {"round": 3})
+    campaign.average(4, [late])
+    campaign.average(5, [campaign.train("b", 5)])
+    name = "layers.0.a.weight"
+    far = campaign.master(5)[name] - campaign.master(0)[name]
+    waits = made_up.read(tmp_path / "residual-b-5")[name].view(far.shape)
+    torch.testing.assert_close(far + waits, 4 * ramp("b", 1)[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_what_an_encoding_left_out_of_a_refused_update_is_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int
+) -> None:
+    """Else it is too long again, in round after round."""
+    too_long = {"c": 3}
+
+    def once_too_long(facility: str, number: int) -> Model:
+        many = 1000.0 if too_long.get(facility) == number else 1.0
+        return {name: many * values for name, values in ramp(facility, number).items()}
+
+    monkeypatch.setitem(globals(), "learned", once_too_long)
+    rule = Rule(weigh="equal", min_cosine=-1.0, max_staleness=max_staleness)
+    campaign = Campaign(tmp_path, rule, "topk", "fp32")
+    for number in range(1, 6):
+        updates = [campaign.train(each, number) for each in "abc"]
+        rejected = campaign.average(number, updates).rejected
+        assert set(rejected) == ({"c"} if number == 3 else set()), rejected
+    assert read_global(campaign.model(5))["refused"] == {"0": {"c": 3}}
 
 
 def test_lateness_is_told_by_rounds(tmp_path: Path) -> None:

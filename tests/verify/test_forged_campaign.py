@@ -79,7 +79,9 @@ def test_the_first_model_is_what_its_manifest_says_and_no_more(
     assert found in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["norms_before", "claims", "averaged_rounds", "changed_rounds"])
+@pytest.mark.parametrize(
+    "name", ["norms_before", "claims", "averaged_rounds", "changed_rounds", "taken", "refused"]
+)
 def test_what_later_rounds_go_by_is_made_again(
     store: CampaignStore, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -87,6 +89,7 @@ def test_what_later_rounds_go_by_is_made_again(
     path = store.model(1) / "manifest.json"
     norms = json.loads(path.read_text())["norms_before"]["0"]
     forged = {"norms_before": [norm / 100 for norm in norms], "claims": [1.0]}
+    forged |= {"taken": {}, "refused": {"north": 1}}
     rewritten(path, **{name: {"0": forged.get(name, 0)}})
     prove_campaign(store, 2)
     assert verify(store) == 2

@@ -34,7 +34,8 @@ def request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
         "frozen": store.model_manifest(0).get("frozen"),
         "codec": campaign.codec,
         "inner_state": campaign.inner_state,
-        "attempts": campaign.attempts,
+        # as many again whenever the round was opened again: what failed may be mended there
+        "attempts": campaign.attempts * (1 + len(store.journal(number).records("reopened"))),
         "keep_checkpoints": campaign.keep_checkpoints,
         "facilities_here": sum(each.host == site.host for each in campaign.sites),
         "signing_key": site.signing_key,

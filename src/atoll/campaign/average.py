@@ -95,8 +95,9 @@ def _below_quorum(
     if campaign.rule.below_quorum == "wait":
         time.sleep(campaign.poll_seconds)
         return None
+    can_hold = not (campaign.rule.overlap_rounds and campaign.rule.max_staleness)
     raise UserError(
         f"round {number}: {why}",
-        "fix what --status names and type the same line again: nobody trains twice; or go on "
-        "without them: rule.below_quorum=hold",
+        "fix what --status names and type the same line again: nobody trains twice"
+        + ("; or go on without them: rule.below_quorum=hold" if can_hold else ""),
     )

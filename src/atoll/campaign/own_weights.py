@@ -9,6 +9,7 @@ it is, is written into the round's journal before its job, so a round done again
 
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def begins_with(folder: Path, here: Path, request: dict[str, Any], base: Path) -
     out = folder / "starts" / here.name
     if not (out / "manifest.json").is_file():
         before = folder / "bases" / round_name(record["global_round"])
-        merge, add = changed_fragments(base, record["global_round"], request, before.is_dir())
+        merge, add = changed_fragments(base, record, request, before.is_dir())
         away = request["global_round"] - record["global_round"] > request["fragments"]
         argv = [*container_side(folder, request["overrides"]), "merge-global"]
         argv += [str(base), record["own"], str(out), "--merge", *map(str, merge)]
@@ -44,32 +45,54 @@ def begins_with(folder: Path, here: Path, request: dict[str, Any], base: Path) -
 
 
 def changed_fragments(
-    base: Path, taken_round: int, request: dict[str, Any], has_before: bool
+    base: Path, record: dict[str, Any], request: dict[str, Any], has_before: bool
 ) -> tuple[list[int], list[int]]:
     """The fragments that changed after the round whose model was taken before.
 
-    Those that are taken, as their turn was; and those that late work alone changed, whose change is
-    added to what was learned since. Where the model before is gone they are taken, too. An older
-    Atoll's model does not say what changed: it is then those whose turn was.
+    record: the round of the facility's own weights, and the one whose model they had taken. Those
+    fragments are taken that were averaged in their turn, or whose late work was the facility's own;
+    of others that late work changed the change is added to what was learned and is not sent yet.
+    Where the model before is gone they are taken, too. An older Atoll's model does not say what
+    changed: it is then those whose turn was.
     """
-    manifest = json.loads((base / "manifest.json").read_text())
-    later = range(taken_round + 1, request["global_round"] + 1)
-    turns = {(number - 1) % request["fragments"]: number for number in later}
-    rounds = manifest.get("changed_rounds", turns)
-    changed = sorted(int(fragment) for fragment, number in rounds.items() if number > taken_round)
-    taken = [fragment for fragment in changed if fragment in turns or not has_before]
-    return taken, [fragment for fragment in changed if fragment not in taken]
+    manifest, before = _read(base), record["global_round"]
+    later = range(before + 1, request["global_round"] + 1)
+    turns = {str((number - 1) % request["fragments"]): number for number in later}
+    averaged, changed = (
+        {n for n, number in manifest.get(name, turns).items() if number > before}
+        for name in ("averaged_rounds", "changed_rounds")
+    )
+    own = {n for n in changed if _taken(manifest, n, request) >= record["round"]}
+    taken = averaged | own if has_before else changed
+    return sorted(map(int, taken)), sorted(map(int, changed - taken))
 
 
-def last_turn(base: Path, fragment: int, number: int) -> int:
-    """The last turn of a fragment before a round in which it was averaged, so not held.
+def residual_round(base: Path, request: dict[str, Any], rounds: Collection[int]) -> int | None:
+    """Of which of these rounds the residual is added to an update: the last that came to anything.
 
-    What encodings left out of an update is added to the next; not of one that nothing came of.
+    rounds: earlier ones of the same fragment that have one. What an encoding left out of an update
+    that was refused, or of a turn that was held, is not: all of that is learned anew, or still in
+    the facility's weights. Whether late work came to anything may not be known yet: it is taken to.
     """
-    manifest = json.loads((base / "manifest.json").read_text())
-    if "averaged_rounds" not in manifest:  # of an older Atoll
-        return number - 1
-    return int(manifest["averaged_rounds"].get(str(fragment), 0))
+    manifest, fragment = _read(base), str(request["fragment"])
+    if "taken" not in manifest:  # of an older Atoll, or the first
+        return max(rounds, default=None)
+    last = _taken(manifest, fragment, request)
+    patience = manifest.get("rule", {}).get("max_staleness", 0)
+    known = max(request["global_round"] - patience, _taken(manifest, fragment, request, "refused"))
+    return max((n for n in rounds if n <= last or n > known), default=None)
+
+
+def _taken(
+    manifest: dict[str, Any], fragment: str, request: dict[str, Any], how: str = "taken"
+) -> int:
+    """The last round of this facility's whose update is in a fragment; 0: there is none."""
+    return int(manifest.get(how, {}).get(fragment, {}).get(request["facility"], 0))
+
+
+def _read(base: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((base / "manifest.json").read_text())
+    return manifest
 
 
 def _own(folder: Path, here: Path) -> dict[str, Any]:
@@ -79,7 +102,9 @@ def _own(folder: Path, here: Path) -> dict[str, Any]:
         return record
     number, run = next(trained_rounds(folder, round_number(here)), (0, None))
     if run is None:
-        return journal.append("own weights", own=None, global_round=None)
+        return journal.append("own weights", own=None, global_round=None, round=None)
     asked = Journal(folder / "rounds" / round_name(number)).last("asked")["request"]
     export = run_dir.export(run) / ("adapter" if asked["frozen"] else "")
-    return journal.append("own weights", own=str(export), global_round=asked["global_round"])
+    return journal.append(
+        "own weights", own=str(export), global_round=asked["global_round"], round=number
+    )

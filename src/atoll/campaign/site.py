@@ -33,7 +33,7 @@ from atoll import run_dir
 from atoll.campaign.allow import refuse_folder, refuse_key, refuse_outside, refuse_settings
 from atoll.campaign.inner_state import inner_state_words, prune_states
 from atoll.campaign.journal import Journal, alone, round_name, round_number
-from atoll.campaign.own_weights import begins_with, last_turn
+from atoll.campaign.own_weights import begins_with, residual_round
 from atoll.campaign.signing import sign
 from atoll.campaign.site_models import (
     container_side,
@@ -58,7 +58,7 @@ WORK = ".streamflow"
 LIFE_SECONDS = 3.0
 MOST_JOBS = 100  # of a round's run, that the coordinator is told of
 # of a request: they may change in a round
-PATIENCE = ("attempts", "keep_checkpoints", "facilities_here")
+PATIENCE = ("attempts", "keep_checkpoints", "facilities_here", "signing_key")
 # states of a round that come to another one by themselves
 WAITING = ("queued", "running", "retry", "unknown")
 
@@ -199,7 +199,8 @@ def _keep_request(here: Path, number: int, request: dict[str, Any]) -> None:
     if is_free and before and before["overrides"] != request["overrides"]:
         for run in {record["run"] for record in journal.records("submitted")}:
             shutil.rmtree(run, ignore_errors=True)  # it holds settings that nothing was done with
-        before = {name: value for name, value in before.items() if name != "overrides"}
+    if is_free and before:
+        before = {"facility": before["facility"]}
     for name in request:
         if name in before and name not in PATIENCE and before[name] != request[name]:
             raise UserError(
@@ -290,8 +291,8 @@ def _make_update(folder: Path, here: Path, run: Run, request: dict[str, Any], ba
     partial = here / "made"
     numbers = {round_number(path.parent): path for path in (folder / "rounds").glob("*/residual")}
     number, fragments = round_number(here), request["fragments"]
-    last = last_turn(base, request["fragment"], number)
-    earlier = [n for n in numbers if n <= last and (n - number) % fragments == 0]
+    earlier = [n for n in numbers if n < number and (n - number) % fragments == 0]
+    previous = residual_round(base, request, earlier)
     about = {
         "campaign": request["campaign"],
         "round": request["round"],
@@ -306,8 +307,8 @@ def _make_update(folder: Path, here: Path, run: Run, request: dict[str, Any], ba
     argv += ["--residual", str(here / "residual"), "--about", json.dumps(about)]
     argv += ["--fragments", str(fragments), "--fragment", str(request["fragment"])]
     argv += ["--fragment-pattern", request["fragment_pattern"]]
-    if earlier:
-        argv += ["--previous-residual", str(numbers[max(earlier)])]
+    if previous is not None:
+        argv += ["--previous-residual", str(numbers[previous])]
     run_atoll(argv, "the update")
     if request["signing_key"]:
         sign(partial / "manifest.json", Path(request["signing_key"]).expanduser())

@@ -25,6 +25,8 @@ FREE = {"rounds", "deadline_minutes", "poll_seconds", "attempts", "target_loss",
 FREE |= {"engine", "signing_key", "grace_minutes", "rule.below_quorum"}
 FREE |= {"last_loss", "keep_checkpoints"}
 NONCES = "nonces.jsonl"
+# how a facility is reached, and what it signs with
+FREE_OF_SITES = ("host", "command", "signing_key")
 OF_SITES = "sites."  # settings of one facility
 AT_WORK = ("queued", "running", "unknown", "ready")  # states of a facility that has taken work
 NORMALISED = ("adam", "yogi")  # their step is as long as the rate, for every weight
@@ -266,9 +268,15 @@ def checked_campaign(values: dict[str, Any]) -> Campaign:
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """The rule's settings by themselves, and each facility: one may join, and one may leave."""
+    """The rule's settings by themselves, and each facility: one may join, and one may leave.
+
+    How a facility is reached is its own matter.
+    """
     rule = {f"rule.{name}": value for name, value in values.get("rule", {}).items()}
-    sites = {f"{OF_SITES}{site['name']}": site for site in values["sites"]}
+    sites = {
+        f"{OF_SITES}{site['name']}": {n: x for n, x in site.items() if n not in FREE_OF_SITES}
+        for site in values["sites"]
+    }
     others = {name: value for name, value in values.items() if name not in ("rule", "sites")}
     return others | rule | sites
 
@@ -307,7 +315,7 @@ def _read_settings(path: Path) -> dict[str, Any] | None:
 def refuse_what_loses(store: CampaignStore) -> None:
     """Of a campaign that has not begun; one that has goes on as it was begun."""
     rule, codec = store.campaign.rule, store.campaign.codec
-    if store.has_model(0):
+    if store.has_model(0) and settings_file(store.folder).is_file():
         return
     if codec == "int2" and rule.update != "replace":
         raise UserError(

@@ -86,7 +86,7 @@ def aggregate(
     """
     layout, parts = _parts(base, rule)
     known = global_model.read_global(base)
-    rejected = _unfit(updates, parts, rule) | _of_held_rounds(updates, known, rule)
+    rejected = _unfit(updates, parts, rule)
     fit = [update for update in updates if update.facility not in rejected]
     cohorts = cohorts_of(base, known, parts, fit, rule, rule.fragment(about.get("round", 1)))
     if combine.needs_norms_first(rule):
@@ -110,7 +110,8 @@ def aggregate(
             rejected |= cohort.leave_out(cohort.overflowing())
     outcome = _outcome(cohorts, rejected)
     facts = {"base": known["digest"], "codec": codec, "rule": rule.model_dump(), **asdict(outcome)}
-    facts |= _by_fragment(known, rule, cohorts, about.get("round", 1))
+    refused = [update for update in updates if update.facility in rejected]
+    facts |= _by_fragment(known, rule, cohorts, refused, about.get("round", 1))
     global_model.publish(unfinished, out, about | facts, files)
     return outcome
 
@@ -131,6 +132,7 @@ def hold(base: Path, rule: Rule, codec: str, out: Path, about: dict[str, Any]) -
     facts = {"base": known["digest"], "codec": codec, "rule": rule.model_dump(), **asdict(outcome)}
     facts["norms_before"] = norms_before(known)
     facts |= changed_rounds(known, rule)
+    facts |= {name: known.get(name, {}) for name in ("taken", "refused")}
     facts["claims"] = known.get("claims", {}) | {str(fragment): []}
     global_model.publish(unfinished, out, about | facts, files)
     return outcome
@@ -147,19 +149,36 @@ def changed_rounds(known: dict[str, Any], rule: Rule) -> dict[str, dict[str, int
 
 
 def _by_fragment(
-    known: dict[str, Any], rule: Rule, cohorts: list[Cohort], number: int
+    known: dict[str, Any], rule: Rule, cohorts: list[Cohort], refused: list[Update], number: int
 ) -> dict[str, Any]:
-    """What later rounds go by, of each fragment: lengths, claims, and when it changed."""
+    """What later rounds go by, of each fragment: lengths, claims, when it changed, and by whom.
+
+    taken and refused: the last round of each facility whose update was.
+    """
     own, given = cohorts[0], {str(cohort.fragment): cohort for cohort in cohorts if cohort}
     claims = known.get("claims", {}) | {str(own.fragment): []}
     rounds = changed_rounds(known, rule)
     rounds["changed_rounds"] = rounds["changed_rounds"] | dict.fromkeys(given, number)
     if own:
         rounds["averaged_rounds"] = rounds["averaged_rounds"] | {str(own.fragment): number}
+    taken = [update for cohort in cohorts for update in cohort.updates]
     return rounds | {
+        "taken": _with_rounds(known.get("taken", {}), taken, rule),
+        "refused": _with_rounds(known.get("refused", {}), refused, rule),
         "norms_before": norms_before(known) | {n: c.norms for n, c in given.items()},
         "claims": claims | {n: c.claims(rule) for n, c in given.items()},
     }
+
+
+def _with_rounds(
+    before: dict[str, dict[str, int]], updates: list[Update], rule: Rule
+) -> dict[str, dict[str, int]]:
+    """Fragment -> facility -> the round of its update, these beside those before."""
+    rounds = {fragment: {**of} for fragment, of in before.items()}
+    for update in updates:
+        of = rounds.setdefault(str(rule.fragment(update.manifest.round)), {})
+        of[update.facility] = update.manifest.round
+    return rounds
 
 
 def _parts(base: Path, rule: Rule) -> tuple[Layout, list[Layout]]:
@@ -244,23 +263,6 @@ def _in_order(pool: ThreadPoolExecutor, work: Any, items: Iterator[Stretch]) -> 
     while running:
         yield running.pop(0).result()
         running += [pool.submit(work, item) for item in islice(items, 1)]
-
-
-def _of_held_rounds(updates: list[Update], known: dict[str, Any], rule: Rule) -> dict[str, str]:
-    """Facility -> why its late work is not taken: it is in its own weights, to be sent again.
-
-    Where rounds overlap it goes on before it can know that what it sent late was taken.
-    """
-    if not rule.overlap_rounds:
-        return {}
-    turns = changed_rounds(known, rule)["averaged_rounds"]
-    return {
-        update.facility: f"round {update.manifest.round} was held: what it learned there comes "
-        "with the next turn of its fragment"
-        for update in updates
-        if update.rounds_late
-        and turns.get(str(rule.fragment(update.manifest.round)), 0) < update.manifest.round
-    }
 
 
 def _unfit(updates: list[Update], parts: list[Layout], rule: Rule) -> dict[str, str]:

@@ -14,10 +14,8 @@ from atoll.federation.error_feedback import read_decoded
 from atoll.federation.global_model import begin, publish
 from atoll.federation.tensors import Stretch, TensorReader
 
-KEPT = (
-    "averaged_rounds",
-    "changed_rounds",
-)  # of a model's manifest, for facilities that go on from their own
+# of a model's manifest, for facilities that go on from their own weights
+KEPT = ("averaged_rounds", "changed_rounds", "taken", "refused", "rule")
 
 
 def main(argv: list[str]) -> int:

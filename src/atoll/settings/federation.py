@@ -90,6 +90,12 @@ class Rule(Settings):
             )
         if self.fragments == 1 or not self.max_staleness:
             return self
+        if self.overlap_rounds and self.below_quorum == "hold":
+            raise ValueError(
+                f"overlap_rounds={self.overlap_rounds} with max_staleness={self.max_staleness} and "
+                "below_quorum=hold: late work of a held round would be counted twice",
+                "choose below_quorum=ask or wait, or max_staleness=0",
+            )
         if self.combine != "mean" or self.update not in LINEAR_STEPS:
             raise ValueError(
                 f"combine={self.combine}, update={self.update} and fragments={self.fragments} "

@@ -23,7 +23,7 @@ ANEW, WHOM = ("weights", "rule", "digest", "base", "codec"), ("rejected", "unrea
 ALIKE = 1e-4  # of each number's size
 MEASURED = {
     "norms": 0.0, "norms_before": 0.0, "claims": 0.0, "averaged_rounds": 0.0,
-    "changed_rounds": 0.0,
+    "changed_rounds": 0.0, "taken": 0.0, "refused": 0.0,
     "cosines": ALIKE,  # and so much more: of at most 1
 }  # fmt: skip
 # of this Atoll alone: what a campaign names, as its image, is never run; and nothing is fetched
