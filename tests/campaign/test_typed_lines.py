@@ -162,7 +162,9 @@ def test_a_round_that_is_opened_again_has_its_attempts_again(tmp_path: Path) -> 
     store = store_of(tmp_path, attempts=2)
     north = store.campaign.sites[0]
     assert request(store, 1, north)["attempts"] == 2
-    store.journal(1).append("reopened")
+    store.journal(1).append("reopened", waits=True)  # nobody has looked at it
+    assert request(store, 1, north)["attempts"] == 2
+    store.journal(1).append("reopened", waits=False)
     assert request(store, 1, north)["attempts"] == 4
 
 

@@ -18,6 +18,12 @@ ROOM_BYTES = 16 << 20  # of an update, for headers
 BUNDLE = "folders.bundle="
 
 
+def _typed_again(store: CampaignStore, number: int) -> int:
+    """How often a person was told of what failed in a round: it may be mended now."""
+    reopened = store.journal(number).records("reopened")
+    return sum(record.get("waits") is False for record in reopened)
+
+
 def request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
     """What a facility is asked in a round: the same words every time."""
     campaign, rule, newest = store.campaign, store.campaign.rule, store.global_round(number)
@@ -34,8 +40,7 @@ def request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
         "frozen": store.model_manifest(0).get("frozen"),
         "codec": campaign.codec,
         "inner_state": campaign.inner_state,
-        # as many again whenever the round was opened again: what failed may be mended there
-        "attempts": campaign.attempts * (1 + len(store.journal(number).records("reopened"))),
+        "attempts": campaign.attempts * (1 + _typed_again(store, number)),
         "keep_checkpoints": campaign.keep_checkpoints,
         "facilities_here": sum(each.host == site.host for each in campaign.sites),
         "signing_key": site.signing_key,

@@ -91,8 +91,9 @@ def _below_quorum(
         store.count_failure(number, site, wrong[site.name])
     if campaign.rule.below_quorum == "ask" and store.unsettled(number):
         return None
-    store.journal(number).append("reopened")
-    if campaign.rule.below_quorum == "wait":
+    waits = campaign.rule.below_quorum == "wait"
+    store.journal(number).append("reopened", waits=waits)
+    if waits:
         time.sleep(campaign.poll_seconds)
         return None
     can_hold = not (campaign.rule.overlap_rounds and campaign.rule.max_staleness)
