@@ -154,7 +154,9 @@ def test_the_page_compares_with_the_same_seed_and_says_what_is_missed(atlas: Mod
     assert atlas_report.most_compared([*rows, *begun])[0] == 6
     assert steps == 6 and point.gaps == pytest.approx([0.02, 0.02]) and point.fewer_bytes == 20
     [line] = atlas_report.goals([point])
-    assert line["bytes"] == "1/20 or fewer" and line[""] == "missed by 1.7 points"
+    assert line["bytes"] == "1/20 or fewer" and line[""] == "missed by 1.70 points"
+    lucky = replace(point, gaps=[0.001])
+    assert atlas_report.goals([lucky, point]) == [line], "once is less than twice"
     assert "+2.0 ± 0.0 %, 1/20" in "\n".join(atlas_report.sections(steps, [point], rows))
     whole, of_two = atlas_report.in_fragments([point, divided])
     assert whole["averaged every"] == of_two["averaged every"] == "2 steps"
@@ -185,6 +187,6 @@ def test_the_page_says_what_muon_and_longer_campaigns_lose(atlas: ModuleType) ->
     text = "\n".join(atlas_report.sections(steps, points, rows))
     assert "## With Muon" in text and "## Longer campaigns" in text
     of_more = text.partition("After 12 steps:")[2]
-    assert "| adamw | 1/20 or fewer |" in of_more and "missed by 4.7 points" in of_more
+    assert "| adamw | 1/20 or fewer |" in of_more and "missed by 4.70 points" in of_more
     usual = text.partition("## With Muon")[0]
     assert "+10.0 %" in usual and "+5.6 %" not in usual
