@@ -12,8 +12,9 @@ from atoll.campaign import round as round_
 from atoll.campaign import streamflow, transfer
 from atoll.campaign.asking import collect_here
 from atoll.campaign.calls import Over
+from atoll.campaign.lasting_settings import keep_settings
 from atoll.campaign.round import keep_only
-from atoll.campaign.store import CampaignStore, keep_settings
+from atoll.campaign.store import CampaignStore
 from atoll.campaign.transfer import PARTS, Unreachable, fetch
 from atoll.errors import UserError
 

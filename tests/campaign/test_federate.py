@@ -19,9 +19,10 @@ from atoll.__main__ import main
 from atoll.campaign import coordinator, streamflow
 from atoll.campaign.asked import training_words
 from atoll.campaign.journal import Journal, round_name
+from atoll.campaign.lasting_settings import keep_settings
 from atoll.campaign.round import check_update
 from atoll.campaign.signing import refuse_unsigned, sign
-from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings, load_store
+from atoll.campaign.store import CampaignStore, checked_campaign, load_store
 from atoll.errors import UserError
 from atoll.federation.tensors import TensorReader, stretches
 from atoll.report import command as report

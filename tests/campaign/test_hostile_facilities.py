@@ -19,13 +19,9 @@ from atoll.campaign.allow import refuse_outside, refuse_settings
 from atoll.campaign.asked import check_update
 from atoll.campaign.asking import collect_here
 from atoll.campaign.journal import Journal, round_name
+from atoll.campaign.lasting_settings import keep_settings, refuse_what_loses
 from atoll.campaign.round import go_on
-from atoll.campaign.store import (
-    CampaignStore,
-    checked_campaign,
-    keep_settings,
-    refuse_what_loses,
-)
+from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.commands import Finished
 from atoll.config.compose import compose
 from atoll.errors import UserError

@@ -10,7 +10,8 @@ from atoll import run_dir
 from atoll.campaign.asked import training_words
 from atoll.campaign.inner_state import inner_state_words, prune_states
 from atoll.campaign.journal import Journal, round_name
-from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings, load_store
+from atoll.campaign.lasting_settings import keep_settings
+from atoll.campaign.store import CampaignStore, checked_campaign, load_store
 from atoll.config.compose import path_word
 from atoll.errors import UserError
 

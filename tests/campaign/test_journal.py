@@ -9,8 +9,9 @@ import pytest
 from atoll import run_dir
 from atoll.campaign import last_loss
 from atoll.campaign.journal import Journal, alone
+from atoll.campaign.lasting_settings import keep_settings
 from atoll.campaign.round import go_on
-from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings, load_store
+from atoll.campaign.store import CampaignStore, checked_campaign, load_store
 from atoll.campaign.transfer import Unreachable
 from atoll.errors import UserError
 

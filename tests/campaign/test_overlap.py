@@ -19,12 +19,8 @@ from atoll.campaign.asking import overlapped
 from atoll.campaign.coordinator import run
 from atoll.campaign.dry_run import dry_run
 from atoll.campaign.journal import Journal, round_name
-from atoll.campaign.store import (
-    CampaignStore,
-    checked_campaign,
-    load_store,
-    refuse_what_loses,
-)
+from atoll.campaign.lasting_settings import refuse_what_loses
+from atoll.campaign.store import CampaignStore, checked_campaign, load_store
 from atoll.errors import UserError
 
 RULE = {"fragments": 2, "overlap_rounds": 1, "merge_alpha": 0.5, "max_norm_ratio": 100}

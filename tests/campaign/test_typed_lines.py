@@ -11,15 +11,8 @@ from atoll.__main__ import main
 from atoll.campaign import site
 from atoll.campaign.asked import request
 from atoll.campaign.journal import Journal
-from atoll.campaign.store import (
-    CampaignStore,
-    checked_campaign,
-    load_store,
-    refuse_missing_keys,
-    refuse_what_loses,
-    settings_file,
-    settings_to_keep,
-)
+from atoll.campaign.lasting_settings import refuse_missing_keys, refuse_what_loses, settings_to_keep
+from atoll.campaign.store import CampaignStore, checked_campaign, load_store, settings_file
 from atoll.errors import UserError
 
 DEMO = ["federate", "federation=demo"]

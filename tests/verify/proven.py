@@ -13,9 +13,10 @@ import made_up
 
 from atoll.__main__ import main
 from atoll.campaign import average as averaging
+from atoll.campaign.lasting_settings import keep_settings
 from atoll.campaign.prove import prove_campaign
 from atoll.campaign.signing import OF_MODELS, sign
-from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
+from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.proof import of_run, statement
 from atoll.settings import exchange
 

@@ -15,9 +15,10 @@ from atoll import run_dir
 from atoll.__main__ import main
 from atoll.campaign import average as averaging
 from atoll.campaign import first_model
+from atoll.campaign.lasting_settings import keep_settings
 from atoll.campaign.prove import prove_campaign
 from atoll.campaign.signing import sign
-from atoll.campaign.store import CampaignStore, checked_campaign, keep_settings
+from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.errors import UserError
 from atoll.proof.statement import read_statement
 from atoll.verify import again, command

@@ -16,18 +16,16 @@ from atoll.campaign.dry_run import dry_run
 from atoll.campaign.first_model import make_first_model, merge_adapter
 from atoll.campaign.journal import alone
 from atoll.campaign.last_loss import measure_last
-from atoll.campaign.progress import shown
-from atoll.campaign.prove import prove_campaign
-from atoll.campaign.steps_by_queue import choose_steps
-from atoll.campaign.store import (
-    CampaignStore,
-    checked_campaign,
+from atoll.campaign.lasting_settings import (
     keep_settings,
-    load_store,
     refuse_missing_keys,
     refuse_what_loses,
     settings_to_keep,
 )
+from atoll.campaign.progress import shown
+from atoll.campaign.prove import prove_campaign
+from atoll.campaign.steps_by_queue import choose_steps
+from atoll.campaign.store import CampaignStore, checked_campaign, load_store
 from atoll.commands import CommandParser
 from atoll.config.compose import campaign_values
 from atoll.proof.statement import NAME

@@ -20,17 +20,8 @@ from atoll.campaign.journal import Journal, round_name
 from atoll.errors import UserError, first_line
 from atoll.settings.federation import Campaign, Site, checked_settings
 
-# What may change in a campaign's life: its length, our patience, and how it is carried out.
-FREE = {"rounds", "deadline_minutes", "poll_seconds", "attempts", "target_loss", "ssh_options"}
-FREE |= {"engine", "signing_key", "grace_minutes", "rule.below_quorum"}
-FREE |= {"last_loss", "keep_checkpoints"}
 NONCES = "nonces.jsonl"
-# how a facility is reached, and what it signs with
-FREE_OF_SITES = ("host", "command", "signing_key")
-OF_SITES = "sites."  # settings of one facility
 AT_WORK = ("queued", "running", "unknown", "ready")  # states of a facility that has taken work
-NORMALISED = ("adam", "yogi")  # their step is as long as the rate, for every weight
-NORMALISED_RATE, MOST_NORMALISED_RATE = 0.003, 0.1
 
 
 @dataclass
@@ -267,33 +258,19 @@ def checked_campaign(values: dict[str, Any]) -> Campaign:
     return checked_settings(Campaign, values, "campaign setting ", hint)
 
 
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """The rule's settings by themselves, and each facility: one may join, and one may leave.
-
-    How a facility is reached is its own matter.
-    """
-    rule = {f"rule.{name}": value for name, value in values.get("rule", {}).items()}
-    sites = {
-        f"{OF_SITES}{site['name']}": {n: x for n, x in site.items() if n not in FREE_OF_SITES}
-        for site in values["sites"]
-    }
-    others = {name: value for name, value in values.items() if name not in ("rule", "sites")}
-    return others | rule | sites
-
-
 def settings_file(folder: Path) -> Path:
     return folder / "campaign.json"
 
 
 def load_store(folder: Path, settings: Path | None = None) -> CampaignStore:
     """The campaign in a folder, by the settings it keeps, or by another file of them."""
-    values = _read_settings(settings or settings_file(folder))
+    values = read_settings(settings or settings_file(folder))
     if values is None:
         raise UserError(f"no campaign in {folder}", "give the folder of one")
     return CampaignStore(checked_campaign(values), folder.absolute())
 
 
-def _read_settings(path: Path) -> dict[str, Any] | None:
+def read_settings(path: Path) -> dict[str, Any] | None:
     """The settings that a campaign keeps; None where there are none."""
     try:
         values = json.loads(path.read_text())
@@ -310,91 +287,3 @@ def _read_settings(path: Path) -> dict[str, Any] | None:
             "give a campaign's, or to a campaign another place here: folder=FOLDER",
         )
     return values
-
-
-def refuse_what_loses(store: CampaignStore) -> None:
-    """Of a campaign that has not begun; one that has goes on as it was begun."""
-    rule, codec = store.campaign.rule, store.campaign.codec
-    if store.has_model(0) and settings_file(store.folder).is_file():
-        return
-    if codec == "int2" and rule.update != "replace":
-        raise UserError(
-            f"codec=int2 with rule.update={rule.update}: with nesterov it learns no more than with "
-            "replace, and less in short and in long rounds (docs/atlas.md); others were not tried",
-            "codec=int4, or rule.update=replace",
-        )
-    if rule.merge_alpha and rule.min_cosine > -1.0:
-        raise UserError(
-            f"rule.merge_alpha={rule.merge_alpha:g} with rule.min_cosine={rule.min_cosine:g}: what "
-            "facilities keep of their own points away from each other, so that honest ones would "
-            "be left out",
-            "rule.min_cosine=-1: updates that are too long are left out as ever; or "
-            "rule.merge_alpha=0",
-        )
-    if rule.update in NORMALISED and rule.learning_rate > MOST_NORMALISED_RATE:
-        raise UserError(
-            f"rule.update={rule.update} with rule.learning_rate={rule.learning_rate:g}: that is "
-            "about how far every single weight moves in a round, whatever facilities send",
-            f"rule.learning_rate={NORMALISED_RATE:g}, and no more than {MOST_NORMALISED_RATE:g}",
-        )
-
-
-def refuse_missing_keys(campaign: Campaign) -> None:
-    """What signatures are made and checked with is named, and what is to be here is here."""
-    if campaign.allowed_signers is not None:
-        for site in campaign.sites:
-            if site.signing_key is None:
-                raise UserError(
-                    f"allowed_signers={campaign.allowed_signers}, and {site.name} has no key",
-                    "name a key there: sites[…].signing_key, or set allowed_signers=null",
-                )
-    for name in ("allowed_signers", "signing_key"):
-        path = getattr(campaign, name)
-        if path is not None and not Path(path).expanduser().is_file():
-            raise UserError(f"{name}={path}: no such file here", f"make it, or set {name}=null")
-
-
-def changed_settings(begun: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """What may not change in a campaign's life, and did: its name, before and now."""
-    before, wanted = _flat(begun), _flat(now)
-    return [
-        (name, before[name], value)
-        for name, value in wanted.items()
-        if name not in FREE and before.get(name, value) != value
-    ]
-
-
-def settings_to_keep(store: CampaignStore) -> dict[str, Any]:
-    """The settings that a campaign goes on with: only those in FREE may change in its life.
-
-    It has begun with its first model, and a facility with the first work that it took. With what it
-    was begun with where a setting is left open: its schedule's length.
-    """
-    campaign, kept = store.campaign, _read_settings(settings_file(store.folder))
-    if kept is None or not store.has_model(0):
-        kept = campaign.model_dump(mode="json")
-    begun = checked_campaign(kept).model_dump(mode="json")  # an older Atoll's has fewer words
-    span = campaign.schedule_rounds or begun.get("schedule_rounds") or begun["rounds"]
-    now = campaign.model_copy(update={"schedule_rounds": span}).model_dump(mode="json")
-    begun |= {"schedule_rounds": begun.get("schedule_rounds") or span}
-    for name, before, wanted in changed_settings(begun, now):
-        if name.startswith(OF_SITES) and not store.has_worked(name.removeprefix(OF_SITES)):
-            continue
-        raise UserError(
-            f"campaign {campaign.name} was begun with {name}={before}, now it is {wanted}",
-            "give this one another name: name=NAME",
-        )
-    return now
-
-
-def keep_settings(store: CampaignStore) -> CampaignStore:
-    """A campaign keeps its settings: what it goes on with stands in its folder."""
-    now = settings_to_keep(store)
-    try:
-        run_dir.write_whole(settings_file(store.folder), json.dumps(now, indent=1))
-    except OSError as error:
-        raise UserError(
-            f"{store.folder} cannot be written: {error.strerror}",
-            "give the campaign another place here: folder=FOLDER",
-        ) from None
-    return CampaignStore(checked_campaign(now), store.folder)

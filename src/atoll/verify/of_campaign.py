@@ -7,14 +7,9 @@ from typing import Any
 
 from atoll import run_dir
 from atoll.campaign.journal import round_name
+from atoll.campaign.lasting_settings import OF_SITES, changed_settings
 from atoll.campaign.signing import is_known, refuse_unsigned
-from atoll.campaign.store import (
-    OF_SITES,
-    CampaignStore,
-    changed_settings,
-    load_store,
-    settings_file,
-)
+from atoll.campaign.store import CampaignStore, load_store, settings_file
 from atoll.errors import UserError
 from atoll.proof.made_with import TOKENIZER, in_words, made_with, tokenizer_of
 from atoll.proof.statement import NAME, UNREADABLE, logs_of, materials_of
