@@ -382,7 +382,7 @@ def test_a_facility_trains_on_the_tokens_of_its_bundle(whole: Path, tmp_path: Pa
     start = [*TINY, "model=from_path", f"model.source={tmp_path / 'away'}"]
     sites = [site | {"overrides": [*site["overrides"], f"folders.bundle={bundle}"]}]
     own = tmp_path / "sites" / "reef" / "site.allow"  # the facility's word: it is outside
-    run_dir.write_whole(own, "default\nfolders.bundle\n")
+    run_dir.write_whole(own, f"{ALLOWED}folders.bundle\n")
     finished(tmp_path, rounds=1, start=start, sites=sites)
     assert list(manifest(tmp_path, 1)["weights"]) == ["reef"]
     assert not list(tmp_path.glob("sites/reef/prepared/*"))
