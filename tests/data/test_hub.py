@@ -166,9 +166,21 @@ def test_the_same_documents_as_datasets_shuffle_and_select(tmp_path: Path) -> No
 
 
 @pytest.fixture
-def address_of() -> Iterator[Callable[[Path], str]]:
+def asked() -> list[str]:
+    """Who has asked that server."""
+    return []
+
+
+@pytest.fixture
+def address_of(asked: list[str]) -> Iterator[Callable[[Path], str]]:
     """Where a server of this machine has a file."""
-    handler = partial(SimpleHTTPRequestHandler, directory="/")
+
+    class Handler(SimpleHTTPRequestHandler):
+        def handle(self) -> None:
+            asked.append(str(self.client_address))
+            super().handle()
+
+    handler = partial(Handler, directory="/")
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield lambda path: f"http://127.0.0.1:{server.server_port}{path}"
@@ -192,6 +204,34 @@ def test_a_data_set_reads_no_file_that_is_not_its_own(
     (folder / "README.md").write_text("")
     (folder / "rows.txt").write_text("ours\n")
     assert len(load(compose(words).run.data, "train", "data.hub_split")) == 1
+
+
+@pytest.mark.parametrize("card", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize("archive", ["", "zip://rows.txt::"])
+def test_an_address_of_a_data_set_is_not_asked(
+    tmp_path: Path, asked: list[str], address_of: Callable[[Path], str], card: str, archive: str
+) -> None:
+    (tmp_path / "rows.txt").write_text("mine\n")
+    address = archive + address_of(tmp_path / "rows.txt")
+    entry = f"configs:\n- config_name: default\n  data_files: {address}\n"
+    (tmp_path / card).write_text(f"---\n{entry}---\n" if card == "README.md" else entry)
+    data = compose(["data=hub", f"data.hub={tmp_path}", "facility=laptop"]).run.data
+    with pytest.raises(UserError, match=r"rows\.txt, which is no file of that data set"):
+        load(data, "train", "data.hub_split")
+    assert asked == []
+
+
+def test_an_address_around_a_file_is_not_asked(
+    tmp_path: Path, asked: list[str], address_of: Callable[[Path], str]
+) -> None:
+    (tmp_path / "rows.txt").write_text("ours\n")
+    files = f"{address_of(tmp_path)}/x::{tmp_path}/rows.txt"
+    entry = f"configs:\n- config_name: default\n  data_files: {files}\n"
+    (tmp_path / "README.md").write_text(f"---\n{entry}---\n")
+    data = compose(["data=hub", f"data.hub={tmp_path}", "facility=laptop"]).run.data
+    with pytest.raises(UserError, match="which is no file of that data set"):
+        load(data, "train", "data.hub_split")
+    assert asked == []
 
 
 @pytest.mark.parametrize("name", ["text", "json"])

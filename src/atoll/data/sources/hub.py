@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
@@ -13,6 +13,8 @@ from atoll.errors import UserError, first_line
 from atoll.settings import Data
 
 SAMPLED_ROWS = 64
+CARDS = ("README.md", ".huggingface.yaml")  # where a data set may say which files are its own
+ARCHIVES = ("zip", "tar", "gzip", "bz2", "lz4", "xz", "zstd")  # ARCHIVE://name::PLACE
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 # the end of a file's name -> what `datasets` reads it with
 BUILDERS = {
@@ -61,6 +63,8 @@ def _in_order(data: Data, split: str, setting: str) -> Any:
     words, more = _request(data, name, folder, split)
     try:
         if not any((folder / file).is_file() for file in ("state.json", "dataset_dict.json")):
+            declared = more.get("data_files") or _declared_files(data, name, folder)
+            _refuse_addresses(name, declared)  # before it is asked whether there is such a file
             builder = datasets.load_dataset_builder(*words, **more)
             _refuse_files_elsewhere(name, folder, builder.config.data_files or {})
             builder.download_and_prepare()
@@ -94,17 +98,65 @@ def _refuse_files_elsewhere(
     Its README may name any path, or an address that this machine alone reaches, and `text` or
     `json` alone is all of the working folder.
     """
-    hub = ("hf://", f"{endpoint()}/")
+    _refuse_addresses(name, files_of)
     own = tuple(os.path.join(way(folder), "") for way in (os.path.abspath, os.path.realpath))
     for file in (str(file) for files in files_of.values() for file in files):
         place = file.rpartition("::")[2]  # zip://name::PLACE
-        is_here = "://" not in place and folder.is_dir()
-        is_own = is_here and os.path.abspath(place).startswith(own)
-        if not (place.startswith(hub) or is_own):
-            raise UserError(
-                f"data.hub={name} reads {place}, which is no file of that data set",
-                "name a data set as OWNER/NAME, or the folder that its files are in",
-            )
+        is_own = folder.is_dir() and os.path.abspath(place).startswith(own)
+        if not ("://" in place or is_own):
+            raise _no_own_file(name, place)
+
+
+def _refuse_addresses(name: str, files_of: Mapping[str, Iterable[object]]) -> None:
+    """Raise `UserError` for an address that is not the hub's, also of an archive that holds it."""
+    hub = ("hf://", f"{endpoint()}/")
+    for file in (str(file) for files in files_of.values() for file in files):
+        *archives, place = file.split("::")
+        if any(part.partition("://")[0] not in ARCHIVES for part in archives):
+            raise _no_own_file(name, file)
+        if "://" in place and not place.startswith(hub):
+            raise _no_own_file(name, place)
+
+
+def _no_own_file(name: str, place: str) -> UserError:
+    return UserError(
+        f"data.hub={name} reads {place}, which is no file of that data set",
+        "name a data set as OWNER/NAME, or the folder that its files are in",
+    )
+
+
+def _declared_files(data: Data, name: str, folder: Path) -> dict[str, list[str]]:
+    """The texts of the configurations that a data set describes itself with, by file."""
+    import yaml
+    from huggingface_hub import metadata_load
+
+    declared = dict[str, list[str]]()
+    for file in CARDS:
+        path = folder / file if folder.is_dir() else _fetched(name, file, data.hub_revision)
+        if path is not None and path.is_file():
+            is_card = path.suffix == ".md"
+            content = metadata_load(path) if is_card else yaml.safe_load(path.read_text())
+            configs = content.get("configs") if isinstance(content, dict) else None
+            declared[file] = list(_texts(configs))
+    return declared
+
+
+def _fetched(name: str, file: str, revision: str | None) -> Path | None:
+    """A file of a repository; None where there is none, or it cannot be had."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, file, repo_type="dataset", revision=revision))
+    except Exception:  # `datasets` asks for it too, and says what is wrong
+        return None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for part in parts:
+        yield from _texts(part)
 
 
 def _saved_files(folder: Path) -> dict[str, list[str]]:
