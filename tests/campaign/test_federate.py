@@ -357,15 +357,35 @@ def test_late_work_has_its_part_in_a_later_round(folder: Path, late: int) -> Non
 def test_below_the_quorum_the_model_stays_and_nobody_trains_twice(folder: Path) -> None:
     sites = settings(folder)["sites"]
     broken = [sites[0], sites[1] | {"command": ["false"]}]
-    process = start(folder, rounds=1, sites=broken, attempts=1, rule={"quorum": 2})
+    rule = {"quorum": 2, "max_norm_ratio": 100}
+    process = start(folder, rounds=1, sites=broken, attempts=1, rule=rule)
     output, _ = process.communicate(timeout=200)
     assert process.returncode != 0
     assert "1 of 2 facilities sent an update, the quorum is 2" in output
     update = folder / "campaigns" / "c" / "round-001" / "reef" / "update" / "manifest.json"
     nonce = json.loads(update.read_text())["nonce"]
-    (folder / "campaigns" / "c" / "campaign.json").unlink()  # the command is mended by hand
-    finished(folder, rounds=1, rule={"quorum": 2, "max_norm_ratio": 100})
+    finished(folder, rounds=1, rule=rule)
     assert json.loads(update.read_text())["nonce"] == nonce
+
+
+@pytest.mark.login_node
+@pytest.mark.matrix
+def test_a_run_that_failed_goes_on_in_another_way(folder: Path) -> None:
+    """What is trained stays; how it is carried out may change."""
+    sites = settings(folder)["sites"]
+    own = folder / "sites" / "lagoon" / "site.allow"
+    run_dir.write_whole(own, f"{ALLOWED}facility.environment.*\n")
+    words = [*sites[1]["overrides"], "+facility.environment.PYTHONHOME=/nowhere"]
+    broken = [sites[0], sites[1] | {"overrides": words}]
+    rule = {"quorum": 2, "max_norm_ratio": 100}
+    process = start(folder, rounds=1, sites=broken, attempts=1, rule=rule)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode != 0
+    assert "1 of 2 facilities sent an update, the quorum is 2" in output
+    [run] = (folder / "sites" / "lagoon" / "runs").iterdir()
+    (run / "kept").touch()
+    finished(folder, rounds=1, attempts=1, rule=rule)
+    assert set(manifest(folder, 1)["weights"]) == set(TEXT) and (run / "kept").is_file()
 
 
 @pytest.mark.login_node

@@ -151,6 +151,27 @@ def test_a_facility_may_change_until_it_took_work(tmp_path: Path) -> None:
     assert settings_to_keep(retyped(store, sites=sites))["sites"][0]["host"] == "login2"
 
 
+def test_how_runs_are_carried_out_may_change_at_any_time(tmp_path: Path) -> None:
+    """A queue is renamed, a job needs more nodes: what is trained stays."""
+    made(tmp_path, "north")
+    store = store_of(tmp_path, train=["data=files", "sharding=ddp"])
+    settings_file(store.folder).write_text(json.dumps(settings_to_keep(store)))
+    store.record_answer(1, store.campaign.sites[0], {"state": "ready"})
+    first, *others = [each.model_dump() for each in store.campaign.sites]
+    words = ["facility.submit.partition=new", "nodes=2", "sharding=full_shard", "image=none"]
+    other = retyped(store, sites=[first | {"overrides": words}, *others])
+    assert settings_to_keep(other)["sites"][0]["overrides"] == words
+    train = ["data=files", "training.microbatch_samples=1"]
+    assert settings_to_keep(retyped(store, train=train))["train"] == train
+    for lost in ("data=hub", "++seed=1", "~data.fields", "experiment=mini_sft", "training.steps=9"):
+        with pytest.raises(UserError, match=r"was begun with sites\.north="):
+            settings_to_keep(retyped(store, sites=[first | {"overrides": [lost]}, *others]))
+        with pytest.raises(UserError, match=r"was begun with train="):
+            settings_to_keep(retyped(store, train=[*train, lost]))
+    with pytest.raises(UserError, match=r"was begun with sites\.north="):
+        settings_to_keep(retyped(store, sites=[first | {"folder": "other"}, *others]))
+
+
 def test_a_round_that_is_opened_again_has_its_attempts_again(tmp_path: Path) -> None:
     store = store_of(tmp_path, attempts=2)
     north = store.campaign.sites[0]
@@ -189,6 +210,14 @@ def test_a_facility_takes_a_corrected_request_until_a_job_was_taken(tmp_path: Pa
         with pytest.raises(UserError, match=f"has {next(iter(changes))}="):
             site._keep_request(here, 1, asked | {"codec": "int4"} | changes)
     site._keep_request(here, 1, asked | {"codec": "int4", "signing_key": "key"})
+    how = {"codec": "int4", "overrides": ["a=1", "facility.walltime_minutes=60"]}
+    run.mkdir()
+    count = len(journal.records("asked"))
+    for _ in range(2):
+        site._keep_request(here, 1, asked | how)
+    assert journal.last("asked")["request"]["overrides"] == how["overrides"]
+    assert len(journal.records("asked")) == count + 1
+    assert site._attempts(journal) == 0 and run.exists()
 
 
 def test_what_an_older_campaign_was_begun_without_is_as_by_default(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
+from atoll.campaign.same_training import is_same_training
 from atoll.campaign.store import CampaignStore, checked_campaign, read_settings, settings_file
 from atoll.errors import UserError
 from atoll.settings.federation import Campaign
@@ -16,6 +17,7 @@ FREE |= {"last_loss", "keep_checkpoints"}
 # how a facility is reached, and what it signs with
 FREE_OF_SITES = ("host", "command", "signing_key")
 OF_SITES = "sites."  # settings of one facility
+TRAIN = "train"  # words of every facility's runs
 NORMALISED = ("adam", "yogi")  # their step is as long as the rate, for every weight
 NORMALISED_RATE, MOST_NORMALISED_RATE = 0.003, 0.1
 
@@ -68,8 +70,18 @@ def changed_settings(begun: dict[str, Any], now: dict[str, Any]) -> list[tuple[s
     return [
         (name, before[name], value)
         for name, value in wanted.items()
-        if name not in FREE and before.get(name, value) != value
+        if name not in FREE and not _is_same(name, before.get(name, value), value)
     ]
+
+
+def _is_same(name: str, before: Any, now: Any) -> bool:
+    """Equal, or words of runs that differ in how they are carried out alone."""
+    if name == TRAIN:
+        return is_same_training(before, now)
+    if not name.startswith(OF_SITES) or before == now:
+        return bool(before == now)
+    others = [{**site, "overrides": []} for site in (before, now)]
+    return others[0] == others[1] and is_same_training(before["overrides"], now["overrides"])
 
 
 def settings_to_keep(store: CampaignStore) -> dict[str, Any]:

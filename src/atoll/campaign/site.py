@@ -34,6 +34,7 @@ from atoll.campaign.allow import refuse_folder, refuse_key, refuse_outside, refu
 from atoll.campaign.inner_state import inner_state_words, prune_states
 from atoll.campaign.journal import Journal, alone, round_name, round_number
 from atoll.campaign.own_weights import begins_with, residual_round
+from atoll.campaign.same_training import is_same_training
 from atoll.campaign.signing import sign
 from atoll.campaign.site_models import (
     container_side,
@@ -189,18 +190,21 @@ def _keep_campaign(folder: Path, name: str) -> None:
 
 
 def _keep_request(here: Path, number: int, request: dict[str, Any]) -> None:
-    """Keep what the coordinator asks; what a job was handed over for is asked in one way alone."""
+    """Keep what the coordinator asks; what a job was handed over for trains one thing alone."""
     if request["round"] != number:
         raise UserError(f"round {number} with a request for {request['round']}", "ask for one")
     journal = Journal(here)
     before = journal.last("asked").get("request", {})
     handed = [record["event"] for record in journal.records("submitted", "refused", "accepted")]
     is_free = handed[-1:] in ([], ["refused"]) and "accepted" not in handed
-    if is_free and before and before["overrides"] != request["overrides"]:
+    is_same = bool(before) and is_same_training(before["overrides"], request["overrides"])
+    if is_free and before and not is_same:
         for run in {record["run"] for record in journal.records("submitted")}:
             shutil.rmtree(run, ignore_errors=True)  # it holds settings that nothing was done with
     if is_free and before:
         before = {"facility": before["facility"]}
+    elif is_same:
+        before = before | {"overrides": request["overrides"]}
     for name in request:
         if name in before and name not in PATIENCE and before[name] != request[name]:
             raise UserError(
@@ -208,7 +212,7 @@ def _keep_request(here: Path, number: int, request: dict[str, Any]) -> None:
                 "for",
                 "give the campaign another name=, or another folder at the facility",
             )
-    if before != request:
+    if journal.last("asked").get("request") != request:
         journal.append("asked", request=request)
 
 
