@@ -1,6 +1,7 @@
 """Lines of `atoll federate` that are wrong: told before anything is written, and how to mend."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from test_hostile_facilities import made, store_of
 from atoll.__main__ import main
 from atoll.campaign import site
 from atoll.campaign.asked import request
-from atoll.campaign.journal import Journal
+from atoll.campaign.journal import Journal, alone
 from atoll.campaign.lasting_settings import refuse_missing_keys, refuse_what_loses, settings_to_keep
 from atoll.campaign.store import CampaignStore, checked_campaign, load_store, settings_file
 from atoll.errors import UserError
@@ -149,6 +150,15 @@ def test_a_facility_may_change_until_it_took_work(tmp_path: Path) -> None:
     reached = {"command": ["other"], "host": "login2", "signing_key": "k"}
     sites = [each.model_dump() | reached for each in store.campaign.sites]
     assert settings_to_keep(retyped(store, sites=sites))["sites"][0]["host"] == "login2"
+
+
+def test_a_facility_that_is_asked_twice_at_once_has_no_work_yet(tmp_path: Path) -> None:
+    """Of a coordinator that was killed another `atoll site` may be at it, before any job."""
+    here, how = tmp_path / "rounds" / "round-001", Namespace(measure=False)
+    with alone(here):
+        assert site.advance(tmp_path, 1, how)["state"] == "retry"
+        Journal(here).append("submitted", run=str(tmp_path / "run"))
+        assert site.advance(tmp_path, 1, how)["state"] == "running"
 
 
 def test_how_runs_are_carried_out_may_change_at_any_time(tmp_path: Path) -> None:

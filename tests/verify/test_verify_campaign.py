@@ -20,9 +20,10 @@ from proven import (
 from atoll import run_dir
 from atoll.__main__ import main
 from atoll.campaign import average as averaging
+from atoll.campaign import coordinator
 from atoll.campaign.prove import prove_campaign
 from atoll.campaign.signing import OF_MODELS, sign
-from atoll.campaign.store import CampaignStore
+from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.errors import UserError
 from atoll.federation import make_delta
 from atoll.federation.update_files import refuse_wrong_files
@@ -506,3 +507,11 @@ def test_the_next_round_does_not_take_over_the_proof(made: CampaignStore, tmp_pa
     copy_beside_weights(made.model(2) / "export", tmp_path / "next", "float32")
     assert (tmp_path / "next" / "config.json").is_file()
     assert not statement.OWN & {path.name for path in (tmp_path / "next").iterdir()}
+
+
+def test_a_kill_before_the_signature_leaves_no_model_unsigned(store: CampaignStore) -> None:
+    signature = store.export(2) / statement.SIGNATURE
+    signature.unlink()
+    settings = store.campaign.model_dump(mode="json") | {"last_loss": False}
+    assert coordinator.run(CampaignStore(checked_campaign(settings), store.folder)) == 0
+    assert signature.is_file() and verify(store) == 0

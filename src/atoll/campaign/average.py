@@ -39,7 +39,7 @@ def average(store: CampaignStore, number: int) -> bool:
 
 
 def _aggregate(
-    store: CampaignStore, number: int, folders: list[Path], **about: str
+    store: CampaignStore, number: int, folders: list[Path], **about: Any
 ) -> dict[str, Any]:
     """What `atoll aggregate` says; of no update at all, the model is held."""
     words = aggregate_words(store, number, folders, store.model(number), **about)
@@ -50,7 +50,7 @@ def _aggregate(
 
 
 def aggregate_words(
-    store: CampaignStore, number: int, folders: list[Path], out: Path, **about: str
+    store: CampaignStore, number: int, folders: list[Path], out: Path, **about: Any
 ) -> list[str]:
     """The words by which `atoll aggregate` makes the model of a round, once or again."""
     campaign = store.campaign
@@ -75,6 +75,11 @@ def bases(store: CampaignStore, number: int) -> list[int]:
     return list(range(number - 1, max(-1, oldest - 1), -1))
 
 
+def held_words(outcome: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Whose updates were left out of a round that is held, why, and of which rounds these are."""
+    return {name: outcome.get(name, {}) for name in ("rejected", "unreadable", "refused_rounds")}
+
+
 def _below_quorum(
     store: CampaignStore, number: int, outcome: dict[str, Any]
 ) -> dict[str, Any] | None:
@@ -84,7 +89,8 @@ def _below_quorum(
     """
     campaign, why = store.campaign, str(outcome["short"])
     if campaign.rule.below_quorum == "hold":
-        return _aggregate(store, number, [], held=why) | {"held": why}
+        held = held_words(outcome)
+        return _aggregate(store, number, [], held=why, **held) | {"held": why}
     wrong = outcome.get("rejected", {}) | outcome.get("unreadable", {})
     for site in [site for site in campaign.sites if site.name in wrong]:
         shutil.rmtree(store.update(number, site), ignore_errors=True)

@@ -23,7 +23,7 @@ from atoll.campaign.lasting_settings import (
     settings_to_keep,
 )
 from atoll.campaign.progress import shown
-from atoll.campaign.prove import prove_campaign
+from atoll.campaign.prove import prove_campaign, sign_model
 from atoll.campaign.steps_by_queue import choose_steps
 from atoll.campaign.store import CampaignStore, checked_campaign, load_store
 from atoll.commands import CommandParser
@@ -70,6 +70,7 @@ def run(store: CampaignStore) -> int:
             merge_adapter(store, store.model(last) / "master", export)
         if not (export / NAME).is_file():
             prove_campaign(store, last)
+        sign_model(store, last)
     print(f"the model: {export}")
     return 0
 

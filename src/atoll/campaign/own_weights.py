@@ -52,8 +52,9 @@ def changed_fragments(
     record: the round of the facility's own weights, and the one whose model they had taken. Those
     fragments are taken that were averaged in their turn, or whose late work was the facility's own;
     of others that late work changed the change is added to what was learned and is not sent yet.
-    Where the model before is gone they are taken, too. An older Atoll's model does not say what
-    changed: it is then those whose turn was.
+    Where the model before is gone they are taken, too. So are those of which the facility's update
+    was refused, also in a round that was held: it would be sent again, and be longer. An older
+    Atoll's model does not say what changed: it is then those whose turn was.
     """
     manifest, before = _read(base), record["global_round"]
     later = range(before + 1, request["global_round"] + 1)
@@ -63,7 +64,10 @@ def changed_fragments(
         for name in ("averaged_rounds", "changed_rounds")
     )
     own = {n for n in changed if _taken(manifest, n, request) >= record["round"]}
-    taken = averaged | own if has_before else changed
+    refused = {
+        n for n in manifest.get("refused", {}) if _taken(manifest, n, request, "refused") > before
+    }
+    taken = (averaged | own if has_before else changed) | refused
     return sorted(map(int, taken)), sorted(map(int, changed - taken))
 
 

@@ -13,7 +13,7 @@ from atoll.campaign.model_card import campaign_card
 from atoll.campaign.signing import OF_MODELS, sign
 from atoll.campaign.store import CampaignStore, settings_file
 from atoll.proof.prove import prove
-from atoll.proof.statement import NAME, Made, Resource, existing, grown, resource
+from atoll.proof.statement import NAME, SIGNATURE, Made, Resource, existing, grown, resource
 
 Job = dict[str, Any]  # of settings/exchange.py's JobRecord, with facility and round
 
@@ -44,8 +44,15 @@ def prove_campaign(store: CampaignStore, last: int) -> None:
         jobs,
         _untold(store, jobs),
     )
+    (export / SIGNATURE).unlink(missing_ok=True)
     prove(export, made, campaign_card(store, last, jobs), {})
-    if key := store.campaign.signing_key:
+    sign_model(store, last)
+
+
+def sign_model(store: CampaignStore, last: int) -> None:
+    """By the campaign's key, if it has one; also where a kill came between proof and signature."""
+    export, key = store.export(last), store.campaign.signing_key
+    if key is not None and not (export / SIGNATURE).is_file():
         sign(export / NAME, Path(key).expanduser(), OF_MODELS)
 
 

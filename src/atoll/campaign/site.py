@@ -132,7 +132,9 @@ def advance(folder: Path, number: int, how: argparse.Namespace) -> dict[str, Any
             with alone(here, wait=False):
                 answer = _advance(folder, number, _request(here), how)
         except BlockingIOError:
-            answer = {"state": "running", "why": "another `atoll site` is at it"}
+            handed = bool(Journal(here).records("submitted"))
+            why = "another `atoll site` is at it"
+            answer = {"state": "running" if handed else "retry", "why": why}
         if answer["state"] != "ready":
             return answer
     return {"state": "ready", **_measured(here)}

@@ -9,7 +9,8 @@ from typing import Any
 from atoll import run_dir
 from atoll.campaign.asked import BUNDLE
 from atoll.campaign.first_model import frozen_digest
-from atoll.campaign.journal import round_name
+from atoll.campaign.inner_state import trained_rounds
+from atoll.campaign.journal import Journal, round_name
 from atoll.campaign.transfer import run_atoll
 from atoll.cluster.launchers import atoll_command
 from atoll.config.compose import compose, path_word, settings_of
@@ -33,10 +34,22 @@ def make_bases(folder: Path, number: int, overrides: Sequence[str]) -> int:
         refuse_other_kinds(came)
         _apply_delta(folder, before, came, overrides)
         have = before
+    own = own_global_round(folder, number)
     for old in range(have - 1):  # the one before the newest stays, should a round be done again
+        if old == own:  # what changed since is told from it
+            continue
         shutil.rmtree(folder / "bases" / round_name(old), ignore_errors=True)
         shutil.rmtree(_incoming(folder, old), ignore_errors=True)
     return have if _newest(folder, number) >= 0 else -1
+
+
+def own_global_round(folder: Path, number: int) -> int | None:
+    """The global model that the newest run before this round had taken, if it keeps own weights."""
+    for before, _ in trained_rounds(folder, number):
+        asked = Journal(folder / "rounds" / round_name(before)).last("asked")["request"]
+        has_own = asked.get("fragments", 1) > 1 or asked.get("merge_alpha")
+        return int(asked["global_round"]) if has_own else None
+    return None
 
 
 def _incoming(folder: Path, number: int) -> Path:

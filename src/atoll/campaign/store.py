@@ -171,10 +171,19 @@ class CampaignStore:
         run_dir.append_record(self.folder / NONCES, record, is_durable=True)
 
     def nonces(self, number: int, site: Site) -> set[str]:
-        """Of all updates that were taken so far, but those of this facility and round."""
+        """Of all updates that were taken so far, but those of this facility and round.
+
+        One that a kill cut off never came: it may come in a later round, as late work.
+        """
         own = (number, site.name)
         records = run_dir.records(self.folder / NONCES)
-        return {r["nonce"] for r in records if (r["round"], r["facility"]) != own}
+        others = [r for r in records if (r["round"], r["facility"]) != own]
+        return {r["nonce"] for r in others if self._came(r["round"], r["facility"])}
+
+    def _came(self, number: int, facility: str) -> bool:
+        received = self.journal(number).records("received")
+        is_here = (self.round(number) / facility / "update").is_dir()
+        return is_here or any(record["facility"] == facility for record in received)
 
     def mean_losses(self, number: int) -> tuple[float, float] | None:
         """Held-out, the mean over facilities: of the model they began with, and of their own."""

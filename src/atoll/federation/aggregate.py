@@ -117,7 +117,11 @@ def aggregate(
 
 
 def hold(base: Path, rule: Rule, codec: str, out: Path, about: dict[str, Any]) -> Outcome:
-    """A next global model of no update, as it was; what the server remembers stays as well."""
+    """A next global model of no update, as it was; what the server remembers stays as well.
+
+    about: `rejected` and `refused_rounds` say whose updates were left out, and of which rounds.
+    """
+    refused = about.pop("refused_rounds", {})
     layout, parts = _parts(base, rule)
     known, unfinished = global_model.read_global(base), global_model.begin(out)
     fragment = rule.fragment(about.get("round", 1))
@@ -128,11 +132,12 @@ def hold(base: Path, rule: Rule, codec: str, out: Path, about: dict[str, Any]) -
             next_model.written.add(stretch)
         _keep_others(next_model, layout, sent)
         files = next_model.written.digests()
-    outcome = Outcome({}, {}, {})
+    outcome = Outcome({}, {}, {}, about.get("rejected", {}))
     facts = {"base": known["digest"], "codec": codec, "rule": rule.model_dump(), **asdict(outcome)}
     facts["norms_before"] = norms_before(known)
     facts |= changed_rounds(known, rule)
-    facts |= {name: known.get(name, {}) for name in ("taken", "refused")}
+    facts["taken"] = known.get("taken", {})
+    facts["refused"] = _with_rounds(known.get("refused", {}), refused, rule)
     facts["claims"] = known.get("claims", {}) | {str(fragment): []}
     global_model.publish(unfinished, out, about | facts, files)
     return outcome
@@ -163,21 +168,24 @@ def _by_fragment(
         rounds["averaged_rounds"] = rounds["averaged_rounds"] | {str(own.fragment): number}
     taken = [update for cohort in cohorts for update in cohort.updates]
     return rounds | {
-        "taken": _with_rounds(known.get("taken", {}), taken, rule),
-        "refused": _with_rounds(known.get("refused", {}), refused, rule),
+        "taken": _with_rounds(known.get("taken", {}), _rounds(taken), rule),
+        "refused": _with_rounds(known.get("refused", {}), _rounds(refused), rule),
         "norms_before": norms_before(known) | {n: c.norms for n, c in given.items()},
         "claims": claims | {n: c.claims(rule) for n, c in given.items()},
     }
 
 
+def _rounds(updates: list[Update]) -> dict[str, int]:
+    return {update.facility: update.manifest.round for update in updates}
+
+
 def _with_rounds(
-    before: dict[str, dict[str, int]], updates: list[Update], rule: Rule
+    before: dict[str, dict[str, int]], rounds_of: dict[str, int], rule: Rule
 ) -> dict[str, dict[str, int]]:
     """Fragment -> facility -> the round of its update, these beside those before."""
     rounds = {fragment: {**of} for fragment, of in before.items()}
-    for update in updates:
-        of = rounds.setdefault(str(rule.fragment(update.manifest.round)), {})
-        of[update.facility] = update.manifest.round
+    for facility, number in rounds_of.items():
+        rounds.setdefault(str(rule.fragment(number)), {})[facility] = number
     return rounds
 
 

@@ -49,7 +49,7 @@ def _aggregate(
     torch.set_num_threads(1)  # stretches are worked on side by side
     bases = [read_global(arguments.base)["digest"], *arguments.older]
     updates, unreadable = [], dict[str, str]()
-    about = json.loads(arguments.about) | {"unreadable": unreadable}
+    about = {"unreadable": unreadable} | json.loads(arguments.about)
     how = (bases, rule.overlap_rounds, about.get("round"))
     for folder, manifest in verifying:
         try:
@@ -64,8 +64,10 @@ def _aggregate(
         else:
             outcome = aggregate(base, updates, rule, codec, out, about)
     except SmallCohort as error:
-        facts = {"short": error.found, "rejected": error.rejected}
-        print(json.dumps(facts | {"unreadable": unreadable}))
+        facts = {"short": error.found, "rejected": error.rejected, "unreadable": unreadable}
+        rounds = {one.facility: one.manifest.round for one in updates}
+        refused = {name: rounds[name] for name in error.rejected}
+        print(json.dumps(facts | {"refused_rounds": refused}))
         return 0
     print(json.dumps(asdict(outcome) | {"unreadable": unreadable}))
     return 0

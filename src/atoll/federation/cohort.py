@@ -138,6 +138,10 @@ def share_out(cohorts: list[Cohort], rule: Rule, rejected: dict[str, str]) -> No
         named = f" ({why})" if why else ""
         found = f"{len(updates)} updates are left, the quorum is {rule.quorum}{named}"
         raise SmallCohort(found, rejected)
+    if not own and rule.overlap_rounds and rule.max_staleness:
+        # who is late would not know in time that its turn is averaged, and send its work twice
+        found = "nobody's update is in time, and rounds overlap"
+        raise SmallCohort(found, rejected)
     try:
         if own:
             combine.refuse_too_few(len(own.updates), rule)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from atoll.campaign.average import aggregate_words, bases
+from atoll.campaign.average import aggregate_words, bases, held_words
 from atoll.campaign.first_model import NoBase, merge_adapter
 from atoll.campaign.store import CampaignStore
 from atoll.campaign.transfer import atoll_here, run_atoll
@@ -45,10 +45,8 @@ def again(store: CampaignStore, number: int, export: Path | None) -> Iterator[Li
         return
     with tempfile.TemporaryDirectory(prefix="atoll-verify-") as scratch:
         out = Path(scratch) / "global"
-        if "held" in stated:
-            _refuse_enough(store, number, updates, out)
-        folders = [] if "held" in stated else updates
-        _aggregated(store, number, folders, out)
+        about = _refuse_enough(store, number, updates, out) if "held" in stated else {}
+        _aggregated(store, number, [] if "held" in stated else updates, out, **about)
         yield from _refuse_other_manifest(store, number, stated, out)
         if export is not None and store.campaign.lora is not None:
             yield from _merged(store, number, out)
@@ -94,21 +92,25 @@ def _compared(store: CampaignStore, number: int, out: Path, export: Path | None)
 
 
 def _aggregated(
-    store: CampaignStore, number: int, updates: list[Path], out: Path
+    store: CampaignStore, number: int, updates: list[Path], out: Path, **about: Any
 ) -> dict[str, Any]:
-    words = aggregate_words(store, number, updates, out)
+    words = aggregate_words(store, number, updates, out, **about)
     answer: dict[str, Any] = json.loads(run_atoll([*HERE, *words], f"round {number} again"))
     return answer
 
 
-def _refuse_enough(store: CampaignStore, number: int, updates: list[Path], out: Path) -> None:
-    """A model is held where its updates are too few to make one."""
+def _refuse_enough(
+    store: CampaignStore, number: int, updates: list[Path], out: Path
+) -> dict[str, Any]:
+    """A model is held where its updates are too few to make one; whose were left out, and why."""
     if len(updates) < store.campaign.rule.quorum:
-        return
-    if "short" not in _aggregated(store, number, updates, out):
+        return held_words({})
+    outcome = _aggregated(store, number, updates, out)
+    if "short" not in outcome:
         raise differs(
             f"{store.model(number)} was held, and its {len(updates)} updates make a model"
         )
+    return held_words(outcome)
 
 
 def _refuse_other_manifest(
@@ -116,8 +118,10 @@ def _refuse_other_manifest(
 ) -> Iterator[Line]:
     """The same weights of facilities, by the same rule, and the same master.
 
-    What was measured, an older Atoll did not write, or of its one fragment alone.
+    What was measured, an older Atoll did not write, or of its one fragment alone; but none is older
+    than that of the round before.
     """
+    known_before = store.model_manifest(number - 1)
     again = json.loads((out / "manifest.json").read_text())
     rule = Rule.model_validate(stated["rule"]).model_dump()  # it may have had fewer words
     stated = stated | {"rule": rule}
@@ -130,6 +134,8 @@ def _refuse_other_manifest(
     for name, room in MEASURED.items():
         if name in stated:
             same[name] = _alike(again.get(name), stated[name], room)
+        elif name in known_before:
+            same[name] = False
         else:
             yield Line(
                 "not at hand", f"round {number}: its {name}, which its manifest does not have"
@@ -137,7 +143,7 @@ def _refuse_other_manifest(
     for name in (name for name, is_same in same.items() if not is_same):
         raise differs(
             f"{store.model(number)}: the updates of round {number} make another model: "
-            f"{name} is {again.get(name)}, {stated.get(name)} was stated"
+            f"{name} is {again.get(name)}, {stated.get(name, 'nothing')} was stated"
         )
 
 

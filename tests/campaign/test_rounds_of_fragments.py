@@ -1,0 +1,180 @@
+"""Fragments of facilities that are refused, late or away: nothing stalls, nothing counts twice."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import made_up
+import pytest
+import torch
+from drawn_campaign import Facilities, Killed, begun, campaign_values, drawn, one_round
+from torch import Tensor
+
+from atoll.__main__ import main
+from atoll.campaign import last_loss
+from atoll.campaign.lasting_settings import keep_settings
+from atoll.campaign.prove import prove_campaign
+from atoll.campaign.store import CampaignStore, checked_campaign
+from atoll.errors import UserError
+
+HOLD = {"fragments": 2, "quorum": 2, "below_quorum": "hold"}
+LATE = {"max_staleness": 1, "max_norm_ratio": 1e6, "min_cosine": -1.0}
+Begin = Callable[..., tuple[CampaignStore, Facilities]]
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
+    def campaign(facilities: Facilities, **changes: Any) -> tuple[CampaignStore, Facilities]:
+        facilities.put_in_place(monkeypatch)
+        long = {"rounds": 20, "codec": "fp32", "global_codec": "fp32"}
+        return begun(tmp_path, campaign_values(tmp_path, **(long | changes))), facilities
+
+    return campaign
+
+
+def held(store: CampaignStore, last: int) -> list[int]:
+    return [number for number in range(1, last + 1) if "held" in store.model_manifest(number)]
+
+
+def proven(store: CampaignStore, last: int) -> int:
+    """What `atoll verify` ends with, of a campaign that ends with this round."""
+    values = store.campaign.model_dump(mode="json") | {"rounds": last}
+    store = keep_settings(CampaignStore(checked_campaign(values), store.folder))
+    prove_campaign(store, last)
+    return main(["verify", str(store.export(last))])
+
+
+def test_one_long_update_holds_one_turn(begin: Begin) -> None:
+    """Of each fragment: who was refused does not send the same once more, ever longer."""
+
+    def spike(facility: str, number: int, name: str, values: Tensor) -> Tensor:
+        scale = 1000.0 if (facility, number) == ("south", 3) else 1.0
+        return scale * drawn(facility, number, name, values)
+
+    store, facilities = begin(Facilities(spike), rule=HOLD)
+    for number in range(1, 8):
+        one_round(store, facilities, number)
+    assert held(store, 7) == [3, 4]
+    manifest = store.model_manifest(4)
+    assert "more than 10 times" in manifest["rejected"]["south"]
+    assert manifest["refused"] == {"0": {"south": 3}, "1": {"south": 4}}
+    assert proven(store, 7) == 0
+
+
+def test_whoever_waited_long_for_another_goes_on_with_it(begin: Begin) -> None:
+    """What one learned alone is by then far longer than what the other brings."""
+    store, facilities = begin(Facilities(), rule=HOLD)
+    for number in range(1, 20):
+        scale = 30.0 if 3 <= number < 12 else 1.0
+
+        def draw(*words: Any, scale: float = scale) -> Tensor:
+            return scale * drawn(*words)
+
+        facilities.draw = draw
+        one_round(store, facilities, number, away=["south"] if 3 <= number < 12 else [])
+    assert held(store, 11) == list(range(3, 12))
+    assert len([n for n in held(store, 19) if n > 11]) <= 2, "each fragment at most once"
+
+
+def test_a_damaged_update_is_no_wrong_proof(
+    begin: Begin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is why the round was held, and nothing of it is in the model."""
+
+    def damage(facility: str, number: int, update: Path) -> None:
+        if (facility, number) == ("south", 2):
+            path = next(update.glob("*.safetensors"))
+            path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+
+    store, facilities = begin(Facilities(made=damage), rule=HOLD | {"fragments": 1})
+    for number in (1, 2, 3):
+        one_round(store, facilities, number)
+    assert held(store, 3) == [2] and list(store.without(2)) == ["south"]
+    assert proven(store, 3) == 0
+    assert "not at hand  round 2: south was left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["norms_before", "claims", "taken", "averaged_rounds"])
+def test_what_a_manifest_leaves_out_is_told(
+    begin: Begin, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Later rounds go by it: without it a long update would be taken."""
+    store, facilities = begin(Facilities(), rule={"fragments": 2})
+    for number in (1, 2):
+        one_round(store, facilities, number)
+    path = store.model(2) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest[name]
+    path.write_text(json.dumps(manifest))
+    one_round(store, facilities, 3)
+    assert proven(store, 3) == 2
+    assert f"{name} is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("overlap_rounds", [0, 1])
+def test_a_turn_that_nobody_was_in_time_for_counts_once(begin: Begin, overlap_rounds: int) -> None:
+    """North learns in its second round alone, which is late."""
+
+    def once(facility: str, number: int, name: str, values: Tensor) -> Tensor:
+        return torch.full_like(values, float((facility, number) == ("north", 2)))
+
+    rule = LATE | {"fragments": 2, "overlap_rounds": overlap_rounds}
+    store, facilities = begin(Facilities(once), rule=rule)
+    one_round(store, facilities, 1, late=["south"])
+    if overlap_rounds:
+        with pytest.raises(UserError, match="nobody's update is in time, and rounds overlap"):
+            one_round(store, facilities, 2, late=["north"])
+        one_round(store, facilities, 2)
+    else:
+        one_round(store, facilities, 2, late=["north"])
+    for number in range(3, 9):
+        one_round(store, facilities, number)
+    first, last = (made_up.read(store.model(n) / "master") for n in (0, 8))
+    share = max(float((last[name] - first[name]).mean()) for name in first)
+    assert 0.3 < share < 1.01
+
+
+def test_late_work_that_a_kill_cut_off_is_taken(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its nonce was kept, and the update never came."""
+    store, facilities = begin(Facilities(), rule=LATE)
+    rename = Path.rename
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.name == ".update.partial" and self.parent.name == "south":
+            raise Killed
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(Killed):
+            one_round(store, facilities, 1)
+    one_round(store, facilities, 1, away=["south"])
+    assert list(store.left_out(1)) == ["south"]
+    one_round(store, facilities, 2)
+    assert set(store.model_manifest(2)["weights"]) == {"north", "south"}
+    assert store.model_manifest(2)["taken"]["0"] == {"north": 2, "south": 1}
+    assert len(store.nonces(9, store.site("north"))) == 3
+
+
+def test_asking_for_the_last_loss_changes_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A campaign that goes on behind it has the models of one that was not asked."""
+    rule = LATE | {"fragments": 3, "overlap_rounds": 1}
+    digests = []
+    for asks in (False, True):
+        folder, facilities = tmp_path / str(asks), Facilities()
+        facilities.put_in_place(monkeypatch)
+        values = campaign_values(folder, ("north", "south", "west"), rule=rule, rounds=8)
+        store = begun(folder, values)
+        for number in range(1, 9):
+            one_round(store, facilities, number, late=["south"] if number == 2 else [])
+            if number == 4 and asks:
+                facilities.late = ()
+                last_loss.measure_last(store, 4)
+                assert store.global_loss(4) == 2.0
+        digests.append([store.model_manifest(number)["digest"] for number in range(9)])
+    assert digests[0] == digests[1]
