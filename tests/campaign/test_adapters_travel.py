@@ -129,6 +129,28 @@ def test_the_mean_of_adapters(tmp_path: Path, shares_a: bool) -> None:
     assert is_same == shares_a and not torch.allclose(merged, base, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "left_out"),
+    [((1.0, 1e6), ["f1"]), ((1.0, 1e-9, 1e-9), []), ((1.0, 0.0, 1e-8), []), ((1.0, 0.9), [])],
+)
+def test_where_only_b_learns_lengths_are_judged_beside_a(
+    tmp_path: Path, lengths: tuple[float, ...], left_out: list[str]
+) -> None:
+    """B begins as zero: it says nothing of how long an update may be."""
+    start, honest = adapter(0), adapter(1)
+    start = {n: x if ".lora_A." in n else 0 * x for n, x in start.items()}
+    base = tmp_path / "global-0"
+    first_global(written(tmp_path / "start", start, freeze_a=True), base, {})
+    updates = []
+    for n, length in enumerate(lengths):
+        tensors = {m: x if ".lora_A." in m else length * honest[m] for m, x in start.items()}
+        trained, out = written(tmp_path / f"t{n}", tensors, freeze_a=True), tmp_path / f"u{n}"
+        make_delta(base, trained, None, "fp32", out, tmp_path / f"r{n}", about(f"f{n}"))
+        updates.append(verified(out, [read_global(base)["digest"]]))
+    outcome = aggregate(base, updates, Rule(), "fp32", tmp_path / "global-1", {"round": 1})
+    assert list(outcome.rejected) == left_out
+
+
 def campaign_of(folder: Path, **changes: Any) -> CampaignStore:
     train = {"train": [*TINY, *BASE, "optimizer.learning_rate=1e-2"], "lora": LORA}
     values = settings(folder, **(train | changes))

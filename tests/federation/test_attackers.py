@@ -67,6 +67,17 @@ def test_tiny_ones_in_any_majority_expel_nobody(tmp_path: Path, factors: tuple[f
     assert outcome.rejected == {} and len(outcome.weights) == len(factors)
 
 
+@pytest.mark.parametrize("factors", [(1.0, 0.0, 1e-9), (1.0, 1e-9, 1e-9), (1.0, 1e-6, 0.0)])
+def test_nor_where_the_model_is_zero(tmp_path: Path, factors: tuple[float, ...]) -> None:
+    """Its length says nothing then, and no round has been."""
+    honest = made_up.weights(5, 1e-3)
+    made_up.write_model(tmp_path / "start", scaled(honest, 0.0))
+    first_global(tmp_path / "start", base := tmp_path / "global-0", {})
+    given = [scaled(honest, factor) for factor in factors]
+    outcome = run(base, updates(tmp_path, base, given), tmp_path / "n")
+    assert outcome.rejected == {} and len(outcome.weights) == len(factors)
+
+
 @pytest.mark.parametrize(
     "factors",
     [(1.0, 0.9, 40.0), (1.0, 0.0, 40.0), (1.0, 0.9, 0.0, 0.0, 40.0), (1.0, 0.9, 0.8, 40.0, 40.0),
@@ -375,18 +386,25 @@ def test_a_folder_of_ones_own_may_have_other_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [{"update": "nesterov", "learning_rate": 4.0}, {"learning_rate": 10.0}]
+    ("rule", "value"),
+    [
+        ({"update": "nesterov", "learning_rate": 4.0}, 3e38),
+        ({"learning_rate": 10.0}, 3e38),
+        ({"update": "adam", "learning_rate": 0.003}, 1e25),  # its square: no step ever again
+        ({"update": "yogi", "learning_rate": 0.003}, 1e25),
+    ],
 )
 def test_finite_values_that_overflow_in_the_step_are_left_out(
-    tmp_path: Path, rule: dict[str, Any]
+    tmp_path: Path, rule: dict[str, Any], value: float
 ) -> None:
     base, given = made_up.first(tmp_path), deltas(3)
-    given[1] = {name: torch.full_like(x, 3e38) for name, x in given[1].items()}
+    given[1] = {name: torch.full_like(x, value) for name, x in given[1].items()}
     loose = {"max_norm_ratio": 1e300, "min_cosine": -1.0}
     outcome = run(base, updates(tmp_path, base, given), tmp_path / "n", **loose, **rule)
     assert list(outcome.weights) == ["f0", "f2"] and "overflow" in outcome.rejected["f1"]
-    after = made_up.read(tmp_path / "n" / "master")
-    assert all(bool(torch.isfinite(x).all()) for x in after.values())
+    for part in ("master", *(f"memory/{path.name}" for path in (tmp_path / "n").glob("memory/*"))):
+        after = made_up.read(tmp_path / "n" / part)
+        assert all(bool(torch.isfinite(x).all()) for x in after.values())
     with pytest.raises(SmallCohort, match="overflow"):
         run(base, updates_of(tmp_path, "f1"), tmp_path / "m", **loose, **rule)
 

@@ -141,6 +141,9 @@ def test_nothing_is_left_where_the_head_is_killed(start: Start, tmp_path: Path):
         ("n1\nn1\n", 2, "'n1'"),
         ("n1 slots=1\nn2\n", 2, "n1 has 1 slots for 2 ranks"),
         ("n1 n2\n", 1, "'n1 n2'"),
+        ("-F/tmp/config\n", 1, "'-F/tmp/config'"),  # an option of ssh
+        ("-oProxyCommand=true\n", 1, "'-oProxyCommand=true'"),
+        ("-o ProxyCommand=true\n", 1, "'-o ProxyCommand=true'"),
     ],
 )
 def test_a_host_file_that_does_not_fit_is_refused(text, nodes, found, tmp_path):

@@ -2,16 +2,29 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from atoll.campaign.asked import training_words
 from atoll.campaign.store import CampaignStore
-from atoll.proof.card import Rows, card
+from atoll.config.compose import compose
+from atoll.errors import UserError
+from atoll.proof.card import Rows, card, hub_name
 from atoll.proof.made_with import in_words, made_with
+from atoll.proof.statement import instant
+from atoll.settings import Run, load_run
 from atoll.settings.exchange import read_manifest
-from atoll.settings.federation import Campaign
+from atoll.settings.federation import Campaign, Site
 
+OF_RUNS: dict[str, Callable[[Run], Any]] = {
+    "Task": lambda run: run.task.name,
+    "Tokens of a sample": lambda run: run.data.sequence_tokens,
+    "Optimizer": lambda run: run.optimizer.name,
+    "Highest learning rate": lambda run: run.optimizer.learning_rate,
+    "Computed in": lambda run: run.precision.compute,
+    "Seed": lambda run: run.seed,
+}
 METADATA = "__metadata__"  # beside the tensors in a header of safetensors
 Job = dict[str, Any]  # of settings/exchange.py's JobRecord, with facility and round
 
@@ -22,6 +35,7 @@ def campaign_card(store: CampaignStore, last: int, jobs: list[Job]) -> str:
     updates = [folder for n in range(1, last + 1) for folder in _in_the_model(store, n)]
     manifests = [read_manifest(folder) for folder in updates]
     tokens, parameters = sum(m.tokens for m in manifests), _parameters(store.export(last))
+    times = [record["time"] for n in range(1, last + 1) for record in store.journal(n).records()]
     parts: dict[str, Rows] = {
         "Model": _model(store, last, parameters),
         "Training data": [
@@ -29,9 +43,13 @@ def campaign_card(store: CampaignStore, last: int, jobs: list[Job]) -> str:
             for site in sites
         ],
         "Training": [
+            ("Began", instant(times[0]) if times else None),
+            ("Hours, with pauses", f"{(max(times) - min(times)) / 3600:.3g}" if times else None),
             ("Rounds", last),
             ("Facilities", ", ".join(site.name for site in sites)),
             ("Steps of a facility in a round", _steps(campaign)),
+            ("Samples of a step", campaign.batch_samples),
+            *_asked_of_runs(store, last),
             ("Tokens, as facilities count", f"{tokens:,}"),
             ("Operations, FLOPs, 6 for each parameter and token", f"{6 * parameters * tokens:.3g}"),
             ("Weighed, combined, updated", _rule(campaign)),
@@ -59,10 +77,39 @@ def _model(store: CampaignStore, last: int, parameters: int) -> Rows:
     yield "Architecture", config.get("model_type")
     yield "Positions", config.get("max_position_embeddings")
     yield "Parameters", f"{parameters:,}"
-    yield "Begun from", "the model of round 0"
+    yield "Begun from", _begun_from(store)
+    yield "Input and output", "text; text"
     yield "Numbers", store.campaign.rule.dtype
     if (lora := store.campaign.lora) is not None:
         yield "LoRA, merged into the weights", f"rank {lora.rank}"
+
+
+def _begun_from(store: CampaignStore) -> str | None:
+    """What the first model's run says: a name of the hub, or random weights."""
+    try:
+        run = load_run(store.round(0) / "run.yaml")
+    except UserError:
+        return None
+    if run.model.source is None:
+        return f"random weights of seed {run.seed}"
+    return hub_name(run.model.source) or "a local folder"
+
+
+def _asked_of_runs(store: CampaignStore, last: int) -> Rows:
+    """What facilities' runs of the last round were asked for; where they differ, of each."""
+    runs = [_composed(store, last, site) for site in store.campaign.sites]
+    for label, of in OF_RUNS.items():
+        values = [str(of(run)) if run is not None else "" for run in runs]
+        yield label, ", ".join(dict.fromkeys(values)) if all(values) else None
+
+
+def _composed(store: CampaignStore, last: int, site: Site) -> Run | None:
+    """None where the clone here does not know what the facility's overrides name."""
+    words = training_words(store.campaign, last, site, store.steps(last, site), 0)
+    try:
+        return compose([*words, f"name={site.name}"]).run
+    except UserError:
+        return None
 
 
 def _parameters(export: Path) -> int:

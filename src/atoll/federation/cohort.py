@@ -172,7 +172,13 @@ def _clip(cohort: Cohort, rule: Rule) -> None:
 
 
 def norm_of(base: Path, part: Layout) -> float:
-    """The length of a fragment of the global model itself."""
+    """The length of a fragment of the global model itself; of a zero one, of all the model.
+
+    So begin the B of adapters: beside them is the A that they are to be multiplied with.
+    """
     with TensorReader(base / "master") as reader:
-        squares = (float(reader.values(s).double().square().sum()) for s in stretches(part))
-        return math.sqrt(sum(squares))
+        return _length(reader, part) or _length(reader, reader.floating)
+
+
+def _length(reader: TensorReader, part: Layout) -> float:
+    return math.sqrt(sum(float(reader.values(s).double().square().sum()) for s in stretches(part)))

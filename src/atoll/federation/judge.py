@@ -61,9 +61,12 @@ class Bound:
     def of_those_that_learn(self, norms: Sequence[float]) -> float:
         """The usual length where somebody is longer: not of such as change next to nothing.
 
-        Asked for then alone, since the model has to be read to know its length.
+        Asked for then alone, since the model has to be read to know its length. Of a model of
+        zeros, before its first round, nobody knows whose length is usual: nobody is too long.
         """
         usual, tiny = self.usual(norms), TINY * self.model_norm()
+        if not (self.before or tiny):
+            return max(norms)
         if usual > tiny:
             return usual
         others = replace(self, before=[norm for norm in self.before if norm > tiny])

@@ -91,7 +91,8 @@ class NextModel(ExitStack):
         )
         new_N = self.before.values(stretch) + decoded_N
         rounded_N = new_N.to(_dtype(rule))
-        if overflows := not_finite(rounded_N):
+        remembered = sum(not_finite(values_N) for values_N in memory.values())
+        if overflows := not_finite(rounded_N) + remembered:
             share.overflows.append(overflows)
         self.master.put(stretch, new_N)
         self.export.put(stretch, rounded_N)

@@ -125,6 +125,15 @@ class TensorReader(ExitStack):
         return layout
 
     @property
+    def floating(self) -> Layout:
+        """As the layout, with those that stay."""
+        layout: Layout = {}
+        for name, entry in self.entries.items():
+            if entry.dtype.is_floating_point:
+                layout.setdefault(entry.path.name, {})[name] = entry.shape
+        return layout
+
+    @property
     def fixed(self) -> dict[str, Entry]:
         """Counts, masks and what stays: kept as it is, bit for bit, never sent nor averaged."""
         return {n: e for n, e in self.entries.items() if not e.learns}

@@ -27,7 +27,7 @@ POLL_SECONDS = 0.1
 # After Ctrl-C ranks get this long to end by themselves.
 INTERRUPT_SECONDS = 30.0
 LOST_CONNECTION = 255  # as ssh says
-_LINE = re.compile(r"^(?P<host>[^\s=]+)(\s+slots=(?P<slots>\d+))?$")
+_LINE = re.compile(r"^(?P<host>[^\s=-][^\s=]*)(\s+slots=(?P<slots>\d+))?$")
 
 
 def main(argv: list[str]) -> int:

@@ -75,14 +75,14 @@ def card(name: str, parts: Mapping[str, Rows], front: Record) -> str:
 
 def _front(run: Run) -> dict[str, Any]:
     front: dict[str, Any] = {"library_name": "transformers", "tags": ["atoll"]}
-    if base := _hub_name(run.model.source):
+    if base := hub_name(run.model.source):
         front["base_model"] = base
     if hubs := [data.hub for data in run.data.each if data.hub]:
         front["datasets"] = list(dict.fromkeys(hubs))
     return front
 
 
-def _hub_name(source: str | None) -> str | None:
+def hub_name(source: str | None) -> str | None:
     """A name of the hub; a path says nothing to others."""
     if not source or source.count("/") > 1 or source[0] in "/.~" or Path(source).exists():
         return None
@@ -97,7 +97,7 @@ def _model(run: Run, config: Record, start: Record) -> Rows:
     yield "Numbers", run.export.dtype
     yield (
         "Begun from",
-        "random weights" if source is None else _hub_name(source) or "a local folder",
+        "random weights" if source is None else hub_name(source) or "a local folder",
     )
     if source is not None:
         yield "Revision of that", run.model.revision
