@@ -169,6 +169,10 @@ def test_a_campaign_ends_with_a_model_that_transformers_loads(whole: Path) -> No
     received = [one["bytes"] for journal in journals for one in journal.records("received")]
     whole_model = journals[0].records("sent")[0]["bytes"]
     assert len(received) == 4 and max(received) < whole_model / 2
+    card = (export / "README.md").read_text()
+    for row in ("Task | causal_lm", "Optimizer | adamw", "Samples of a step | 4", "Seed | 0"):
+        assert f"| {row} |" in card, card
+    assert "Began" in card and "Training:" not in card, "no field of the training is a gap"
 
 
 @pytest.mark.login_node

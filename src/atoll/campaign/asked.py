@@ -9,7 +9,7 @@ from atoll.campaign.signing import refuse_unsigned
 from atoll.campaign.store import CampaignStore
 from atoll.config.compose import compose, settings_of
 from atoll.errors import UserError
-from atoll.settings import Lora
+from atoll.settings import Lora, Run
 from atoll.settings.exchange import UpdateManifest, manifest_file, read_manifest
 from atoll.settings.federation import Campaign, Site
 
@@ -139,8 +139,9 @@ def sequence_tokens(campaign: Campaign, site: Site) -> int:
 
     Raises `UserError` where neither tells.
     """
-    words = tuple(without_bundle(training_words(campaign, 1, site, 1, 0))[0])
-    found = _sequence_tokens(words)
+    words = _words_here(campaign, site)
+    run = _composed(words)
+    found = _said_tokens(words) if run is None else run.data.sequence_tokens
     if found is None:
         raise UserError(
             f"how long a sample at {site.name} is, is not known here, so neither is how many "
@@ -150,12 +151,25 @@ def sequence_tokens(campaign: Campaign, site: Site) -> int:
     return found
 
 
+def composed_here(campaign: Campaign, site: Site) -> Run | None:
+    """A facility's run as this machine's clone knows its settings; None: only it has them."""
+    return _composed(_words_here(campaign, site))
+
+
+def _words_here(campaign: Campaign, site: Site) -> tuple[str, ...]:
+    return tuple(without_bundle(training_words(campaign, 1, site, 1, 0))[0])
+
+
 @cache
-def _sequence_tokens(words: tuple[str, ...]) -> int | None:
+def _composed(words: tuple[str, ...]) -> Run | None:
     try:
-        return compose([*words, "model.source=here", "name=site"]).run.data.sequence_tokens
-    except UserError:  # settings that only the facility has
-        said = [value for name, value, _ in settings_of(words) if name == "data.sequence_tokens"]
+        return compose([*words, "model.source=here", "name=site"]).run
+    except UserError:
+        return None
+
+
+def _said_tokens(words: tuple[str, ...]) -> int | None:
+    said = [value for name, value, _ in settings_of(words) if name == "data.sequence_tokens"]
     return said[-1] if said and type(said[-1]) is int and said[-1] > 0 else None
 
 

@@ -6,16 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from atoll.campaign.asked import training_words
+from atoll.campaign.asked import composed_here
 from atoll.campaign.store import CampaignStore
-from atoll.config.compose import compose
 from atoll.errors import UserError
 from atoll.proof.card import Rows, card, hub_name
 from atoll.proof.made_with import in_words, made_with
 from atoll.proof.statement import instant
 from atoll.settings import Run, load_run
 from atoll.settings.exchange import read_manifest
-from atoll.settings.federation import Campaign, Site
+from atoll.settings.federation import Campaign
 
 OF_RUNS: dict[str, Callable[[Run], Any]] = {
     "Task": lambda run: run.task.name,
@@ -49,7 +48,7 @@ def campaign_card(store: CampaignStore, last: int, jobs: list[Job]) -> str:
             ("Facilities", ", ".join(site.name for site in sites)),
             ("Steps of a facility in a round", _steps(campaign)),
             ("Samples of a step", campaign.batch_samples),
-            *_asked_of_runs(store, last),
+            *_asked_of_runs(store),
             ("Tokens, as facilities count", f"{tokens:,}"),
             ("Operations, FLOPs, 6 for each parameter and token", f"{6 * parameters * tokens:.3g}"),
             ("Weighed, combined, updated", _rule(campaign)),
@@ -95,21 +94,12 @@ def _begun_from(store: CampaignStore) -> str | None:
     return hub_name(run.model.source) or "a local folder"
 
 
-def _asked_of_runs(store: CampaignStore, last: int) -> Rows:
-    """What facilities' runs of the last round were asked for; where they differ, of each."""
-    runs = [_composed(store, last, site) for site in store.campaign.sites]
+def _asked_of_runs(store: CampaignStore) -> Rows:
+    """What facilities' runs are asked for, as the clone here knows it; all that differ."""
+    runs = [composed_here(store.campaign, site) for site in store.campaign.sites]
     for label, of in OF_RUNS.items():
         values = [str(of(run)) if run is not None else "" for run in runs]
         yield label, ", ".join(dict.fromkeys(values)) if all(values) else None
-
-
-def _composed(store: CampaignStore, last: int, site: Site) -> Run | None:
-    """None where the clone here does not know what the facility's overrides name."""
-    words = training_words(store.campaign, last, site, store.steps(last, site), 0)
-    try:
-        return compose([*words, f"name={site.name}"]).run
-    except UserError:
-        return None
 
 
 def _parameters(export: Path) -> int:
