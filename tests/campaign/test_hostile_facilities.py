@@ -210,6 +210,17 @@ def test_only_what_the_manifest_names_is_fetched(tmp_path: Path) -> None:
 
 
 @pytest.mark.login_node
+def test_a_link_is_not_followed_where_the_manifest_names_it(tmp_path: Path) -> None:
+    """Nothing of the file that it leads to comes."""
+    update = made(tmp_path, "north")
+    (update / "delta-model.safetensors").rename(tmp_path / "private")
+    (update / "delta-model.safetensors").symlink_to(tmp_path / "private")
+    store = saying(store_of(tmp_path), tmp_path, north=say(READY))
+    go_on(store, 1, store.campaign.sites[0])
+    assert [path.name for path in store.updates(1)[0].iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.login_node
 def test_a_file_that_is_longer_than_it_was_said_does_not_come(tmp_path: Path) -> None:
     update = made(tmp_path, "north")
     manifest = json.loads((update / "manifest.json").read_text())
@@ -471,6 +482,16 @@ FORBIDDEN = [
     "facility.limits.max_nodes=5000", "facility.limits={max_walltime_minutes:null}",
     "~facility.limits", "facility.unsupported=null", "facility.node.peak_tflops=1e9",
     "restart.max_restarts=1000000",
+    # what stays in the folder, and looks like nothing
+    "facility.binds=[home]", "facility.network=own", "facility.container=own", "override=[own]",
+    "facility.hosts_file=own", "facility.task_binding=[own]", "facility.task_folders={A:own}",
+    "facility.address_suffix=own", "facility.driver=own", "facility.submit={wrap:id}",
+    "facility.step=[own]", "facility.modules=[own]", "facility.environment={A:own}",
+    "facility.ssh_options=[own]", "facility.scheduler=own", "facility.budget={command:[own]}",
+    "model.source=own", "model.lora.start=own", "tokenizer.path=own", "launcher={name:own}",
+    "tokenizer.chat_template=own", "checkpoint.initial_load_path=own", "folders.runs=own",
+    "checkpoint.optimizer_load_path=own", "evaluation.tasks_folder=own", "loggers=[own]",
+    "sharding.deepspeed={own:own}", "image.file=own", "confirm={node_hours:9}", "restart=null",
 ]  # fmt: skip
 
 
@@ -522,7 +543,7 @@ def test_a_file_named_within_a_group_lies_in_the_folder_too(tmp_path: Path) -> N
         "data.validation={files:[private.txt],fraction:null}",
     ]
     run = compose(["facility=laptop", "model=llama_tiny", *words]).run
-    with pytest.raises(UserError, match="private"):
+    with pytest.raises(UserError, match=r"data\.validation\.files"):
         refuse_outside(run, words[2:], tmp_path / "folder")
 
 

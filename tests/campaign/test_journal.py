@@ -163,10 +163,14 @@ def test_nobody_holds_a_campaign_that_asks_for_its_last_loss(
 
     def bring(_: object, asked: int, site: Any, words: Any, *rest: Any, **more: Any) -> Any:
         answers.append(site.name)
+        assert more["over"](1.0), (
+            "one that says nothing for longer than the grace is not waited for"
+        )
+        assert not more["over"](0.0)
         assert asked == 3 and (words["base"], words["global_round"]) == (BASE, 2)
         assert words["overrides"][-1] == "training.steps=0" and "--measure" in rest
         if site.name == "lagoon":
-            raise UserError("lagoon: no", "")
+            raise UserError("lagoon: no", "") if answers.count("lagoon") > 1 else KeyError("odd")
         if site.name == "shoal":
             raise Unreachable("shoal does not answer", "")
         return {"state": "ready" if answers.count("reef") > 1 else "queued", "losses": [2.5]}

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from atoll.campaign import transfer
 from atoll.campaign.store import checked_campaign
-from atoll.campaign.transfer import Unreachable, ask, fetch, send
+from atoll.campaign.transfer import Unreachable, ask, fetch, home_of, send
 from atoll.errors import UserError
+from atoll.settings.exchange import read_answer
 from atoll.settings.federation import Campaign
 
 # ssh's options and its host dropped: what is asked for is done here
@@ -113,6 +115,49 @@ def test_what_a_facility_must_mend_is_no_failure_of_the_line(
     with pytest.raises(UserError, match=f"north: rsync stopped: .*{found}") as error:
         send(settings, settings.sites[0], made(tmp_path), str(tmp_path / "there"))
     assert not isinstance(error.value, Unreachable)
+
+
+def test_a_transfer_that_hangs_is_ended(programs: Path, tmp_path: Path) -> None:
+    program(programs / "rsync", "#!/bin/sh\nsleep 600 & sleep 600\n")
+    settings, ends = campaign(tmp_path, "far"), lambda quiet_seconds: quiet_seconds > 0.3
+    [north] = settings.sites
+    with pytest.raises(Unreachable, match="no answer in the time that it has"):
+        send(settings, north, made(tmp_path), str(tmp_path / "there"), over=ends)
+    with pytest.raises(Unreachable, match="no answer in the time that it has"):
+        fetch(settings, north, "there", tmp_path / "here", over=ends)
+
+
+def test_a_login_that_hangs_is_ended(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(programs / "ssh", "#!/bin/sh\nsleep 600 & sleep 600\n")
+    monkeypatch.setattr(transfer, "SSH_SECONDS", 0.3)
+    settings = campaign(tmp_path, "far")
+    with pytest.raises(Unreachable, match="north does not answer"):
+        home_of(settings, settings.sites[0])
+
+
+@pytest.mark.parametrize("word", ["site", "send"])
+@pytest.mark.parametrize("code", [1, 255])
+def test_what_the_other_side_says_is_shown_escaped(
+    programs: Path, tmp_path: Path, word: str, code: int
+) -> None:
+    """A terminal would obey it: of ssh, of rsync, and of what they start."""
+    for name in ("ssh", "rsync"):
+        program(programs / name, BROKEN_RSYNC.format(lines="\x1b]0;owned\x07\x1b[2J", code=code))
+    settings = campaign(tmp_path, "far")
+    with pytest.raises(UserError) as error:
+        if word == "send":
+            send(settings, settings.sites[0], made(tmp_path), str(tmp_path / "there"))
+        else:
+            ask(settings, settings.sites[0], ["site"])
+    assert r"\x1b]0;owned" in error.value.found and "\x1b" not in error.value.found
+
+
+def test_an_answer_is_shown_escaped() -> None:
+    with pytest.raises(UserError) as error:
+        read_answer("\x1b[2J welcome", "north")
+    assert r"\x1b[2J" in error.value.found and "\x1b" not in error.value.found
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Lines of `atoll federate` that are wrong: told before anything is written, and how to mend."""
 
 import json
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,26 @@ def test_a_facility_may_change_until_it_took_work(tmp_path: Path) -> None:
     reached = {"command": ["other"], "host": "login2", "signing_key": "k"}
     sites = [each.model_dump() | reached for each in store.campaign.sites]
     assert settings_to_keep(retyped(store, sites=sites))["sites"][0]["host"] == "login2"
+
+
+def test_a_facility_at_work_gives_signs_of_life(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By them the coordinator tells work from a hang."""
+    monkeypatch.setattr(site, "LIFE_SECONDS", 0.01)
+    said, end = "", time.monotonic() + 60
+    with site.signs_of_life():
+        while said.count("\n") < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+    assert said.strip() == "" and said.count("\n") >= 2
+
+
+@pytest.mark.parametrize("name", ["global", "losses", "untrained", "journal.jsonl", "run.yaml"])
+def test_a_facility_is_not_called_as_a_rounds_own_files(name: str) -> None:
+    values = {"name": "c", "start": [], "sites": [{"name": name.upper(), "folder": "x"}]}
+    with pytest.raises(UserError, match=f"a facility cannot be called {name.upper()}"):
+        checked_campaign(values)
 
 
 def test_a_facility_that_is_asked_twice_at_once_has_no_work_yet(tmp_path: Path) -> None:

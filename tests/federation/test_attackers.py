@@ -323,6 +323,24 @@ def test_numbers_of_a_header_are_whole_and_few(tmp_path: Path, change: dict[str,
     refused(base, folder, "header that is not safetensors|is no safetensors", tmp_path / "n")
 
 
+def test_a_tensor_has_few_dimensions_however_long_a_header_may_be(tmp_path: Path) -> None:
+    """Of a model with many tensors: 300,000 of them are numbers that no tensor has."""
+    _, folder = one(tmp_path)
+    rewrite(folder, lambda about: about.update(shape=[*about["shape"], *[1] * 300_000]))
+    with pytest.raises(UserError, match="header that is not safetensors"):
+        TensorReader(folder, most=100_000)
+
+
+def test_what_is_usual_grows_slowly_and_of_few_rounds() -> None:
+    bound = Bound([1.0])
+    assert bound.after([9.0]) == [1.0, 2.0], "on the word of one alone"
+    assert bound.after([9.0, 5.0]) == [1.0, 5.0] and bound.after([9.0, 0.1]) == [1.0, 1.0]
+    assert bound.after([]) == [1.0]
+    for _ in range(40):
+        bound = Bound(bound.after([1.0]))
+    assert len(bound.before) == 16
+
+
 @pytest.mark.parametrize("kind", [torch.float16, torch.uint8, torch.float32])
 def test_a_tensor_is_there_once_in_all_files(tmp_path: Path, kind: torch.dtype) -> None:
     base, folder = one(tmp_path)

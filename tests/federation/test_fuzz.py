@@ -6,6 +6,7 @@ import shutil
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from atoll.errors import UserError
 from atoll.federation.aggregate import aggregate, verified
 from atoll.federation.cohort import SmallCohort
 from atoll.federation.global_model import read_global
+from atoll.federation.tensors import TensorReader
 from atoll.settings.federation import Rule
 
 MOST_SECONDS, MOST_BYTES = 1.0, 256 << 20
@@ -160,6 +162,8 @@ def judged(base: Path, folder: Path, out: Path) -> None:
     """Taken or refused, within the bounds; any other exception goes up."""
     Path("/proc/self/clear_refs").write_text("5")
     before, began = peak_bytes(), time.process_time()
+    with suppress(UserError), TensorReader(folder, most=1000):
+        pass  # `aggregate` takes whatever a file raises for a refusal
     try:
         update = verified(folder, [read_global(base)["digest"]])
         aggregate(base, [update], Rule(), "int8", out, {})

@@ -4,9 +4,13 @@ import ast
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+
+from atoll.errors import UserError
+from atoll.launch import command as launch
 
 PACKAGE = Path(__file__).parents[2] / "src" / "atoll"
 LOADERS = {"from_pretrained", "from_config"}
@@ -54,8 +58,28 @@ def test_a_models_code_is_not_run_and_nobody_is_asked(tmp_path: Path, config: ob
     assert str(tmp_path) in done.stdout and not hit.exists()
 
 
-def test_commands_that_load_have_no_stdin() -> None:
-    code = "import sys; sys.argv = ['atoll', 'tokenize', '--help']; import runpy\n"
+def test_ranks_have_no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def placed(*_: object) -> None:
+        done.append("placed")
+        raise UserError("enough", "")
+
+    told = Namespace(follow_stdin=False, port=None, address_suffix="")
+    monkeypatch.setattr(launch, "_parse", lambda _: told)
+    monkeypatch.setattr(launch, "_check", lambda _: None)
+    monkeypatch.setattr(launch, "close_stdin", lambda: done.append("closed"))
+    monkeypatch.setattr(launch, "placement_from", placed)
+    with pytest.raises(UserError, match="enough"):
+        launch.main([])
+    assert done == ["closed", "placed"]
+
+
+@pytest.mark.parametrize(
+    "command", ["tokenize", "fetch", "untrained", "adapter", "generate", "scores"]
+)
+def test_commands_that_load_have_no_stdin(command: str) -> None:
+    code = f"import sys; sys.argv = ['atoll', {command!r}, '--help']; import runpy\n"
     code += "try: runpy.run_module('atoll', run_name='__main__')\nexcept SystemExit: pass\n"
     code += "print('read:', repr(open(0).read()))"
     argv = [sys.executable, "-c", code]
