@@ -10,6 +10,7 @@ import pytest
 
 from atoll.campaign import round as round_
 from atoll.campaign import site_models as site
+from atoll.campaign.calls import never
 from atoll.campaign.journal import Journal, round_name
 from atoll.campaign.store import checked_campaign
 from atoll.errors import UserError
@@ -69,7 +70,12 @@ def test_who_joins_gets_the_newest_model_whole(
     assert site.make_bases(tmp_path, 7, []) == 6
     assert applied == [5, 6]
     sent: list[str] = []
-    monkeypatch.setattr(round_, "send", lambda *words, **_: sent.append(words[3]))
+
+    def send(*words: Any, over: Any = None) -> None:
+        assert never in (over, words[-1]), "it ends when nobody waits any more"
+        sent.append(words[3])
+
+    monkeypatch.setattr(round_, "send", send)
     monkeypatch.setattr(round_, "_files", lambda *_: [])
     store: Any = SimpleNamespace(campaign=None, model=lambda n: tmp_path / round_name(n) / "global")
     facility: Any = SimpleNamespace(name="north", folder="f")
@@ -78,7 +84,7 @@ def test_who_joins_gets_the_newest_model_whole(
             model = tmp_path / round_name(number) / "global"
             model.mkdir(parents=True, exist_ok=True)
             (model / "manifest.json").touch()
-        round_._send_models(store, 5, facility, lambda _: False, Journal(tmp_path), have)
+        round_._send_models(store, 5, facility, never, Journal(tmp_path), have)
     whole, later = "f/incoming/round-005", "f/incoming/round-004"
     assert sent[:3] == [f"{whole}/master", f"{whole}/export", whole]
     assert sent[3:] == [f"{later}/delta", later, f"{whole}/delta", whole]

@@ -163,9 +163,7 @@ def test_nobody_holds_a_campaign_that_asks_for_its_last_loss(
 
     def bring(_: object, asked: int, site: Any, words: Any, *rest: Any, **more: Any) -> Any:
         answers.append(site.name)
-        assert more["over"](1.0), (
-            "one that says nothing for longer than the grace is not waited for"
-        )
+        assert more["over"](1.0), "who says nothing for longer than the grace is not waited for"
         assert not more["over"](0.0)
         assert asked == 3 and (words["base"], words["global_round"]) == (BASE, 2)
         assert words["overrides"][-1] == "training.steps=0" and "--measure" in rest

@@ -118,7 +118,7 @@ def test_what_a_facility_must_mend_is_no_failure_of_the_line(
 
 
 def test_a_transfer_that_hangs_is_ended(programs: Path, tmp_path: Path) -> None:
-    program(programs / "rsync", "#!/bin/sh\nsleep 600 & sleep 600\n")
+    program(programs / "rsync", "#!/bin/sh\nsleep 60 & sleep 60\n")
     settings, ends = campaign(tmp_path, "far"), lambda quiet_seconds: quiet_seconds > 0.3
     [north] = settings.sites
     with pytest.raises(Unreachable, match="no answer in the time that it has"):
@@ -130,7 +130,7 @@ def test_a_transfer_that_hangs_is_ended(programs: Path, tmp_path: Path) -> None:
 def test_a_login_that_hangs_is_ended(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program(programs / "ssh", "#!/bin/sh\nsleep 600 & sleep 600\n")
+    program(programs / "ssh", "#!/bin/sh\nsleep 60 & sleep 60\n")
     monkeypatch.setattr(transfer, "SSH_SECONDS", 0.3)
     settings = campaign(tmp_path, "far")
     with pytest.raises(Unreachable, match="north does not answer"):

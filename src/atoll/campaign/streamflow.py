@@ -37,6 +37,7 @@ from atoll.settings.federation import Campaign, Site
 CLONE = Path(__file__).resolve().parents[3]
 WAIT_SECONDS = 1800.0  # a command at a facility outlives a coordinator that is killed by no more
 ALONE_SECONDS = 600.0  # of a workflow of one facility, that asks how it is and does not wait
+COLLECT_SECONDS = 60.0  # that what is ready may be fetched in, where the time is over already
 ONE_OR_MORE = ["File", {"type": "array", "items": "File"}]
 
 
@@ -81,7 +82,7 @@ def carry_out(program: str, folder: Path, number: int, end: float) -> int:
         )  # fmt: skip
     run_dir.write_whole(folder / "running.json", json.dumps({"pid": process.pid}))
     try:
-        return process.wait(timeout=max(end - time.time(), 60.0))
+        return process.wait(timeout=max(end - time.time(), COLLECT_SECONDS))
     except subprocess.TimeoutExpired:
         return 1
     finally:
