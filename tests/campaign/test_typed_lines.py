@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from test_hostile_facilities import made, store_of
 
+from atoll import run_dir
 from atoll.__main__ import main
 from atoll.campaign import site
 from atoll.campaign.asked import request
@@ -182,6 +183,27 @@ def test_a_facility_that_is_asked_twice_at_once_has_no_work_yet(tmp_path: Path) 
         assert site.advance(tmp_path, 1, how)["state"] == "running"
 
 
+def test_a_job_does_what_was_asked_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words that came later change neither what becomes of it nor what its update says."""
+    here, how = tmp_path / "rounds" / "round-001", Namespace(measure=False, receive=False)
+    said: list[Any] = []
+    monkeypatch.setattr(site, "make_bases", lambda *_: 0)
+    monkeypatch.setattr(site, "refuse_wrong_base", lambda *_: None)
+    monkeypatch.setattr(site, "_make_update", lambda *words: said.append(words[2]))
+    monkeypatch.setattr(site, "load_run", lambda path: path.read_text())
+    run = tmp_path / "run"
+    run.mkdir()
+    run_dir.settings_file(run).write_text("as it was")
+    asked = {"round": 1, "global_round": 0, "frozen": None, "overrides": ["no=such.setting"]}
+    Journal(here).append("submitted", run=str(run))
+    for state, expected in (("running", "running"), ("finished", "ready")):
+        monkeypatch.setattr(site, "remembered_status", lambda _, state=state: (state, ""))
+        assert site._advance(tmp_path, 1, asked, how)["state"] == expected
+    assert said == ["as it was"]
+
+
 def test_how_runs_are_carried_out_may_change_at_any_time(tmp_path: Path) -> None:
     """A queue is renamed, a job needs more nodes: what is trained stays."""
     made(tmp_path, "north")
@@ -194,7 +216,9 @@ def test_how_runs_are_carried_out_may_change_at_any_time(tmp_path: Path) -> None
     assert settings_to_keep(other)["sites"][0]["overrides"] == words
     train = ["data=files", "training.microbatch_samples=1"]
     assert settings_to_keep(retyped(store, train=train))["train"] == train
-    for lost in ("data=hub", "++seed=1", "~data.fields", "experiment=mini_sft", "training.steps=9"):
+    lost_words = ["data=hub", "++seed=1", "~data.fields", "experiment=mini_sft", "training.steps=9"]
+    lost_words += ["+sharding.deepspeed.gradient_clipping=1", "sharding={name:x}", "local=default"]
+    for lost in [*lost_words, "facility.walltime_minutes='${seed}'"]:
         with pytest.raises(UserError, match=r"was begun with sites\.north="):
             settings_to_keep(retyped(store, sites=[first | {"overrides": [lost]}, *others]))
         with pytest.raises(UserError, match=r"was begun with train="):

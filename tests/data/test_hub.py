@@ -234,6 +234,18 @@ def test_an_address_around_a_file_is_not_asked(
     assert asked == []
 
 
+def test_what_names_no_file_is_no_address(tmp_path: Path) -> None:
+    """A separator of columns, a description, and a configuration that is not asked for."""
+    (tmp_path / "rows.csv").write_text("text::other\nours::x\n")
+    about = "  sep: '::'\n  description: see https://elsewhere.org\n"
+    other = "- config_name: other\n  data_files: https://elsewhere.org/rows.csv\n"
+    entry = f"configs:\n- config_name: own\n  data_files: rows.csv\n{about}{other}"
+    (tmp_path / "README.md").write_text(f"---\n{entry}---\n")
+    words = ["data=hub", f"data.hub={tmp_path}", "data.hub_config=own", "facility=laptop"]
+    data = compose(words).run.data
+    assert load(data, "train", "data.hub_split")["text"] == ["ours"]
+
+
 @pytest.mark.parametrize("name", ["text", "json"])
 def test_what_reads_files_is_no_data_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -507,6 +508,15 @@ def test_the_next_round_does_not_take_over_the_proof(made: CampaignStore, tmp_pa
     copy_beside_weights(made.model(2) / "export", tmp_path / "next", "float32")
     assert (tmp_path / "next" / "config.json").is_file()
     assert not statement.OWN & {path.name for path in (tmp_path / "next").iterdir()}
+
+
+def test_a_signature_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("ä\n")
+    argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "a word", "-f", str(tmp_path / "key")]
+    subprocess.run(argv, check=True)
+    with pytest.raises(UserError, match="cannot be signed"):
+        sign(tmp_path / "model", tmp_path / "key")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.pub", "model"]
 
 
 def test_a_kill_before_the_signature_leaves_no_model_unsigned(store: CampaignStore) -> None:

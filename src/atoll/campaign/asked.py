@@ -102,7 +102,7 @@ def check_update(store: CampaignStore, number: int, site: Site, folder: Path) ->
                 "train the model of this round",
             )
     _refuse_large_claims(store, site, manifest, store.steps(asked["round"], site))
-    if manifest.nonce in store.nonces(number, site):
+    if store.is_known(manifest.nonce, number, site):
         raise UserError(f"the update of {site.name} was sent before", "train again")
     return manifest
 

@@ -75,6 +75,14 @@ def bases(store: CampaignStore, number: int) -> list[int]:
     return list(range(number - 1, max(-1, oldest - 1), -1))
 
 
+def _ask_for_its_own(store: CampaignStore, number: int, facilities: list[str], why: str) -> None:
+    """Late work that cannot make a round by itself is let go: the round's own is asked for."""
+    store.journal(number).append("reopened", waits=True)
+    for site in [site for site in store.campaign.sites if site.name in facilities]:
+        store.journal(number).append("afresh", facility=site.name, why=why)
+        shutil.rmtree(store.update(number, site), ignore_errors=True)
+
+
 def held_words(outcome: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Whose updates were left out of a round that is held, why, and of which rounds these are."""
     return {name: outcome.get(name, {}) for name in ("rejected", "unreadable", "refused_rounds")}
@@ -91,6 +99,9 @@ def _below_quorum(
     if campaign.rule.below_quorum == "hold":
         held = held_words(outcome)
         return _aggregate(store, number, [], held=why, **held) | {"held": why}
+    if too_late := outcome.get("too_late"):
+        _ask_for_its_own(store, number, too_late, why)
+        return None
     wrong = outcome.get("rejected", {}) | outcome.get("unreadable", {})
     for site in [site for site in campaign.sites if site.name in wrong]:
         shutil.rmtree(store.update(number, site), ignore_errors=True)

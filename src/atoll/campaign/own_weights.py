@@ -37,6 +37,7 @@ def begins_with(folder: Path, here: Path, request: dict[str, Any], base: Path) -
         argv += ["--add", *map(str, add), *(["--before", str(before)] if add else [])]
         argv += ["--fragments", str(request["fragments"])]
         argv += ["--fragment-pattern", request["fragment_pattern"]]
+        argv += ["--whole", *map(str, refused_fragments(base, record, request))]
         argv += ["--alpha", repr(0.0 if away else request["merge_alpha"])]
         run_atoll(argv, "the weights that the round begins with")
     for old in range(round_number(here) - 1):  # that of the round before may be at work
@@ -52,9 +53,8 @@ def changed_fragments(
     record: the round of the facility's own weights, and the one whose model they had taken. Those
     fragments are taken that were averaged in their turn, or whose late work was the facility's own;
     of others that late work changed the change is added to what was learned and is not sent yet.
-    Where the model before is gone they are taken, too. So are those of which the facility's update
-    was refused, also in a round that was held: it would be sent again, and be longer. An older
-    Atoll's model does not say what changed: it is then those whose turn was.
+    Where the model before is gone they are taken, too. An older Atoll's model does not say what
+    changed: it is then those whose turn was.
     """
     manifest, before = _read(base), record["global_round"]
     later = range(before + 1, request["global_round"] + 1)
@@ -64,11 +64,18 @@ def changed_fragments(
         for name in ("averaged_rounds", "changed_rounds")
     )
     own = {n for n in changed if _taken(manifest, n, request) >= record["round"]}
-    refused = {
-        n for n in manifest.get("refused", {}) if _taken(manifest, n, request, "refused") > before
-    }
-    taken = (averaged | own if has_before else changed) | refused
+    taken = averaged | own if has_before else changed
     return sorted(map(int, taken)), sorted(map(int, changed - taken))
+
+
+def refused_fragments(base: Path, record: dict[str, Any], request: dict[str, Any]) -> list[int]:
+    """Those of which an update of the facility's was refused since, also where a turn was held.
+
+    They are taken whole: what is left of its own would be sent again, and be longer.
+    """
+    manifest, before = _read(base), record["global_round"]
+    named = manifest.get("refused", {})
+    return sorted(int(n) for n in named if _taken(manifest, n, request, "refused") > before)
 
 
 def residual_round(base: Path, request: dict[str, Any], rounds: Collection[int]) -> int | None:

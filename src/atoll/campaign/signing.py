@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from atoll import run_dir
 from atoll.commands import run_command
 from atoll.errors import UserError
 from atoll.settings.exchange import MAX_MANIFEST_BYTES, MAX_SIGNATURE_BYTES, read_plain
@@ -12,13 +13,14 @@ VERIFY_SECONDS = 60.0
 
 
 def sign(file: Path, key: Path, namespace: str = NAMESPACE) -> Path:
-    """Sign a file with a private key; the signature stands beside it."""
+    """Sign a file with a private key; the signature stands beside it, whole or not at all."""
     signature = file.with_name(f"{file.name}.sig")
     signature.unlink(missing_ok=True)
-    done = run_command(
-        ["ssh-keygen", "-Y", "sign", "-q", "-f", str(key), "-n", namespace, str(file)]
-    )
-    if done.returncode or not signature.is_file():
+    argv = ["ssh-keygen", "-Y", "sign", "-q", "-f", str(key), "-n", namespace]
+    done = run_command(argv, input_text=file.read_text())
+    if not done.returncode:
+        run_dir.write_whole(signature, done.stdout)
+    else:
         raise UserError(
             f"{file} cannot be signed with {key}: {done.last_line}",
             "make a key without a passphrase: ssh-keygen -t ed25519 -N '' -f KEY",

@@ -62,6 +62,7 @@ MOST_JOBS = 100  # of a round's run, that the coordinator is told of
 PATIENCE = ("attempts", "keep_checkpoints", "facilities_here", "signing_key")
 # states of a round that come to another one by themselves
 WAITING = ("queued", "running", "retry", "unknown")
+AT_WORK = ("queued", "running", "unknown")  # of a job that is not to be submitted again
 
 
 def main(argv: list[str]) -> int:
@@ -149,6 +150,11 @@ def _advance(
         return {"state": "needs", "have": have}
     base = folder / "bases" / round_name(newest)
     refuse_wrong_base(base, request)
+    state, why = ("", "") if how.receive else _job(here)
+    if state in AT_WORK:  # it does what was asked before, whatever is asked now
+        return {"state": state, "why": why}
+    if state == "finished":
+        return _ended(folder, here, request, base, how)
     lines = _overrides(folder, here, request, base, base / "export")
     if request["frozen"]:
         refuse_other_frozen(folder, request, lines)
@@ -161,13 +167,28 @@ def _advance(
         lines += inner_state_words(folder, here, request, lines)
     run = compose(lines).run
     refuse_outside(run, request["overrides"], folder)
-    state, why = _submitted(here, run, lines, request)
+    state, why = _submitted(here, run, lines, request, why)
     if state != "finished":
         return {"state": state, "why": why}
-    if how.measure:
-        return {"state": "ready"}
-    _make_update(folder, here, run, request, base)
+    return _ended(folder, here, request, base, how)
+
+
+def _ended(
+    folder: Path, here: Path, request: dict[str, Any], base: Path, how: argparse.Namespace
+) -> dict[str, Any]:
+    """Of a job that is done; its update says of the run what the run says of itself."""
+    if not how.measure:
+        run = load_run(run_dir.settings_file(Path(Journal(here).last("submitted")["run"])))
+        _make_update(folder, here, run, request, base)
     return {"state": "ready"}
+
+
+def _job(here: Path) -> tuple[str, str]:
+    """State of the round's job and why; empty: there is none."""
+    job = Journal(here).last("submitted")
+    if not job or not run_dir.settings_file(Path(job["run"])).is_file():
+        return "", ""
+    return remembered_status(Path(job["run"]))
 
 
 def _place(folder: Path, number: int, how: argparse.Namespace) -> Path:
@@ -249,14 +270,12 @@ def _overrides(
     ]
 
 
-def _submitted(here: Path, run: Run, lines: list[str], request: dict[str, Any]) -> tuple[str, str]:
-    """State of the round's job, submitted if it was not; one that failed is tried again."""
+def _submitted(
+    here: Path, run: Run, lines: list[str], request: dict[str, Any], why: str
+) -> tuple[str, str]:
+    """State of the round's job, submitted again if it failed, as `why` says."""
     folder, journal = run_dir.folder(run), Journal(here)
-    why = journal.last("refused").get("why", "")
-    if run_dir.settings_file(folder).is_file():
-        state, why = remembered_status(folder)
-        if state in ("queued", "running", "finished", "unknown"):
-            return state, why
+    why = why or journal.last("refused").get("why", "")
     tried = _attempts(journal)
     if tried >= request["attempts"]:
         return "failed", f"{tried} attempts: {why or 'no reason was given'}"

@@ -170,15 +170,14 @@ class CampaignStore:
         record = {"round": number, "facility": site.name, "nonce": nonce}
         run_dir.append_record(self.folder / NONCES, record, is_durable=True)
 
-    def nonces(self, number: int, site: Site) -> set[str]:
-        """Of all updates that were taken so far, but those of this facility and round.
+    def is_known(self, nonce: str, number: int, site: Site) -> bool:
+        """Whether an update of this nonce was taken, but for this facility and round.
 
         One that a kill cut off never came: it may come in a later round, as late work.
         """
-        own = (number, site.name)
-        records = run_dir.records(self.folder / NONCES)
-        others = [r for r in records if (r["round"], r["facility"]) != own]
-        return {r["nonce"] for r in others if self._came(r["round"], r["facility"])}
+        records = [r for r in run_dir.records(self.folder / NONCES) if r["nonce"] == nonce]
+        others = {(r["round"], r["facility"]) for r in records} - {(number, site.name)}
+        return any(self._came(*other) for other in others)
 
     def _came(self, number: int, facility: str) -> bool:
         received = self.journal(number).records("received")

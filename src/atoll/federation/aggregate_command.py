@@ -67,7 +67,7 @@ def _aggregate(
         facts = {"short": error.found, "rejected": error.rejected, "unreadable": unreadable}
         rounds = {one.facility: one.manifest.round for one in updates}
         refused = {name: rounds[name] for name in error.rejected}
-        print(json.dumps(facts | {"refused_rounds": refused}))
+        print(json.dumps(facts | {"refused_rounds": refused, "too_late": error.too_late}))
         return 0
     print(json.dumps(asdict(outcome) | {"unreadable": unreadable}))
     return 0

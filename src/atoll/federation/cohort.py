@@ -4,6 +4,7 @@ Legend: K updates.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -22,11 +23,14 @@ from atoll.settings.federation import Rule
 
 
 class SmallCohort(UserError):
-    """Fewer updates are left than the rule needs; `rejected`: facility -> why."""
+    """Fewer updates are left than the rule needs; `rejected`: facility -> why.
 
-    def __init__(self, found: str, rejected: dict[str, str]) -> None:
+    too_late: facilities whose late work cannot make this round alone.
+    """
+
+    def __init__(self, found: str, rejected: dict[str, str], too_late: Sequence[str] = ()) -> None:
         super().__init__(found, "the global model stays: wait for more, or fix what is named")
-        self.rejected = rejected
+        self.rejected, self.too_late = rejected, list(too_late)
 
 
 @dataclass
@@ -141,7 +145,7 @@ def share_out(cohorts: list[Cohort], rule: Rule, rejected: dict[str, str]) -> No
     if not own and rule.overlap_rounds and rule.max_staleness:
         # who is late would not know in time that its turn is averaged, and send its work twice
         found = "nobody's update is in time, and rounds overlap"
-        raise SmallCohort(found, rejected)
+        raise SmallCohort(found, rejected, [update.facility for update in updates])
     try:
         if own:
             combine.refuse_too_few(len(own.updates), rule)

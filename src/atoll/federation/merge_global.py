@@ -28,6 +28,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--fragment-pattern", choices=list(PATTERNS), required=True)
     parser.add_argument("--merge", type=int, nargs="*", required=True, help="fragments to be taken")
     parser.add_argument("--add", type=int, nargs="*", default=[], help="whose change is added")
+    parser.add_argument("--whole", type=int, nargs="*", default=[], help="taken at alpha 0")
     parser.add_argument("--before", type=Path, help="the global model that it had taken before")
     parser.add_argument("--alpha", type=float, required=True, help="of the facility's own value")
     arguments = parser.read(argv)
@@ -40,6 +41,7 @@ def main(argv: list[str]) -> int:
         arguments.alpha,
         arguments.add,
         arguments.before,
+        arguments.whole,
     )
     return 0
 
@@ -53,11 +55,13 @@ def merge_global(
     alpha: float,
     add: Collection[int] = (),
     before: Path | None = None,
+    whole: Collection[int] = (),
 ) -> None:
     """Write `out`, whole or not at all: its export is a Hugging Face folder in fp32.
 
     merge: the fragments that are taken from the global model. add: those whose change since
-    `before` is added. Raises `UserError` where the two have not the same tensors.
+    `before` is added. whole: those of which nothing of its own is kept. Raises `UserError` where
+    the two have not the same tensors.
     """
     partial = global_model.begin(out)
     with (
@@ -67,12 +71,14 @@ def merge_global(
     ):
         refuse_other_tensors(trained, averaged)
         parts = fragments_of(averaged.layout, *fragments)
-        taken, moved = (
+        taken, moved, replaced = (
             {name for n in chosen for tensors in parts[n].values() for name in tensors}
-            for chosen in (merge, add)
+            for chosen in (merge, add, whole)
         )
 
         def values_of(stretch: Stretch) -> Tensor:
+            if stretch.name in replaced:
+                return averaged.values(stretch)
             if stretch.name in moved:
                 change_N = averaged.values(stretch) - earlier.values(stretch)
                 return trained.values(stretch).float() + change_N

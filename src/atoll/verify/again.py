@@ -46,6 +46,9 @@ def again(store: CampaignStore, number: int, export: Path | None) -> Iterator[Li
     with tempfile.TemporaryDirectory(prefix="atoll-verify-") as scratch:
         out = Path(scratch) / "global"
         about = _refuse_enough(store, number, updates, out) if "held" in stated else {}
+        if any(about.values()) and not any(stated.get(name) for name in WHOM):
+            yield Line("not at hand", f"round {number}: whose updates were left out of it")
+            about = {}  # as an older Atoll held it
         _aggregated(store, number, [] if "held" in stated else updates, out, **about)
         yield from _refuse_other_manifest(store, number, stated, out)
         if export is not None and store.campaign.lora is not None:

@@ -126,7 +126,7 @@ def _no_own_file(name: str, place: str) -> UserError:
 
 
 def _declared_files(data: Data, name: str, folder: Path) -> dict[str, list[str]]:
-    """The texts of the configurations that a data set describes itself with, by file."""
+    """What a data set calls its files, in the configurations that are read, by where it says so."""
     import yaml
     from huggingface_hub import metadata_load
 
@@ -137,8 +137,16 @@ def _declared_files(data: Data, name: str, folder: Path) -> dict[str, list[str]]
             is_card = path.suffix == ".md"
             content = metadata_load(path) if is_card else yaml.safe_load(path.read_text())
             configs = content.get("configs") if isinstance(content, dict) else None
-            declared[file] = list(_texts(configs))
+            declared[file] = list(_files_of(configs, data.hub_config))
     return declared
+
+
+def _files_of(configs: Any, asked: str | None) -> Iterator[str]:
+    """By the first one `datasets` learns how files are read, whichever is loaded."""
+    known = [one for one in configs if isinstance(one, dict)] if isinstance(configs, list) else []
+    for number, config in enumerate(known):
+        if number == 0 or asked is None or config.get("config_name") == asked:
+            yield from _texts([config.get("data_files"), config.get("data_dir")])
 
 
 def _fetched(name: str, file: str, revision: str | None) -> Path | None:
