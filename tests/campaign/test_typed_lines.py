@@ -14,6 +14,7 @@ from atoll.__main__ import main
 from atoll.campaign import site
 from atoll.campaign.asked import request
 from atoll.campaign.journal import Journal, alone
+from atoll.campaign.kept_request import attempts, keep_request
 from atoll.campaign.lasting_settings import refuse_missing_keys, refuse_what_loses, settings_to_keep
 from atoll.campaign.store import CampaignStore, checked_campaign, load_store, settings_file
 from atoll.errors import UserError
@@ -241,38 +242,38 @@ def test_a_facility_takes_a_corrected_request_until_a_job_was_taken(tmp_path: Pa
     here, run = tmp_path / "rounds" / "round-001", tmp_path / "run"
     journal, asked = Journal(here), {"round": 1, "facility": "north", "codec": "int8"}
     asked |= {"signing_key": "kye", "overrides": ["a=1"]}
-    site._keep_request(here, 1, asked)
+    keep_request(here, 1, asked)
     for _ in range(2):
         journal.append("submitted", run=str(run))
         journal.append("refused", why="no text")
     run.mkdir()
-    assert site._attempts(journal) == 2
-    site._keep_request(here, 1, asked | {"overrides": ["a=2"]})
+    assert attempts(journal) == 2
+    keep_request(here, 1, asked | {"overrides": ["a=2"]})
     assert journal.last("asked")["request"]["overrides"] == ["a=2"]
-    assert site._attempts(journal) == 0 and not run.exists()
-    site._keep_request(here, 1, asked | {"overrides": ["a=2"], "attempts": 5})
+    assert attempts(journal) == 0 and not run.exists()
+    keep_request(here, 1, asked | {"overrides": ["a=2"], "attempts": 5})
     journal.append("submitted", run=str(run))
     with pytest.raises(UserError, match="and now"):  # a kill may have cut its answer off
-        site._keep_request(here, 1, asked | {"overrides": ["a=3"]})
+        keep_request(here, 1, asked | {"overrides": ["a=3"]})
     journal.append("refused", why="no text")
     with pytest.raises(UserError, match="has facility=north, and now east is asked for"):
-        site._keep_request(here, 1, asked | {"facility": "east"})
-    site._keep_request(here, 1, asked | {"codec": "int4"})
+        keep_request(here, 1, asked | {"facility": "east"})
+    keep_request(here, 1, asked | {"codec": "int4"})
     journal.append("submitted", run=str(run))
     journal.append("accepted")
-    assert site._attempts(journal) == 1
+    assert attempts(journal) == 1
     for changes in ({"overrides": ["a=3"]}, {"codec": "int8"}):
         with pytest.raises(UserError, match=f"has {next(iter(changes))}="):
-            site._keep_request(here, 1, asked | {"codec": "int4"} | changes)
-    site._keep_request(here, 1, asked | {"codec": "int4", "signing_key": "key"})
+            keep_request(here, 1, asked | {"codec": "int4"} | changes)
+    keep_request(here, 1, asked | {"codec": "int4", "signing_key": "key"})
     how = {"codec": "int4", "overrides": ["a=1", "facility.walltime_minutes=60"]}
     run.mkdir()
     count = len(journal.records("asked"))
     for _ in range(2):
-        site._keep_request(here, 1, asked | how)
+        keep_request(here, 1, asked | how)
     assert journal.last("asked")["request"]["overrides"] == how["overrides"]
     assert len(journal.records("asked")) == count + 1
-    assert site._attempts(journal) == 0 and run.exists()
+    assert attempts(journal) == 0 and run.exists()
 
 
 def test_what_an_older_campaign_was_begun_without_is_as_by_default(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ from atoll import run_dir
 from atoll.campaign.allow import refuse_folder, refuse_key, refuse_outside, refuse_settings
 from atoll.campaign.inner_state import inner_state_words, prune_states
 from atoll.campaign.journal import Journal, alone, round_name, round_number
+from atoll.campaign.kept_request import attempts, keep_campaign, keep_request, kept_request
 from atoll.campaign.own_weights import begins_with, residual_round
-from atoll.campaign.same_training import is_same_training
 from atoll.campaign.signing import sign
 from atoll.campaign.site_models import (
     container_side,
@@ -58,8 +58,6 @@ ANOTHER_IS_AT_IT = "is running already"
 WORK = ".streamflow"
 LIFE_SECONDS = 3.0
 MOST_JOBS = 100  # of a round's run, that the coordinator is told of
-# of a request: they may change in a round
-PATIENCE = ("attempts", "keep_checkpoints", "facilities_here", "signing_key")
 # states of a round that come to another one by themselves
 WAITING = ("queued", "running", "retry", "unknown")
 AT_WORK = ("queued", "running", "unknown")  # of a job that is not to be submitted again
@@ -84,8 +82,8 @@ def main(argv: list[str]) -> int:
         refuse_settings(request.overrides, folder)
         refuse_key(request.signing_key, folder)
         with alone(folder):  # two campaigns may come at one instant
-            _keep_campaign(folder, request.campaign)
-            _keep_request(_place(folder, number, arguments), number, request.model_dump())
+            keep_campaign(folder, request.campaign)
+            keep_request(_place(folder, number, arguments), number, request.model_dump())
     if arguments.receive:
         shutil.rmtree(folder / WORK, ignore_errors=True)
     answer = wait if arguments.until else advance
@@ -131,7 +129,7 @@ def advance(folder: Path, number: int, how: argparse.Namespace) -> dict[str, Any
     if not (here / "update" / "manifest.json").is_file():
         try:
             with alone(here, wait=False):
-                answer = _advance(folder, number, _request(here), how)
+                answer = _advance(folder, number, kept_request(here), how)
         except BlockingIOError:
             handed = bool(Journal(here).records("submitted"))
             why = "another `atoll site` is at it"
@@ -196,57 +194,6 @@ def _place(folder: Path, number: int, how: argparse.Namespace) -> Path:
     return folder / ("losses" if how.measure else "rounds") / round_name(number)
 
 
-def _keep_campaign(folder: Path, name: str) -> None:
-    """A folder is of one campaign for life."""
-    path = folder / "campaign.json"
-    try:
-        owner = json.loads(path.read_text())["name"] if path.is_file() else name
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} says of no campaign that it is its own", "delete it") from None
-    if owner != name:
-        raise UserError(
-            f"{folder} is of the campaign {owner}, and {name} asks for it",
-            "give it another folder at the facility",
-        )
-    if not path.is_file():
-        run_dir.write_whole(path, json.dumps({"name": name}))
-
-
-def _keep_request(here: Path, number: int, request: dict[str, Any]) -> None:
-    """Keep what the coordinator asks; what a job was handed over for trains one thing alone."""
-    if request["round"] != number:
-        raise UserError(f"round {number} with a request for {request['round']}", "ask for one")
-    journal = Journal(here)
-    before = journal.last("asked").get("request", {})
-    handed = [record["event"] for record in journal.records("submitted", "refused", "accepted")]
-    is_free = handed[-1:] in ([], ["refused"]) and "accepted" not in handed
-    is_same = bool(before) and is_same_training(before["overrides"], request["overrides"])
-    if is_free and before and not is_same:
-        for run in {record["run"] for record in journal.records("submitted")}:
-            shutil.rmtree(run, ignore_errors=True)  # it holds settings that nothing was done with
-    if is_free and before:
-        before = {"facility": before["facility"]}
-    elif is_same:
-        before = before | {"overrides": request["overrides"]}
-    for name in request:
-        if name in before and name not in PATIENCE and before[name] != request[name]:
-            raise UserError(
-                f"{journal.path} has {name}={before.get(name)}, and now {request[name]} is asked "
-                "for",
-                "give the campaign another name=, or another folder at the facility",
-            )
-    if journal.last("asked").get("request") != request:
-        journal.append("asked", request=request)
-
-
-def _request(here: Path) -> dict[str, Any]:
-    asked = Journal(here).last("asked")
-    if not asked:
-        raise UserError(f"{here} was never asked for", "give --request")
-    request: dict[str, Any] = asked["request"]
-    return request
-
-
 def _overrides(
     folder: Path, here: Path, request: dict[str, Any], base: Path, begin: Path
 ) -> list[str]:
@@ -276,7 +223,7 @@ def _submitted(
     """State of the round's job, submitted again if it failed, as `why` says."""
     folder, journal = run_dir.folder(run), Journal(here)
     why = why or journal.last("refused").get("why", "")
-    tried = _attempts(journal)
+    tried = attempts(journal)
     if tried >= request["attempts"]:
         return "failed", f"{tried} attempts: {why or 'no reason was given'}"
     journal.append("submitted", run=str(folder))
@@ -291,17 +238,6 @@ def _submitted(
     journal.append("accepted")
     state, why = status(folder)
     return "retry" if state == "failed" else state, why  # the next question submits it again
-
-
-def _attempts(journal: Journal) -> int:
-    """At what is asked now; those that a kill cut short are none."""
-    count, overrides = 0, None
-    for record in journal.records("asked", "refused", "accepted"):
-        if record["event"] != "asked":
-            count += 1
-        elif record["request"]["overrides"] != overrides:
-            count, overrides = 0, record["request"]["overrides"]
-    return count
 
 
 def threads_of_ranks(run: Run, facilities_here: int, cores: int) -> dict[str, str]:
