@@ -406,12 +406,11 @@ def test_kills_are_no_attempts_of_a_facility(
     run: Any = None
     monkeypatch.setattr(site.run_dir, "folder", lambda _: tmp_path / "run")
     monkeypatch.setattr(site, "run_command", lambda _, environment: Finished(0, "", ""))
-    for name in ("remembered_status", "status"):
-        monkeypatch.setattr(site, name, lambda _: ("failed", "why"))
+    monkeypatch.setattr(site, "status", lambda _: ("failed", "why"))
     request = {"attempts": 3, "facilities_here": 1}
     for _ in range(3):
-        assert site._submitted(journal.folder, run, [], request) == ("retry", "why")
-    assert site._submitted(journal.folder, run, [], request)[0] == "failed"
+        assert site._submitted(journal.folder, run, [], request, "why") == ("retry", "why")
+    assert site._submitted(journal.folder, run, [], request, "why")[0] == "failed"
 
 
 def asking(campaign: str, number: int = 1, **changes: Any) -> str:
