@@ -13,9 +13,11 @@ from torch import Tensor
 
 from atoll.__main__ import main
 from atoll.campaign import average, last_loss
+from atoll.campaign import round as round_
 from atoll.campaign.lasting_settings import keep_settings
 from atoll.campaign.prove import prove_campaign
 from atoll.campaign.store import CampaignStore, checked_campaign
+from atoll.errors import UserError
 from atoll.settings.exchange import read_manifest
 
 HOLD = {"fragments": 2, "quorum": 2, "below_quorum": "hold"}
@@ -78,9 +80,36 @@ def test_a_held_round_of_an_older_atoll_is_as_stated(
         patch.setattr(average, "held_words", lambda _: {})
         for number in (1, 2, 3):
             one_round(store, facilities, number)
+    for number in (1, 2, 3):
+        path = store.model(number) / "manifest.json"
+        manifest = json.loads(path.read_text())
+        del manifest["refused_rounds"]
+        path.write_text(json.dumps(manifest))
     assert held(store, 3) == [2] and not store.without(2)
     assert proven(store, 3) == 0
     assert "not at hand  round 2: whose updates were left out of it" in capsys.readouterr().out
+
+
+def test_whom_a_held_round_left_out_is_not_taken_from_it(
+    begin: Begin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As if an older Atoll had held it: the round before it is of this one."""
+
+    def spike(facility: str, number: int, name: str, values: Tensor) -> Tensor:
+        scale = 1000.0 if (facility, number) == ("south", 2) else 1.0
+        return scale * drawn(facility, number, name, values)
+
+    store, facilities = begin(Facilities(spike), rule=HOLD | {"fragments": 1})
+    for number in (1, 2):
+        one_round(store, facilities, number)
+    path = store.model(2) / "manifest.json"
+    manifest = json.loads(path.read_text()) | {"rejected": {}, "refused": {}}
+    for words in ({"refused_rounds": {}}, {}):
+        manifest.pop("refused_rounds")
+        manifest |= words
+        path.write_text(json.dumps(manifest))
+        assert proven(store, 2) == 2
+        assert "the updates of round 2 make another model" in capsys.readouterr().err
 
 
 def test_whoever_waited_long_for_another_goes_on_with_it(begin: Begin) -> None:
@@ -153,6 +182,43 @@ def test_a_turn_that_nobody_was_in_time_for_counts_once(begin: Begin, overlap_ro
     first, last = (made_up.read(store.model(n) / "master") for n in (0, 8))
     share = max(float((last[name] - first[name]).mean()) for name in first)
     assert 0.3 < share < 1.01
+
+
+def test_late_work_that_is_let_go_is_gone_at_once(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at it, half of it is no damaged update; of who has left nobody is asked."""
+    rule = LATE | {"fragments": 2, "overlap_rounds": 1}
+    store, facilities = begin(Facilities(), rule=rule)
+    one_round(store, facilities, 1, late=["south"])
+
+    def killed(path: Path, **_: object) -> None:
+        if path.exists():
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(average.shutil, "rmtree", killed)
+        with pytest.raises(Killed):
+            one_round(store, facilities, 2, late=["north"])
+    assert "south" in [site.name for site in store.unsettled(2)]
+    assert one_round(store, facilities, 2, late=["north"])
+    assert list(store.model_manifest(2)["weights"]) == ["south"]
+    assert not store.model_manifest(2)["unreadable"]
+
+
+def test_late_work_of_who_has_left_stops_where_nobody_else_is(begin: Begin) -> None:
+    rule = LATE | {"fragments": 2, "overlap_rounds": 1}
+    store, facilities = begin(Facilities(), rule=rule)
+    one_round(store, facilities, 1, late=["south"])
+    facilities.late = ("north",)
+    for site in (store.site("north"), store.site("south")):
+        round_.go_on(store, 2, site)
+    [north, _] = store.campaign.sites
+    alone = store.campaign.model_copy(update={"sites": [north]})
+    store = CampaignStore(alone, store.folder)
+    store.leave_out_late(2)
+    with pytest.raises(UserError, match="nobody's update is in time, and rounds overlap"):
+        average.average(store, 2)
 
 
 def test_late_work_that_a_kill_cut_off_is_taken(

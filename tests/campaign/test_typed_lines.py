@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_hostile_facilities import made, store_of
+from test_hostile_facilities import asking, made, store_of
 
 from atoll import run_dir
 from atoll.__main__ import main
@@ -203,6 +203,25 @@ def test_a_job_does_what_was_asked_before_it(
         monkeypatch.setattr(site, "remembered_status", lambda _, state=state: (state, ""))
         assert site._advance(tmp_path, 1, asked, how)["state"] == expected
     assert said == ["as it was"]
+
+
+def test_what_a_facility_does_not_allow_ends_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The words are for a job to come."""
+    folder = tmp_path / "camp"
+    request = asking("c", overrides=["restart.max_restarts=9"])
+    monkeypatch.setattr(site, "advance", lambda *_: {"state": "running"})
+    monkeypatch.setattr(site, "remembered_status", lambda _: ("running", ""))
+    with pytest.raises(UserError, match="does not let a request change"):
+        site.main([str(folder), "1", "--request", request])
+    run = folder / "runs" / "r"
+    run.mkdir(parents=True)
+    run_dir.settings_file(run).write_text("{}")
+    Journal(folder / "rounds" / "round-001").append("submitted", run=str(run))
+    assert site.main([str(folder), "1", "--request", request]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "running"
+    assert not Journal(folder / "rounds" / "round-001").last("asked")
 
 
 def test_how_runs_are_carried_out_may_change_at_any_time(tmp_path: Path) -> None:

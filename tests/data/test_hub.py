@@ -221,6 +221,21 @@ def test_an_address_of_a_data_set_is_not_asked(
     assert asked == []
 
 
+def test_of_two_configurations_of_one_name_the_last_is_looked_at(
+    tmp_path: Path, asked: list[str], address_of: Callable[[Path], str]
+) -> None:
+    (tmp_path / "rows.txt").write_text("ours\n")
+    files = {"a": "rows.txt", "b": "rows.txt", "A": address_of(tmp_path / "rows.txt")}
+    entry = "".join(
+        f"- config_name: {name.lower()}\n  data_files: {file}\n" for name, file in files.items()
+    )
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{entry}---\n")
+    words = ["data=hub", f"data.hub={tmp_path}", "data.hub_config=b", "facility=laptop"]
+    with pytest.raises(UserError, match="which is no file of that data set"):
+        load(compose(words).run.data, "train", "data.hub_split")
+    assert asked == []
+
+
 def test_an_address_around_a_file_is_not_asked(
     tmp_path: Path, asked: list[str], address_of: Callable[[Path], str]
 ) -> None:

@@ -23,7 +23,7 @@ from atoll.__main__ import main
 from atoll.campaign import average as averaging
 from atoll.campaign import coordinator
 from atoll.campaign.prove import prove_campaign
-from atoll.campaign.signing import OF_MODELS, sign
+from atoll.campaign.signing import OF_MODELS, refuse_unsigned, sign
 from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.errors import UserError
 from atoll.federation import make_delta
@@ -508,6 +508,15 @@ def test_the_next_round_does_not_take_over_the_proof(made: CampaignStore, tmp_pa
     copy_beside_weights(made.model(2) / "export", tmp_path / "next", "float32")
     assert (tmp_path / "next" / "config.json").is_file()
     assert not statement.OWN & {path.name for path in (tmp_path / "next").iterdir()}
+
+
+def test_what_is_signed_is_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "model").write_bytes("ä\r\n\n\r".encode())
+    argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")]
+    subprocess.run(argv, check=True)
+    sign(tmp_path / "model", tmp_path / "key")
+    (tmp_path / "signers").write_text(f"us {(tmp_path / 'key.pub').read_text()}")
+    refuse_unsigned(tmp_path / "model", tmp_path / "signers", "us")
 
 
 def test_a_signature_that_fails_leaves_nothing(tmp_path: Path) -> None:

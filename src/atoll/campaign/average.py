@@ -6,10 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from atoll import run_dir
 from atoll.campaign.journal import alone
 from atoll.campaign.store import CampaignStore
 from atoll.campaign.transfer import atoll_here, run_atoll
 from atoll.errors import UserError
+from atoll.settings.federation import Site
 
 
 def average(store: CampaignStore, number: int) -> bool:
@@ -75,12 +77,17 @@ def bases(store: CampaignStore, number: int) -> list[int]:
     return list(range(number - 1, max(-1, oldest - 1), -1))
 
 
-def _ask_for_its_own(store: CampaignStore, number: int, facilities: list[str], why: str) -> None:
+def _ask_for_its_own(store: CampaignStore, number: int, sites: list[Site], why: str) -> None:
     """Late work that cannot make a round by itself is let go: the round's own is asked for."""
     store.journal(number).append("reopened", waits=True)
-    for site in [site for site in store.campaign.sites if site.name in facilities]:
+    for site in sites:
         store.journal(number).append("afresh", facility=site.name, why=why)
-        shutil.rmtree(store.update(number, site), ignore_errors=True)
+        update = store.update(number, site)
+        gone = update.with_name(".update.let-go")
+        shutil.rmtree(gone, ignore_errors=True)
+        update.rename(gone)  # half of one would be taken for a damaged one
+        run_dir.sync_folder(update.parent)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def held_words(outcome: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -99,7 +106,7 @@ def _below_quorum(
     if campaign.rule.below_quorum == "hold":
         held = held_words(outcome)
         return _aggregate(store, number, [], held=why, **held) | {"held": why}
-    if too_late := outcome.get("too_late"):
+    if too_late := [site for site in campaign.sites if site.name in outcome.get("too_late", [])]:
         _ask_for_its_own(store, number, too_late, why)
         return None
     wrong = outcome.get("rejected", {}) | outcome.get("unreadable", {})

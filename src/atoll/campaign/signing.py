@@ -17,7 +17,7 @@ def sign(file: Path, key: Path, namespace: str = NAMESPACE) -> Path:
     signature = file.with_name(f"{file.name}.sig")
     signature.unlink(missing_ok=True)
     argv = ["ssh-keygen", "-Y", "sign", "-q", "-f", str(key), "-n", namespace]
-    done = run_command(argv, input_text=file.read_text())
+    done = run_command(argv, input_text=file.read_bytes().decode())
     if not done.returncode:
         run_dir.write_whole(signature, done.stdout)
     else:

@@ -37,7 +37,7 @@ from atoll.campaign.kept_request import attempts, keep_campaign, keep_request, k
 from atoll.campaign.own_weights import begins_with, residual_round
 from atoll.campaign.signing import sign
 from atoll.campaign.site_models import (
-    container_side,
+    container_of,
     make_bases,
     model_words,
     refuse_other_frozen,
@@ -78,12 +78,17 @@ def main(argv: list[str]) -> int:
     folder, number = arguments.folder.absolute(), arguments.round
     refuse_folder(folder)
     if arguments.request is not None:
-        request = read_request(arguments.request)
-        refuse_settings(request.overrides, folder)
-        refuse_key(request.signing_key, folder)
-        with alone(folder):  # two campaigns may come at one instant
-            keep_campaign(folder, request.campaign)
-            keep_request(_place(folder, number, arguments), number, request.model_dump())
+        request, here = read_request(arguments.request), _place(folder, number, arguments)
+        try:
+            refuse_settings(request.overrides, folder)
+            refuse_key(request.signing_key, folder)
+        except UserError:
+            if _job(here)[0] not in (*AT_WORK, "finished"):
+                raise  # else it does what was asked before
+        else:
+            with alone(folder):  # two campaigns may come at one instant
+                keep_campaign(folder, request.campaign)
+                keep_request(here, number, request.model_dump())
     if arguments.receive:
         shutil.rmtree(folder / WORK, ignore_errors=True)
     answer = wait if arguments.until else advance
@@ -262,7 +267,7 @@ def _make_update(folder: Path, here: Path, run: Run, request: dict[str, Any], ba
         "configuration": run_dir.digest(run.model_dump(mode="json", exclude={"folders"})),
         "data": run_dir.prepared_digest(run),
     }
-    argv = [*container_side(folder, request["overrides"]), "make-delta", "--base", str(base)]
+    argv = [*container_of(run, folder), "make-delta", "--base", str(base)]
     argv += ["--adapter"] if request["frozen"] else []
     argv += ["--run", str(run_dir.folder(run)), "--codec", request["codec"], "--out", str(partial)]
     argv += ["--residual", str(here / "residual"), "--about", json.dumps(about)]

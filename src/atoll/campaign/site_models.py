@@ -15,6 +15,7 @@ from atoll.campaign.transfer import run_atoll
 from atoll.cluster.launchers import atoll_command
 from atoll.config.compose import compose, path_word, settings_of
 from atoll.errors import UserError, printable
+from atoll.settings import Run
 from atoll.settings.exchange import BESIDE_WEIGHTS, WEIGHTS
 
 
@@ -107,7 +108,11 @@ def refuse_other_frozen(folder: Path, request: dict[str, Any], lines: list[str])
 def container_side(folder: Path, overrides: Sequence[str]) -> list[str]:
     """Atoll where there is torch: in the image that the runs of `overrides` use, or here."""
     own = [path_word("folders.runs", folder / "runs"), path_word("model.source", folder)]
-    run = compose([*overrides, *own, "name=site"]).run
+    return container_of(compose([*overrides, *own, "name=site"]).run, folder)
+
+
+def container_of(run: Run, folder: Path) -> list[str]:
+    """The same, in the image of this run; all of the campaign's folder is there."""
     bound = run.model_copy(update={"folders": run.folders.model_copy(update={"prepared": folder})})
     return atoll_command(bound)
 

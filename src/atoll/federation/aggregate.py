@@ -121,7 +121,7 @@ def hold(base: Path, rule: Rule, codec: str, out: Path, about: dict[str, Any]) -
 
     about: `rejected` and `refused_rounds` say whose updates were left out, and of which rounds.
     """
-    refused = about.pop("refused_rounds", {})
+    refused = about.get("refused_rounds", {})
     layout, parts = _parts(base, rule)
     known, unfinished = global_model.read_global(base), global_model.begin(out)
     fragment = rule.fragment(about.get("round", 1))
@@ -136,7 +136,7 @@ def hold(base: Path, rule: Rule, codec: str, out: Path, about: dict[str, Any]) -
     facts = {"base": known["digest"], "codec": codec, "rule": rule.model_dump(), **asdict(outcome)}
     facts["norms_before"] = norms_before(known)
     facts |= changed_rounds(known, rule)
-    facts["taken"] = known.get("taken", {})
+    facts |= {"refused_rounds": refused, "taken": known.get("taken", {})}
     facts["refused"] = _with_rounds(known.get("refused", {}), refused, rule)
     facts["claims"] = known.get("claims", {}) | {str(fragment): []}
     global_model.publish(unfinished, out, about | facts, files)
@@ -168,6 +168,7 @@ def _by_fragment(
         rounds["averaged_rounds"] = rounds["averaged_rounds"] | {str(own.fragment): number}
     taken = [update for cohort in cohorts for update in cohort.updates]
     return rounds | {
+        "refused_rounds": _rounds(refused),
         "taken": _with_rounds(known.get("taken", {}), _rounds(taken), rule),
         "refused": _with_rounds(known.get("refused", {}), _rounds(refused), rule),
         "norms_before": norms_before(known) | {n: c.norms for n, c in given.items()},

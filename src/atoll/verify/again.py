@@ -23,7 +23,7 @@ ANEW, WHOM = ("weights", "rule", "digest", "base", "codec"), ("rejected", "unrea
 ALIKE = 1e-4  # of each number's size
 MEASURED = {
     "norms": 0.0, "norms_before": 0.0, "claims": 0.0, "averaged_rounds": 0.0,
-    "changed_rounds": 0.0, "taken": 0.0, "refused": 0.0,
+    "changed_rounds": 0.0, "taken": 0.0, "refused": 0.0, "refused_rounds": 0.0,
     "cosines": ALIKE,  # and so much more: of at most 1
 }  # fmt: skip
 # of this Atoll alone: what a campaign names, as its image, is never run; and nothing is fetched
@@ -46,7 +46,7 @@ def again(store: CampaignStore, number: int, export: Path | None) -> Iterator[Li
     with tempfile.TemporaryDirectory(prefix="atoll-verify-") as scratch:
         out = Path(scratch) / "global"
         about = _refuse_enough(store, number, updates, out) if "held" in stated else {}
-        if any(about.values()) and not any(stated.get(name) for name in WHOM):
+        if any(about.values()) and "refused_rounds" not in stated:
             yield Line("not at hand", f"round {number}: whose updates were left out of it")
             about = {}  # as an older Atoll held it
         _aggregated(store, number, [] if "held" in stated else updates, out, **about)

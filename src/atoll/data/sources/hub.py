@@ -142,10 +142,14 @@ def _declared_files(data: Data, name: str, folder: Path) -> dict[str, list[str]]
 
 
 def _files_of(configs: Any, asked: str | None) -> Iterator[str]:
-    """By the first one `datasets` learns how files are read, whichever is loaded."""
-    known = [one for one in configs if isinstance(one, dict)] if isinstance(configs, list) else []
-    for number, config in enumerate(known):
-        if number == 0 or asked is None or config.get("config_name") == asked:
+    """By the first one `datasets` learns how files are read, whichever is loaded.
+
+    Of two with one name it takes the last, in the place of the first.
+    """
+    listed = configs if isinstance(configs, list) else []
+    known = {str(one.get("config_name")): one for one in listed if isinstance(one, dict)}
+    for name, config in known.items():
+        if config is next(iter(known.values())) or asked in (None, name):
             yield from _texts([config.get("data_files"), config.get("data_dir")])
 
 
