@@ -577,7 +577,7 @@ def test_round_1000_follows_round_999(tmp_path: Path, monkeypatch: pytest.Monkey
         (tmp_path / "rounds" / round_name(number) / "residual").mkdir(parents=True)
     words: list[str] = []
     monkeypatch.setattr(site, "run_atoll", lambda argv, _: words.extend(argv))
-    monkeypatch.setattr(site, "container_side", lambda *_: [])
+    monkeypatch.setattr(site, "container_of", lambda *_: [])
     monkeypatch.setattr(site.run_dir, "digest", lambda _: "x")
     monkeypatch.setattr(site.run_dir, "prepared_digest", lambda _: "x")
     monkeypatch.setattr(site.run_dir, "folder", lambda _: tmp_path / "run")
