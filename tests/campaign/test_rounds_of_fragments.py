@@ -8,7 +8,7 @@ from typing import Any
 import made_up
 import pytest
 import torch
-from drawn_campaign import Facilities, Killed, begun, campaign_values, drawn, one_round
+from drawn_campaign import Draw, Facilities, Killed, begun, campaign_values, drawn, one_round
 from torch import Tensor
 
 from atoll.__main__ import main
@@ -35,6 +35,16 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
     return campaign
 
 
+def long_in(round_number: int) -> Draw:
+    """South's update of this round is a thousand times too long."""
+
+    def draw(facility: str, number: int, name: str, values: Tensor) -> Tensor:
+        scale = 1000.0 if (facility, number) == ("south", round_number) else 1.0
+        return scale * drawn(facility, number, name, values)
+
+    return draw
+
+
 def held(store: CampaignStore, last: int) -> list[int]:
     return [number for number in range(1, last + 1) if "held" in store.model_manifest(number)]
 
@@ -51,12 +61,8 @@ def proven(store: CampaignStore, last: int) -> int:
 def test_one_long_update_holds_one_turn(begin: Begin, merge_alpha: float) -> None:
     """Of each fragment: who was refused does not send the same once more, ever longer."""
 
-    def spike(facility: str, number: int, name: str, values: Tensor) -> Tensor:
-        scale = 1000.0 if (facility, number) == ("south", 3) else 1.0
-        return scale * drawn(facility, number, name, values)
-
     rule = HOLD | {"merge_alpha": merge_alpha, "min_cosine": -1.0}
-    store, facilities = begin(Facilities(spike), rule=rule)
+    store, facilities = begin(Facilities(long_in(round_number=3)), rule=rule)
     for number in range(1, 8):
         one_round(store, facilities, number)
     assert held(store, 7) == [3, 4]
@@ -71,11 +77,7 @@ def test_a_held_round_of_an_older_atoll_is_as_stated(
 ) -> None:
     """It did not write whose updates were left out."""
 
-    def spike(facility: str, number: int, name: str, values: Tensor) -> Tensor:
-        scale = 1000.0 if (facility, number) == ("south", 2) else 1.0
-        return scale * drawn(facility, number, name, values)
-
-    store, facilities = begin(Facilities(spike), rule=HOLD | {"fragments": 1})
+    store, facilities = begin(Facilities(long_in(round_number=2)), rule=HOLD | {"fragments": 1})
     with monkeypatch.context() as patch:
         patch.setattr(average, "held_words", lambda _: {})
         for number in (1, 2, 3):
@@ -95,11 +97,7 @@ def test_whom_a_held_round_left_out_is_not_taken_from_it(
 ) -> None:
     """As if an older Atoll had held it: the round before it is of this one."""
 
-    def spike(facility: str, number: int, name: str, values: Tensor) -> Tensor:
-        scale = 1000.0 if (facility, number) == ("south", 2) else 1.0
-        return scale * drawn(facility, number, name, values)
-
-    store, facilities = begin(Facilities(spike), rule=HOLD | {"fragments": 1})
+    store, facilities = begin(Facilities(long_in(round_number=2)), rule=HOLD | {"fragments": 1})
     for number in (1, 2):
         one_round(store, facilities, number)
     path = store.model(2) / "manifest.json"

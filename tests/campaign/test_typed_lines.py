@@ -221,6 +221,8 @@ def test_what_a_facility_does_not_allow_ends_no_job(
     Journal(folder / "rounds" / "round-001").append("submitted", run=str(run))
     assert site.main([str(folder), "1", "--request", request]) == 0
     assert json.loads(capsys.readouterr().out)["state"] == "running"
+    with pytest.raises(UserError, match="is of the campaign c, and other asks for it"):
+        site.main([str(folder), "1", "--request", request.replace('"c"', '"other"')])
     assert not Journal(folder / "rounds" / "round-001").last("asked")
 
 

@@ -52,7 +52,7 @@ from atoll.commands import CommandParser, run_command
 from atoll.config.compose import compose, path_word
 from atoll.errors import UserError
 from atoll.settings import Run, load_run
-from atoll.settings.exchange import read_request
+from atoll.settings.exchange import SiteRequest, read_request
 
 ANOTHER_IS_AT_IT = "is running already"
 WORK = ".streamflow"
@@ -79,15 +79,10 @@ def main(argv: list[str]) -> int:
     refuse_folder(folder)
     if arguments.request is not None:
         request, here = read_request(arguments.request), _place(folder, number, arguments)
-        try:
-            refuse_settings(request.overrides, folder)
-            refuse_key(request.signing_key, folder)
-        except UserError:
-            if _job(here)[0] not in (*AT_WORK, "finished"):
-                raise  # else it does what was asked before
-        else:
-            with alone(folder):  # two campaigns may come at one instant
-                keep_campaign(folder, request.campaign)
+        is_allowed = _is_allowed(folder, here, request)
+        with alone(folder):  # two campaigns may come at one instant
+            keep_campaign(folder, request.campaign)
+            if is_allowed:
                 keep_request(here, number, request.model_dump())
     if arguments.receive:
         shutil.rmtree(folder / WORK, ignore_errors=True)
@@ -96,6 +91,18 @@ def main(argv: list[str]) -> int:
         text = json.dumps(answer(folder, number, arguments))
     print(text)
     return 0
+
+
+def _is_allowed(folder: Path, here: Path, request: SiteRequest) -> bool:
+    """By the facility; False: a job that is at work does what was asked before it."""
+    try:
+        refuse_settings(request.overrides, folder)
+        refuse_key(request.signing_key, folder)
+    except UserError:
+        if _job(here)[0] in (*AT_WORK, "finished"):
+            return False
+        raise
+    return True
 
 
 @contextmanager
