@@ -1,6 +1,7 @@
 """Held-out loss against bytes sent, of every server step, encoding and length of a round.
 
     python benchmarks/atlas.py [--quick] [--minutes 480] [--processes 2] [--report]
+    python benchmarks/atlas.py --device cuda [--minutes 10]     all combinations, on one GPU
 
 A small Llama of bytes learns at 2 to 8 facilities, simulated in one process with the product's own
 arithmetic (atlas_rounds.py), and beside each a synchronous run of as many tokens. Every campaign is
@@ -13,18 +14,21 @@ import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict
 from functools import partial
 from math import log
+from pathlib import Path
 from typing import Any
 
 import atlas_report
 import atlas_texts
 import results
 import torch
+from atlas_report import DEVICE
 from atlas_rounds import SYNCHRONOUS, Cell, run_cell
+from atlas_together import run_together
 
 KEPT = results.FOLDER / "atlas.jsonl"
 QUICK_STEPS, NIGHT_STEPS = 500, 2000
@@ -51,7 +55,9 @@ TUNED_LENGTHS = (50, 10, 250)
 # averaged every WHOLE_STEPS
 FRAGMENTS = ((1, 0, 0.0), (2, 0, 0.0), (3, 0, 0.0), (2, 1, 0.0), (2, 1, 0.5), (3, 1, 0.5))
 WHOLE_STEPS = 48
+MODELS = 1632  # of a stack on a GPU: 3 seeds of all that two facilities can do
 Row = dict[str, Any]
+Stage = Callable[..., Iterator[Cell]]
 
 
 def main() -> int:
@@ -59,20 +65,72 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="shorter campaigns, the most telling")
     parser.add_argument("--minutes", type=float, default=None, help="after which none is begun")
     parser.add_argument("--processes", type=int, default=2, help="of one thread each")
+    parser.add_argument("--device", default="cpu", help="cuda: many campaigns at once on a GPU")
+    parser.add_argument("--models", type=int, default=MODELS, help="that learn at once there")
+    parser.add_argument("--texts", type=Path, help="of another machine (atlas_texts.py)")
     parser.add_argument("--report", action="store_true", help="only write the page")
     arguments = parser.parse_args()
-    steps = QUICK_STEPS if arguments.quick else NIGHT_STEPS
-    minutes = arguments.minutes or (QUICK_MINUTES if arguments.quick else NIGHT_MINUTES)
-    if not arguments.report:
-        for stage in QUICK_STAGES if arguments.quick else NIGHT_STAGES:
-            rows = kept_rows()
-            known = done(rows)
-            todo = [cell for cell in stage(steps, rows) if cell not in known]
-            minutes -= run_all(todo, minutes, arguments.processes)
-            if minutes <= 0:
-                break
+    if arguments.texts is not None:
+        atlas_texts.take(arguments.texts)
+    quick = arguments.quick or arguments.device != "cpu"
+    steps = QUICK_STEPS if quick else NIGHT_STEPS
+    minutes = arguments.minutes or (QUICK_MINUTES if quick else NIGHT_MINUTES)
+    if arguments.device != "cpu":
+        run = partial(run_stacks, models=arguments.models, device=torch.device(arguments.device))
+        run_stages(GPU_STAGES, steps, minutes, run, arguments.device)
+    elif not arguments.report:
+        run = partial(run_all, processes=arguments.processes)
+        stages = QUICK_STAGES if arguments.quick else NIGHT_STAGES
+        run_stages(stages, steps, minutes, run, "cpu")
     atlas_report.write(kept_rows())
     return 0
+
+
+def run_stages(
+    stages: Sequence[Stage], steps: int, minutes: float, run: Callable[..., float], kind: str
+) -> None:
+    """Each stage as far as it is not done yet, until the time is over.
+
+    A GPU does again what processors have done, for its own runs to be compared with each other.
+    """
+    for stage in stages:
+        rows = kept_rows()
+        known = done(row for row in rows if kind == "cpu" or DEVICE in row)
+        minutes -= run([cell for cell in stage(steps, rows) if cell not in known], minutes)
+        if minutes <= 0:
+            break
+
+
+def run_stacks(
+    cells: Sequence[Cell], minutes: float, models: int, device: torch.device
+) -> float:
+    """Campaigns of as many facilities at once; the minutes that it took."""
+    torch.set_float32_matmul_precision("high")  # TF32, as most train in fp32
+    began, longest = time.monotonic(), 0.0
+    for stack in stacked(dict.fromkeys(cells), models):
+        if _minutes_since(began) + longest > minutes:
+            break
+        since = time.monotonic()
+        full = len(stack) * stack[0].facilities > models // 2  # else compiling takes longer
+        outcomes = run_together(stack, device, compiled=full)
+        longest = max(longest, _minutes_since(since))
+        seconds = round((time.monotonic() - since) / len(stack), 3)
+        where = {DEVICE: results.device_name(device), "device_seconds": seconds}
+        for cell, outcome in zip(stack, outcomes, strict=True):
+            keep(cell, outcome | where, 0)
+        print(f"{len(stack)} campaigns in {60 * _minutes_since(since):.0f} s", flush=True)
+    return _minutes_since(began)
+
+
+def stacked(cells: Iterable[Cell], models: int) -> Iterator[list[Cell]]:
+    """Cells of as many facilities, in the order they are asked for, in stacks as even as may be."""
+    of_count: dict[int, list[Cell]] = {}
+    for cell in cells:
+        of_count.setdefault(cell.facilities, []).append(cell)
+    for count, alike in of_count.items():
+        stacks = -(-len(alike) * count // models)
+        size = -(-len(alike) // stacks)
+        yield from (alike[first : first + size] for first in range(0, len(alike), size))
 
 
 def run_all(cells: Sequence[Cell], minutes: float, processes: int) -> float:
@@ -280,6 +338,14 @@ NIGHT_STAGES = (
     partial(compare, seeds=(1,)),
     partial(compare, seeds=(1,), facilities=(2, 8), updates=FEW_UPDATES, codecs=FEW_CODECS),
     partial(compare, facilities=(4, 2, 8)),
+)
+
+# the rates of processors serve here too: one stack, of which the next follows
+GPU_STAGES = (
+    partial(tune_outer, updates=UPDATES, lengths=TUNED_LENGTHS),
+    partial(compare, facilities=(4,)),
+    partial(compare, facilities=(2,)),
+    partial(compare, facilities=(8,)),
 )
 
 if __name__ == "__main__":

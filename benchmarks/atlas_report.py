@@ -23,6 +23,7 @@ BEGIN, END = "<!-- make bench-atlas -->\n", "<!-- end of atlas -->"
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # by the number of seeds
 # so many times fewer bytes -> the most that the loss may be above the synchronous one
 GOALS = {20: 0.003, 100: 0.01}
+DEVICE = "device"  # of a row: the GPU that made it; without one, processors did
 NAMES = {"iid": "mixed text", "by_language": "a language each"}
 Row = dict[str, Any]
 
@@ -116,7 +117,8 @@ def points_of(rows: Sequence[Row]) -> list[Point]:
 
 
 def _texts_of(row: Row) -> tuple[Any, ...]:
-    return tuple(row["cell"][name] for name in ("optimizer", "facilities", "split", "seed"))
+    names = ("optimizer", "facilities", "split", "seed")
+    return (*(row["cell"][name] for name in names), DEVICE in row)
 
 
 def _way_of(row: Row) -> tuple[Any, ...]:
@@ -142,9 +144,8 @@ def _point(way: tuple[Any, ...], rows: Sequence[Row], beside: Mapping[Any, Row])
 
 def sections(steps: int, points: Sequence[Point], rows: Sequence[Row]) -> Iterable[str]:
     of_steps = [row for row in rows if row["cell"]["steps"] == steps]
-    hours = sum(row["processor_seconds"] for row in of_steps) / 3600
     yield (
-        f"{len(of_steps)} runs of {steps:,} steps at each facility, {hours:.1f} processor hours; "
+        f"{len(of_steps)} runs of {steps:,} steps at each facility, {time_of(of_steps)}; "
         f"{of_steps[0]['parameters']:,} parameters; AdamW's rate "
         f"{rate_of(of_steps):g} at its peak."
     )
@@ -172,6 +173,16 @@ def sections(steps: int, points: Sequence[Point], rows: Sequence[Row]) -> Iterab
         yield tables.markdown(lines)
     yield "## The synchronous runs"
     yield tables.markdown(synchronous(rows))
+
+
+def time_of(rows: Sequence[Row]) -> str:
+    hours = sum(row.get("processor_seconds", 0.0) for row in rows) / 3600
+    seconds: dict[str, float] = {}
+    for row in rows:
+        if DEVICE in row:
+            seconds[row[DEVICE]] = seconds.get(row[DEVICE], 0.0) + row["device_seconds"]
+    on_gpus = [f"{of_gpu / 60:.1f} minutes of an {gpu}" for gpu, of_gpu in seconds.items()]
+    return ", ".join([f"{hours:.1f} processor hours", *on_gpus])
 
 
 def rate_of(rows: Sequence[Row], optimizer: str = "adamw") -> float:

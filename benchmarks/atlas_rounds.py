@@ -226,8 +226,12 @@ def take(model: Any, weights: Weights, merge_alpha: float) -> None:
 
 def batch_of(cell: Cell, text: Tensor, place: int, step: int) -> Batch:
     """What facility `place` reads in a step: the same in every cell of a seed."""
-    draws = random.Random(f"{cell.seed} {place} {step}").getrandbits(60)
-    return batch(samples(text, BATCH, torch.Generator().manual_seed(draws)))
+    return batch(samples(text, BATCH, drawn(cell.seed, place, step)))
+
+
+def drawn(seed: int, place: int, step: int) -> torch.Generator:
+    draws = random.Random(f"{seed} {place} {step}").getrandbits(60)
+    return torch.Generator().manual_seed(draws)
 
 
 def batch(windows_BT: Tensor) -> Batch:

@@ -1,10 +1,13 @@
 """Bytes of four languages that come with Python and the locked packages, divided among facilities.
 
+    python benchmarks/atlas_texts.py FILE       keep them, for atlas.py --texts on another machine
+
 Legend: N bytes of a text, B samples, T tokens of a sample.
 """
 
 import hashlib
 import random
+import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 LANGUAGE_BYTES = 2_400_000
@@ -20,6 +24,7 @@ TOKENS = 64  # of a sample
 VALIDATION_SAMPLES, TEST_SAMPLES = 64, 192  # of each language
 QUESTIONS, ANSWERS, ANSWER_TOKENS = 64, 4, 16
 LIBRARY, PACKAGES = (Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib"))
+travelled: dict[str, Tensor] = {}  # of another machine, in the place of this one's
 # language -> where its files are
 LANGUAGES = {
     "Python": ((LIBRARY, "*.py"), (LIBRARY / "asyncio", "*.py"), (LIBRARY / "email", "*.py")),
@@ -71,6 +76,18 @@ def _of_few(texts: Sequence[Tensor], place: int, facilities: int) -> Iterator[Te
     yield texts[place % len(texts)].chunk(len(sharing))[place // len(texts)]
 
 
+def keep(path: Path) -> None:
+    parts = {name: _language(name) for name in LANGUAGES}
+    kept = {f"{name}, training": training.contiguous() for name, (training, _) in parts.items()}
+    kept |= {f"{name}, held out": held_out.contiguous() for name, (_, held_out) in parts.items()}
+    save_file(kept, path)
+
+
+def take(path: Path) -> None:
+    """Before any text is asked for."""
+    travelled.update(load_file(path))
+
+
 @cache
 def digest() -> str:
     """Of all texts: they change with Python and the locked packages."""
@@ -81,6 +98,8 @@ def digest() -> str:
 @cache
 def _language(name: str) -> tuple[Tensor, Tensor]:
     """Its text to train on, and the held-out one: files in an order drawn once, up to a size."""
+    if travelled:
+        return travelled[f"{name}, training"], travelled[f"{name}, held out"]
     paths = sorted({path for folder, pattern in LANGUAGES[name] for path in folder.glob(pattern)})
     random.Random(name).shuffle(paths)
     content, cut = bytearray(), 0
@@ -106,3 +125,7 @@ def _questions(text_N: Tensor) -> Tensor:
     windows_QT = _windows(text_N, QUESTIONS)[:, :TOKENS]
     answers = [windows_QT[:, context:].roll(shift, 0) for shift in range(ANSWERS)]
     return torch.stack([torch.cat([windows_QT[:, :context], a], 1) for a in answers], 1)
+
+
+if __name__ == "__main__":
+    keep(Path(sys.argv[1]))
