@@ -107,7 +107,8 @@ def _local(cell: Cell) -> tuple[Any, ...]:
 
 def begun(cells: Sequence[Cell], device: torch.device) -> Together:
     with torch.device("cpu"):
-        models = {cell.seed: model_of(settings(cell)) for cell in cells}
+        of_each = {cell.seed: cell for cell in cells}
+        models = {seed: model_of(settings(cell)) for seed, cell in of_each.items()}
         texts = {split: divided(cells[0].facilities, split) for split in {c.split for c in cells}}
     config = next(iter(models.values())).hf.config
     of_seed = {seed: dict(model.named_parameters()) for seed, model in models.items()}
@@ -188,9 +189,10 @@ def train(campaigns: Together, loss: Callable[..., Tensor], update: Callable[...
 def rates(campaigns: Together) -> Tensor:
     """Of every step the rate of each model: [steps, R]."""
     steps = range(1, campaigns.cells[0].steps + 1)
+    of_each = {cell.rate: cell for cell in campaigns.cells}
     of_rate = {
-        cell.rate: [learning_rate(settings(cell).optimizer, s, cell.steps, 1) for s in steps]
-        for cell in campaigns.cells
+        rate: [learning_rate(settings(cell).optimizer, s, cell.steps, 1) for s in steps]
+        for rate, cell in of_each.items()
     }
     rows = [of_rate[cell.rate] for cell in campaigns.cells for _ in range(cell.facilities)]
     return torch.tensor(rows).T.contiguous()
@@ -357,7 +359,7 @@ def through(codec: str, values_RP: Tensor, residual_RP: Tensor) -> tuple[Tensor,
         return torch.vmap(_written, in_dims=(None, 0, 0))(codec, values_RP, residual_RP)
     padded, left = (F.pad(x, (0, short)) for x in (values_RP, residual_RP))
     both = _written(codec, padded.flatten(), left.flatten())
-    decoded, left = (x.view_as(padded)[:, : values_RP.shape[1]] for x in both)
+    decoded, left = (x.view_as(padded)[:, : values_RP.shape[1]].contiguous() for x in both)
     return decoded, left
 
 
