@@ -36,7 +36,8 @@ unexport PYTHONHOME PYTHONPATH
 .NOTPARALLEL: # two benchmarks at once would measure each other
 .PHONY: help setup setup-host wheel docs demo demo-federation rehearse test test-full test-image \
 	test-image-full mutants \
-	testbed testbed-down streamflow lint format bench bench-testbed bench-gpu gpu-travel lock clean distclean
+	testbed testbed-down streamflow lint format bench bench-testbed bench-gpu bench-atlas-gpu \
+	gpu-travel lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -160,12 +161,22 @@ bench-testbed: $(BENCH_TESTBED:%=bench-%) ## The same of images and queues, afte
 bench-gpu: ## Training on one GPU against other trainers; without a GPU: ARGS=--dry-run
 	$(PYTHON) benchmarks/gpu_training.py $(ARGS)
 
-# Carried to a GPU machine without a network: what we need beside torch, and the peers' own code.
+# The texts are another machine's where they have travelled from there.
+bench-atlas-gpu: ## Every combination of docs/atlas.md on one GPU: about 10 minutes
+	PYTHONPATH=src:.build/gpu/requirements $(PYTHON) benchmarks/atlas.py --device cuda \
+		$(addprefix --texts ,$(wildcard .build/gpu/texts.safetensors)) $(ARGS)
+
+# Carried to a GPU machine without a network: what we need beside torch, the peers' own code, and
+# the atlas' texts, which are this machine's. antlr4 comes as its source alone, in Python.
 gpu-travel: $(READY) ## Download them into .build/gpu, for GPU_PYTHON (3.12)
 	$(GPU_PIP) --target .build/gpu/requirements pydantic==2.14.3 pydantic-core==2.50.4 \
-		annotated-types==0.8.0 typing-inspection==0.4.5 typing-extensions==4.16.0
+		annotated-types==0.8.0 typing-inspection==0.4.5 typing-extensions==4.16.0 \
+		hydra-core==1.3.8 omegaconf==2.3.1 py3langid==0.4.0
+	$(PIP) install --quiet --upgrade --no-deps --no-compile --no-build-isolation \
+		--target .build/gpu/requirements antlr4-python3-runtime==4.9.3
 	$(GPU_PIP) --target .build/gpu/peers torchtitan==0.2.2 torchdata==0.11.0 tyro==1.0.17 \
 		docstring-parser==0.18.0 typeguard==4.6.0 litgpt==0.5.13 jsonargparse==4.41.0
+	$(BIN)/python benchmarks/atlas_texts.py .build/gpu/texts.safetensors
 
 bench-trainer_against_hf bench-trainer_against_trl bench-faults_of_peers: .build/peers/.ready
 

@@ -1,7 +1,7 @@
 """Held-out loss against bytes sent, of every server step, encoding and length of a round.
 
     python benchmarks/atlas.py [--quick] [--minutes 480] [--processes 2] [--report]
-    python benchmarks/atlas.py --device cuda [--minutes 10]     all combinations, on one GPU
+    python benchmarks/atlas.py --device cuda [--minutes 55]     all combinations, on one GPU
 
 A small Llama of bytes learns at 2 to 8 facilities, simulated in one process with the product's own
 arithmetic (atlas_rounds.py), and beside each a synchronous run of as many tokens. Every campaign is
@@ -101,9 +101,7 @@ def run_stages(
             break
 
 
-def run_stacks(
-    cells: Sequence[Cell], minutes: float, models: int, device: torch.device
-) -> float:
+def run_stacks(cells: Sequence[Cell], minutes: float, models: int, device: torch.device) -> float:
     """Campaigns of as many facilities at once; the minutes that it took."""
     torch.set_float32_matmul_precision("high")  # TF32, as most train in fp32
     began, longest = time.monotonic(), 0.0

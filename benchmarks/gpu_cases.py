@@ -127,6 +127,7 @@ def write_tokens(run: Any, case: Case) -> None:
         tokenizer_fingerprint="random",
         tokenizer_sha256=hashlib.sha256(TOKENIZER).hexdigest(),
         vocabulary_tokens=case.vocabulary,
+        begin_id=None,
         end_id=None,
         pad_id=0,
         dtype="uint32",

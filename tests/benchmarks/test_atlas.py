@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -14,6 +15,7 @@ from atoll.federation.error_feedback import encoded_tensors
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 OF_US = ("results", "coordinate_check", "atlas", "atlas_texts", "atlas_rounds", "atlas_report")
+OF_US += ("atlas_together",)
 
 
 @pytest.fixture
@@ -61,6 +63,62 @@ def test_bytes_are_those_of_the_encoded_tensors_both_ways(atlas: ModuleType, cod
 
     rounds = 2
     assert outcome["bytes"] == rounds * (size(codec) + size(atlas_rounds.DOWN.get(codec, codec)))
+
+
+def test_campaigns_in_a_stack_learn_what_each_learns_by_itself(atlas: ModuleType) -> None:
+    """Other seeds, texts, rates, rules and rounds beside it change nothing; bytes are the same."""
+    import atlas_together
+
+    def in_stack(update: str, codec: str, split: str = "iid", **changes: object) -> object:
+        sizes = {"facilities": 2, "steps": 4, "codec": codec, "outer_rate": 0.7, "split": split}
+        return cell(atlas, update, **(sizes | changes))
+
+    cells = [
+        in_stack("nesterov", "int2"),
+        in_stack("synchronous", "fp32", "by_language", inner_steps=1),
+        in_stack("nesterov", "int2", "by_language", seed=2),
+        in_stack("replace", "int2", beta1=0.9),
+        in_stack("replace", "sparse", rate=1e-3, inner_steps=4),
+        in_stack("adam", "int8", outer_rate=0.01),
+    ]
+    together = atlas_together.run_together(cells, torch.device("cpu"), compiled=False)
+    for each, outcome in zip(cells, together, strict=True):
+        alone = atlas.run_cell(each)
+        assert outcome["test"] == pytest.approx(alone["test"], abs=2e-5), each
+        assert outcome["validation"] == pytest.approx(alone["validation"], abs=2e-5), each
+        assert outcome["answered"] == pytest.approx(alone["answered"], abs=0.04), each
+        assert (outcome["bytes"], outcome["parameters"]) == (alone["bytes"], alone["parameters"])
+    with pytest.raises(ValueError, match="whole rounds"):
+        atlas_together.in_order([in_stack("replace", "int8", inner_steps=3)])
+
+
+def test_stacks_are_as_even_as_may_be_and_their_rows_compared_with_their_own(
+    atlas: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A GPU does the synchronous runs again; a processor does nothing again."""
+    import atlas_report
+
+    monkeypatch.setattr(atlas, "KEPT", tmp_path / "atlas.jsonl")
+    cells = [
+        cell(atlas, update, seed=seed, facilities=2, steps=2, codec=codec)
+        for seed in (1, 2)
+        for update, codec in (("synchronous", "fp32"), ("replace", "int8"))
+    ]
+    assert [len(stack) for stack in atlas.stacked([*cells, *cells[:1]], 4)] == [2, 2, 1]
+    for each in cells[:2]:
+        atlas.keep(each, atlas.run_cell(each) | {"test": 1.0, "processor_seconds": 1.0}, 0)
+
+    def run(kind: str) -> int:
+        before = len(atlas.kept_rows())
+        on = partial(atlas.run_stacks, models=16, device=torch.device("cpu"))
+        atlas.run_stages([lambda steps, rows: iter(cells)], 2, 5.0, on, kind)
+        return len(atlas.kept_rows()) - before
+
+    assert (run("cuda"), run("cuda"), run("cpu")) == (4, 0, 0)
+    rows = atlas.kept_rows()
+    [point] = atlas_report.points_of(rows)
+    assert len(point.gaps) == 2 and max(map(abs, point.gaps)) < 0.1, "not against the 1.0"
+    assert "minutes of an" in atlas_report.time_of(rows)
 
 
 def test_a_fragment_is_what_its_facility_had_when_it_was_sent(
