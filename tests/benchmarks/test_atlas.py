@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -15,7 +15,7 @@ from atoll.federation.error_feedback import encoded_tensors
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 OF_US = ("results", "coordinate_check", "atlas", "atlas_texts", "atlas_rounds", "atlas_report")
-OF_US += ("atlas_together",)
+OF_US += ("atlas_together", "atlas_costs")
 
 
 @pytest.fixture
@@ -222,6 +222,26 @@ def test_the_page_compares_with_the_same_seed_and_says_what_is_missed(atlas: Mod
     assert not atlas_report.with_muon([point, divided])
     drawn = ElementTree.fromstring(atlas_report.figure("iid", [point]))
     assert "replace, int8" in " ".join(drawn.itertext())
+
+
+def test_a_codec_is_beside_fp32_and_a_step_beside_replace_in_the_same_rounds(
+    atlas: ModuleType,
+) -> None:
+    import atlas_costs
+
+    def point(update: str, codec: str, inner_steps: int, gap: float) -> SimpleNamespace:
+        sizes = {"facilities": 2, "split": "iid", "inner_steps": inner_steps}
+        return SimpleNamespace(update=update, codec=codec, gap=gap, **sizes)
+
+    points = [
+        *(point("replace", "fp32", n, gap) for n, gap in ((10, 0.10), (50, 0.20))),
+        *(point("replace", "int4", n, gap) for n, gap in ((10, 0.11), (50, 0.23), (250, 0.9))),
+        point("adam", "int4", 50, 0.28),
+    ]
+    int4, adam = atlas_costs.costs(points)
+    assert int4 == {"": "int4", "beside": "fp32", "least": "+1.0", "median": "+2.0", "most": "+3.0",
+                    "combinations": "2"}  # fmt: skip
+    assert (adam[""], adam["beside"], adam["most"]) == ("adam", "replace", "+5.0")
 
 
 def test_the_page_says_what_muon_and_longer_campaigns_lose(atlas: ModuleType) -> None:

@@ -130,6 +130,7 @@ def test_what_no_model_folder_has_is_not_taken(
     assert site.make_bases(tmp_path, 1, []) == 0 and applied == [0]
 
 
+@pytest.mark.login_node
 def test_of_an_export_only_what_a_model_needs_is_sent(tmp_path: Path) -> None:
     model, there = tmp_path / round_name(0) / "global", tmp_path / "north"
     for part in ("master", "export"):
