@@ -3,34 +3,33 @@
 The arithmetic is that of atlas_rounds.py, where facilities train one after the other; the test
 beside it holds both to the same losses. Models this small leave a GPU idle, a stack of a thousand
 does not. What is sent are whole models; fragments stay with atlas_rounds.py.
-Legend: C campaigns, K facilities of each, R = C*K models, B samples, T tokens, N = B*T, V words,
-D width, H heads, P values of a model.
+Legend: C campaigns, K facilities of each, R = C*K models, B samples, T tokens, P values of a model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from math import sqrt
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from atlas_rounds import BATCH, CLIP_NORM, DOWN, SYNCHRONOUS, Cell, Sent, drawn, model_of, settings
-from atlas_texts import ANSWER_TOKENS, TOKENS, Texts, divided
+from atlas_rounds import BATCH, DOWN, SYNCHRONOUS, Cell, Sent, drawn, model_of, settings
+from atlas_texts import TOKENS, Texts, divided
+from stacked_llama import Stack, adamw, losses, mean_losses, shares_answered
 from torch import Tensor
 
 from atoll.federation import combine
 from atoll.federation.codec import BLOCK
 from atoll.federation.combine import COMBINE
 from atoll.federation.error_feedback import encoded_tensors, write_encoded
+from atoll.federation.next_model import RESIDUAL
 from atoll.federation.step import STEPS, fresh_memory
 from atoll.federation.tensors import Stretch
 from atoll.train.optimizer import learning_rate
 
-EVALUATED = 64  # windows of each model at a time
 LOCAL = ("update", "outer_rate", "beta1")  # what alone differs among cells that encode together
-Stack = dict[str, Tensor]
 
 
 @dataclass
@@ -79,7 +78,8 @@ class Part:
 
 def run_together(cells: Sequence[Cell], device: torch.device, compiled: bool) -> list[dict]:
     """What run_cell gives, for each of these cells, which have as many facilities and steps."""
-    with torch.device(device):
+    # sums in one piece: a GPU has no cache of a processor's to care for
+    with torch.device(device), patch.object(combine, "CACHED", 1 << 40):
         campaigns = begun(in_order(cells), device)
         loss = torch.compile(losses) if compiled else losses
         update = torch.compile(adamw) if compiled else adamw
@@ -148,9 +148,6 @@ def parts_of(campaigns: Together, rounds: Rounds) -> Iterator[Part]:
         memory = {kind: torch.full_like(values_CP, begin) for kind, begin in kinds.items()}
         memory[RESIDUAL] = torch.zeros_like(values_CP)
         yield Part(names, values_CP, torch.zeros_like(values_RP), memory)
-
-
-RESIDUAL = "residual"
 
 
 @torch.no_grad()
@@ -234,58 +231,6 @@ def places_of(seed: int, place: int, step: int, size: int) -> Tensor:
         return torch.randint(size, (BATCH,), generator=drawn(seed, place, step))
 
 
-def losses(weights: Stack, windows_RBT: Tensor, config: Any) -> Tensor:
-    """The mean loss of each model's batch, [R]."""
-    models, labels_RN = len(windows_RBT), windows_RBT[:, :, 1:].flatten(1)
-    logits_RNV = logits(weights, windows_RBT[:, :, :-1], config)
-    loss_N = F.cross_entropy(logits_RNV.flatten(0, 1), labels_RN.flatten(), reduction="none")
-    return loss_N.view(models, -1).mean(1)
-
-
-def logits(weights: Stack, tokens_RBT: Tensor, config: Any) -> Tensor:
-    """A Llama's, written for stacks: [R, N, V]."""
-    models, samples, tokens = tokens_RBT.shape
-    heads, width = config.num_attention_heads, config.head_dim
-    words = weights["hf.model.embed_tokens.weight"]
-    firsts_R1 = torch.arange(models, device=words.device)[:, None] * words.shape[1]
-    x_RND = F.embedding(tokens_RBT.flatten(1) + firsts_R1, words.flatten(0, 1))
-    cos_TD, sin_TD = turns(tokens, width, words.device)
-    later_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=words.device).triu(1)
-
-    def linear(name: str, x_RND: Tensor) -> Tensor:
-        return torch.bmm(x_RND, weights[f"hf.{name}.weight"].mT)
-
-    def norm(name: str, x_RND: Tensor) -> Tensor:
-        scale_RN1 = torch.rsqrt(x_RND.square().mean(-1, keepdim=True) + config.rms_norm_eps)
-        return x_RND * scale_RN1 * weights[f"hf.{name}.weight"][:, None]
-
-    def by_head(x_RND: Tensor) -> Tensor:
-        return x_RND.view(models * samples, tokens, heads, width).transpose(1, 2)
-
-    def turned(x: Tensor) -> Tensor:
-        left, right = x.chunk(2, dim=-1)
-        return x * cos_TD + torch.cat([-right, left], dim=-1) * sin_TD
-
-    for layer in (f"model.layers.{number}" for number in range(config.num_hidden_layers)):
-        h = norm(f"{layer}.input_layernorm", x_RND)
-        q, k, v = (by_head(linear(f"{layer}.self_attn.{n}_proj", h)) for n in "qkv")
-        scores = turned(q) @ turned(k).mT / sqrt(width)
-        mixed = scores.masked_fill(later_TT, -torch.inf).softmax(-1) @ v
-        x_RND = x_RND + linear(f"{layer}.self_attn.o_proj", mixed.transpose(1, 2).reshape_as(x_RND))
-        h = norm(f"{layer}.post_attention_layernorm", x_RND)
-        gate, up = (linear(f"{layer}.mlp.{n}_proj", h) for n in ("gate", "up"))
-        x_RND = x_RND + linear(f"{layer}.mlp.down_proj", F.silu(gate) * up)
-    return linear("lm_head", norm("model.norm", x_RND))
-
-
-def turns(tokens: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rotary positions (Su et al. 2021), two times half the width: cosines and sines."""
-    powers = torch.arange(0, width, 2, device=device).float() / width
-    angles = torch.arange(tokens, device=device)[:, None] / 10_000.0**powers
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
-
-
 @torch.no_grad()
 def average(campaigns: Together, synchronous: int) -> None:
     """Of the first campaigns, which step together, every facility takes the mean gradient."""
@@ -293,31 +238,6 @@ def average(campaigns: Together, synchronous: int) -> None:
     for weight in campaigns.weights.values() if models else ():
         gradients = weight.grad[:models].unflatten(0, (synchronous, campaigns.facilities))
         gradients.copy_(gradients.mean(1, keepdim=True).expand_as(gradients))
-
-
-@torch.no_grad()
-def adamw(
-    weights: Stack,
-    gradients: Stack,
-    means: Stack,
-    squares: Stack,
-    rates_R: Tensor,
-    step: Tensor,
-    constants: tuple[float, float, float, float],
-) -> None:
-    """Clip each model's gradient and step as torch's AdamW; vectors are not decayed."""
-    beta1, beta2, epsilon, decay = constants
-    norms_R = sum(g.flatten(1).square().sum(1) for g in gradients.values()).sqrt()  # type: ignore
-    clip_R = (CLIP_NORM / (norms_R + 1e-6)).clamp(max=1.0)
-    rise, spread = 1 - beta1**step, (1 - beta2**step).sqrt()
-    for name, weight in weights.items():
-        shape = (-1, *[1] * (weight.ndim - 1))
-        gradient, rate = gradients[name] * clip_R.view(shape), rates_R.view(shape)
-        if weight.ndim > 2:
-            weight.mul_(1 - rate * decay)
-        mean = means[name].lerp_(gradient, 1 - beta1)
-        square = squares[name].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        weight.sub_(rate / rise * mean / (square.sqrt() / spread + epsilon))
 
 
 @torch.no_grad()
@@ -337,7 +257,6 @@ def average_models(campaigns: Together, rounds: Rounds) -> None:
 
 def stepped(update_RP: Tensor, part: Part, rounds: Rounds, count: int) -> Iterator[Tensor]:
     """What the servers add, campaigns of the same rule together."""
-    combine.CACHED = update_RP.numel()  # no cache to care for here: each sum in one piece
     first = 0
     for _, group in groupby(rounds.cells, _local):
         cells = list(group)
@@ -391,31 +310,6 @@ def outcomes(campaigns: Together) -> Iterator[dict[str, Any]]:
     for number, cell in enumerate(campaigns.cells):
         values = {name: float(of_all[number]) for name, of_all in found.items()}
         yield values | {"bytes": sent_bytes(cell, shapes), "parameters": parameters}
-
-
-def mean_losses(weights: Stack, windows_BT: Tensor, config: Any) -> Tensor:
-    models, device = _models_of(weights)
-    parts = windows_BT.to(device).split(EVALUATED)
-    means = [losses(weights, part.expand(models, *part.shape), config) for part in parts]
-    counts = torch.tensor([len(part) for part in parts], dtype=torch.float64, device=device)
-    return torch.stack(means).double().mul(counts[:, None]).sum(0) / counts.sum()
-
-
-def shares_answered(weights: Stack, questions_QAT: Tensor, config: Any) -> Tensor:
-    models, device = _models_of(weights)
-    scores = []
-    for part in questions_QAT.flatten(0, 1).to(device).split(EVALUATED):
-        words = logits(weights, part[:, :-1].expand(models, *part[:, :-1].shape), config)
-        logp = words.log_softmax(-1).unflatten(1, (len(part), -1))
-        right = part[:, 1:, None].expand(models, len(part), part.shape[1] - 1, 1)
-        scores.append(logp.gather(3, right)[:, :, -ANSWER_TOKENS:, 0].sum(2))
-    best_RQ = torch.cat(scores, 1).unflatten(1, questions_QAT.shape[:2]).argmax(2)
-    return (best_RQ == 0).double().mean(1)
-
-
-def _models_of(weights: Stack) -> tuple[int, torch.device]:
-    some = next(iter(weights.values()))
-    return len(some), some.device
 
 
 def sent_bytes(cell: Cell, shapes: dict[str, tuple[int, ...]]) -> int:

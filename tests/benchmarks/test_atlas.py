@@ -15,7 +15,7 @@ from atoll.federation.error_feedback import encoded_tensors
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 OF_US = ("results", "coordinate_check", "atlas", "atlas_texts", "atlas_rounds", "atlas_report")
-OF_US += ("atlas_together", "atlas_costs")
+OF_US += ("atlas_together", "atlas_costs", "stacked_llama")
 
 
 @pytest.fixture
