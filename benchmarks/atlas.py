@@ -75,7 +75,8 @@ def main() -> int:
     quick = arguments.quick or arguments.device != "cpu"
     steps = QUICK_STEPS if quick else NIGHT_STEPS
     minutes = arguments.minutes or (QUICK_MINUTES if quick else NIGHT_MINUTES)
-    if arguments.device != "cpu":
+    if not arguments.report and arguments.device != "cpu":
+        torch.set_float32_matmul_precision("high")  # TF32, as most train in fp32
         run = partial(run_stacks, models=arguments.models, device=torch.device(arguments.device))
         run_stages(GPU_STAGES, steps, minutes, run, arguments.device)
     elif not arguments.report:
@@ -103,7 +104,6 @@ def run_stages(
 
 def run_stacks(cells: Sequence[Cell], minutes: float, models: int, device: torch.device) -> float:
     """Campaigns of as many facilities at once; the minutes that it took."""
-    torch.set_float32_matmul_precision("high")  # TF32, as most train in fp32
     began, longest = time.monotonic(), 0.0
     for stack in stacked(dict.fromkeys(cells), models):
         if _minutes_since(began) + longest > minutes:
@@ -338,7 +338,7 @@ NIGHT_STAGES = (
     partial(compare, facilities=(4, 2, 8)),
 )
 
-# the rates of processors serve here too: one stack, of which the next follows
+# AdamW's rate is the one that processors found; the server's are found here, at more lengths
 GPU_STAGES = (
     partial(tune_outer, updates=UPDATES, lengths=TUNED_LENGTHS),
     partial(compare, facilities=(4,)),

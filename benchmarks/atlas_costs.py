@@ -28,6 +28,13 @@ def costs(points: Sequence[Any]) -> list[dict[str, str]]:
     return list(_lines([*codecs, *steps]))
 
 
+def widest_gap(rows: Sequence[dict[str, Any]], device: str) -> float:
+    """How far the loss of one campaign is from itself, made on a GPU and on processors, a share."""
+    on_gpu = {str(row["cell"]): row["test"] for row in rows if device in row}
+    both = [(row["test"], on_gpu.get(str(row["cell"]))) for row in rows if device not in row]
+    return max((abs(gpu / own - 1) for own, gpu in both if gpu is not None), default=0.0)
+
+
 def _key(point: Any) -> tuple[Any, ...]:
     return point.update, point.codec, point.facilities, point.split, point.inner_steps
 

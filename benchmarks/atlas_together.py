@@ -139,7 +139,7 @@ def parts_of(campaigns: Together, rounds: Rounds) -> Iterator[Part]:
     """Of whole blocks all tensors in one piece; those with a short block each for itself."""
     sizes = {name: weight[0].numel() for name, weight in campaigns.weights.items()}
     whole = [name for name, size in sizes.items() if size % BLOCK == 0]
-    kinds = fresh_memory(rounds.cells[0].rule)
+    kinds: dict[str, float] = {}
     for cell in rounds.cells:
         kinds |= fresh_memory(cell.rule)
     for names in ([whole] if whole else []) + [[name] for name in sizes if name not in whole]:

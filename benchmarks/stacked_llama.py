@@ -33,7 +33,8 @@ def logits(weights: Stack, tokens_RBT: Tensor, config: Any) -> Tensor:
     words = weights["hf.model.embed_tokens.weight"]
     firsts_R1 = torch.arange(models, device=words.device)[:, None] * words.shape[1]
     x_RND = F.embedding(tokens_RBT.flatten(1) + firsts_R1, words.flatten(0, 1))
-    cos_TD, sin_TD = turns(tokens, width, words.device)
+    base = config.rope_parameters["rope_theta"]
+    cos_TD, sin_TD = turns(tokens, width, base, words.device)
     later_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=words.device).triu(1)
 
     def linear(name: str, x_RND: Tensor) -> Tensor:
@@ -62,10 +63,10 @@ def logits(weights: Stack, tokens_RBT: Tensor, config: Any) -> Tensor:
     return linear("lm_head", norm("model.norm", x_RND))
 
 
-def turns(tokens: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def turns(tokens: int, width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Rotary positions (Su et al. 2021), two times half the width: cosines and sines."""
     powers = torch.arange(0, width, 2, device=device).float() / width
-    angles = torch.arange(tokens, device=device)[:, None] / 10_000.0**powers
+    angles = torch.arange(tokens, device=device)[:, None] / base**powers
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
 

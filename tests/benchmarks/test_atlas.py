@@ -242,6 +242,10 @@ def test_a_codec_is_beside_fp32_and_a_step_beside_replace_in_the_same_rounds(
     assert int4 == {"": "int4", "beside": "fp32", "least": "+1.0", "median": "+2.0", "most": "+3.0",
                     "combinations": "2"}  # fmt: skip
     assert (adam[""], adam["beside"], adam["most"]) == ("adam", "replace", "+5.0")
+    rows = [{"cell": {"seed": n}, "test": 2.0} for n in (1, 2)]
+    rows += [{"cell": {"seed": 1}, "test": 1.9, "device": "a GPU"}]
+    assert atlas_costs.widest_gap(rows, "device") == pytest.approx(0.05)
+    assert atlas_costs.widest_gap(rows[:2], "device") == 0.0
 
 
 def test_the_page_says_what_muon_and_longer_campaigns_lose(atlas: ModuleType) -> None:
