@@ -65,7 +65,7 @@ def _call(argv: list[str]) -> int:
         print(_usage())
         return 0
     if argv[0] == "--version":
-        print(f"atoll {importlib.import_module('importlib.metadata').version('atoll')}")
+        print(f"atoll {importlib.import_module('atoll.proof.statement').own_version()}")
         return 0
     if argv[0] in RENAMED:
         raise UserError(f"unknown command: {argv[0]}", f"it is called {RENAMED[argv[0]]} now")

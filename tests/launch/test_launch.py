@@ -287,6 +287,29 @@ def test_an_import_that_starts_a_thread_is_refused_before_the_fork(tmp_path: Pat
     assert output == ""
 
 
+def test_a_thread_of_jemalloc_is_no_reason_against_a_fork(tmp_path: Path) -> None:
+    """It has this name, and ends before a fork by itself."""
+    (tmp_path / "threaded.py").write_text(
+        "import threading\n"
+        "from pathlib import Path\n"
+        "named, forked = threading.Event(), threading.Event()\n"
+        "def as_jemalloc_s():\n"
+        "    task = Path(f'/proc/self/task/{threading.get_native_id()}/comm')\n"
+        "    task.write_text('jemalloc_bg_thd')\n"
+        "    named.set()\n"
+        "    forked.wait()\n"
+        "threading.Thread(target=as_jemalloc_s, daemon=True).start()\n"
+        "named.wait()\n"
+        "def entrypoint(run, placement): print('ran')\n"
+    )
+    path = os.pathsep.join([environment()["PYTHONPATH"], str(tmp_path)])
+    exit_code, output, errors = launched(
+        "--fork", 2, tmp_path, "threaded:entrypoint", PYTHONPATH=path
+    )
+    assert exit_code == 0, errors
+    assert output.splitlines() == ["ran", "ran"]
+
+
 def test_a_device_opened_by_an_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preload, "_DEVICE_FILES", ("/dev/zero",))
     preload.refuse_open_devices()

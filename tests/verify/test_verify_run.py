@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,20 @@ def complete(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     sacct(tmp_path / "bin", monkeypatch, ENDED_JOB)
     assert main(["status", str(folder)]) == 0
     return folder
+
+
+def test_a_clone_that_nobody_installed_proves_its_export(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unknown(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    run = load_run(run_dir.settings_file(folder))
+    monkeypatch.setattr(metadata, "version", unknown)
+    of_run.prove_run(run_dir.export(folder), run, folder, {"libraries": "torch 1"}, {})
+    assert main(["verify", str(run_dir.export(folder))]) == 0
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.endswith("atoll unknown\n")
 
 
 def sacct(programs: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:

@@ -4,9 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
-from importlib import metadata
 
 from atoll import run_dir
 from atoll.cluster.fit import shape_known_here
@@ -16,6 +14,7 @@ from atoll.config import certificate
 from atoll.errors import UserError
 from atoll.plan.own_processors import as_computed_here
 from atoll.plan.prediction import Prediction, in_a_line, predict, steps_taken
+from atoll.proof.statement import own_version
 from atoll.settings import Run
 
 UP_TO = "in its first job up to"  # where the time of a step is not known
@@ -40,10 +39,8 @@ def keep_prediction(run: Run) -> None:
     if prediction is None:
         file.unlink(missing_ok=True)
         return
-    version = "unknown"
-    with suppress(metadata.PackageNotFoundError):
-        version = metadata.version("atoll")
-    run_dir.write_whole(file, json.dumps(prediction.record(run, version), indent=1) + "\n")
+    record = prediction.record(run, own_version())
+    run_dir.write_whole(file, json.dumps(record, indent=1) + "\n")
 
 
 def line(run: Run) -> str:

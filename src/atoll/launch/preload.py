@@ -31,6 +31,9 @@ _WHILE_IMPORTING = {
 }
 # Open in a process once its driver runs: CUDA, ROCm, Level Zero.
 _DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/")
+# jemalloc's own, of an image or a facility that preloads it: it stops before a fork and is not in
+# the child (background_thread.c, "postfork_child")
+_STOPS_BEFORE_A_FORK = "jemalloc_bg_thd"
 _INSTEAD = "use launcher=static, where each rank imports for itself"
 
 
@@ -79,6 +82,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def refuse_threads() -> None:
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    names = [name for name in names if name != _STOPS_BEFORE_A_FORK]
     if len(names) > 1:
         raise UserError(
             f"{len(names)} threads run after the imports ({', '.join(sorted(names))}); "

@@ -8,12 +8,11 @@ import json
 import mimetypes
 import time
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
-from atoll.proof.statement import CRATE, Made, Resource, instant, is_file
+from atoll.proof.statement import CRATE, Made, Resource, instant, is_file, own_version
 
 CONTEXTS = [
     "https://w3id.org/ro/crate/1.1/context",
@@ -166,7 +165,7 @@ def _license() -> Entity:
 
 
 def _software() -> Entity:
-    version = metadata.version("atoll")
+    version = own_version()
     kind = {"@id": f"urn:atoll:{version}", "@type": "SoftwareApplication"}
     return {**kind, "name": "Atoll", "softwareVersion": version}
 

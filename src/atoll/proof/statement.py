@@ -99,7 +99,7 @@ def write_statement(export: Path, made: Made, subjects: list[Resource]) -> None:
                 "resolvedDependencies": made.materials,
             },
             "runDetails": {
-                "builder": {"id": "urn:atoll", "version": {"atoll": metadata.version("atoll")}},
+                "builder": {"id": "urn:atoll", "version": {"atoll": own_version()}},
                 "metadata": {"invocationId": made.name, "finishedOn": instant(time.time())},
                 "byproducts": [*made.logs, *accounting, *made.gaps],
             },
@@ -107,6 +107,14 @@ def write_statement(export: Path, made: Made, subjects: list[Resource]) -> None:
     }
     (export / SIGNATURE).unlink(missing_ok=True)  # of an older statement
     run_dir.write_whole(export / NAME, json.dumps(content, indent=1) + "\n")
+
+
+def own_version() -> str:
+    """Of the installed package; "unknown" where a clone runs that nobody installed."""
+    try:
+        return metadata.version("atoll")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def instant(seconds: float) -> str:
