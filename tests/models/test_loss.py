@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from atoll.models import loss
 from atoll.models.loss import chunked_cross_entropy, chunked_log_probabilities
 
 TOKENS, WIDTH, VOCABULARY = 37, 6, 50
@@ -90,6 +91,23 @@ def test_without_gradients_every_chunk_counts_and_none_are_computed() -> None:
         loss = chunked_cross_entropy(hidden, weight, bias, labels(), 8)
     torch.testing.assert_close(loss, expected.detach())
     assert not [name for name in called if "scatter_add" in name or ".out" in name], called
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("softcap", "z_loss"), [(None, 0.0), (3.0, 0.01)])
+def test_what_torch_compile_traces_says_the_same(
+    dtype: torch.dtype, softcap: float | None, z_loss: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced = torch.compile(loss._of_logits, backend="aot_eager")  # kernels need a C++ compiler
+    monkeypatch.setattr(loss, "_compiled", lambda: traced)
+    as_is, compiled = inputs(dtype), inputs(dtype)
+    terms = (labels(), 8, softcap, z_loss)
+    expected = chunked_cross_entropy(*as_is, *terms)
+    got = chunked_cross_entropy(*compiled, *terms, compiled=True)
+    torch.testing.assert_close(got, expected)
+    (got + expected).backward()
+    for a, b in zip(compiled, as_is, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
 
 
 def test_bf16_is_close_and_keeps_dtypes() -> None:

@@ -103,7 +103,8 @@ def build_model(
     elif task is not None:
         model = PairRanker(hf, parts, training.loss_chunk_tokens, task)
     else:
-        model = CausalLM(hf, parts, training.loss_chunk_tokens, training.z_loss)
+        terms = (training.loss_chunk_tokens, training.z_loss, training.compile)
+        model = CausalLM(hf, parts, *terms)
     if training.activation_checkpointing != "none":
         # the older name goes with transformers 6, the newer one is not in every 5
         enable = getattr(model.hf, "activation_checkpointing_enable", None)

@@ -34,13 +34,19 @@ class CausalLM(nn.Module):
     """
 
     def __init__(
-        self, hf: nn.Module, parts: Parts, loss_chunk_tokens: int, z_loss: float = 0.0
+        self,
+        hf: nn.Module,
+        parts: Parts,
+        loss_chunk_tokens: int,
+        z_loss: float = 0.0,
+        compiled: bool = False,
     ) -> None:
         super().__init__()
         self.hf = hf
         self.parts = parts
         self.loss_chunk_tokens = loss_chunk_tokens
         self.z_loss = z_loss
+        self.compiled = compiled
         self.token_split: TokenSplit | None = None
         self.stages: Any = None
 
@@ -95,6 +101,7 @@ class CausalLM(nn.Module):
             self.loss_chunk_tokens,
             getattr(config, "final_logit_softcapping", None),
             self.z_loss,
+            self.compiled and hidden_BTD.is_cuda,  # on a processor there is nothing to gain
         )
 
     @property

@@ -3,6 +3,8 @@
 Legend: N tokens, D hidden width, V vocabulary, C tokens of a chunk.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ def chunked_cross_entropy(
     chunk_tokens: int,
     softcap: float | None = None,
     z_loss: float = 0.0,
+    compiled: bool = False,
 ) -> Tensor:
     """The summed cross-entropy in fp32; at no time are more than C x V logits held.
 
@@ -28,7 +31,8 @@ def chunked_cross_entropy(
     z_loss: times the squared log of each target's normaliser, which pulls it to 1 (PaLM, Chowdhery
     et al. 2022); it is in the gradients alone, so that losses stay cross-entropies. The
     gradients are computed chunk by chunk in the forward pass, so nothing is recomputed (as in
-    Liger-Kernel's fused linear cross-entropy, Hsu et al. 2024).
+    Liger-Kernel's fused linear cross-entropy, Hsu et al. 2024). compiled: torch.compile makes
+    one kernel of what is done to a chunk's logits between the products.
     """
     if not torch.is_grad_enabled():
         # in a Function a parameter asks for its gradient all the same
@@ -40,7 +44,7 @@ def chunked_cross_entropy(
         hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
         bias_V = None if bias_V is None else bias_V.to(dtype)
     with torch.autocast(device, enabled=False):
-        terms = (chunk_tokens, softcap, z_loss)
+        terms = (chunk_tokens, softcap, z_loss, compiled)
         loss: Tensor = _Chunked.apply(hidden_ND, weight_VD, bias_V, labels_N, *terms)
     return loss
 
@@ -86,7 +90,9 @@ class _Chunked(torch.autograd.Function):
         chunk_tokens: int,
         softcap: float | None,
         z_loss: float,
+        compiled: bool,
     ) -> Tensor:
+        of_logits = _compiled() if compiled else _of_logits
         learns, weight_learns, bias_learns = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden_ND) if learns else None
         # as large as the head: not made where that stays as it is
@@ -100,22 +106,11 @@ class _Chunked(torch.autograd.Function):
             counted_C1 = (labels_N[rows] != IGNORED)[:, None]
             targets_C1 = labels_N[rows].clamp_min(0)[:, None]
             logits_CV = F.linear(hidden_ND[rows], weight_VD, bias_V)
-            if softcap is not None:
-                share_CV = torch.tanh(logits_CV.float() / softcap)
-                logits_CV = share_CV * softcap
-            logp_CV = torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
-            loss -= (logp_CV.gather(1, targets_C1) * counted_C1).sum()
-            if not any(ctx.needs_input_grad):
+            learns_any = any(ctx.needs_input_grad)
+            logp_C1, grad_CV = of_logits(logits_CV, targets_C1, softcap, z_loss, learns_any)
+            loss -= (logp_C1 * counted_C1).sum()
+            if grad_CV is None:
                 continue
-            minus_C1 = logp_CV.new_full(targets_C1.shape, -1.0)
-            log_z_C1 = logits_CV[:, :1].float() - logp_CV[:, :1] if z_loss else None
-            grad_CV = logp_CV.exp_()
-            if log_z_C1 is not None:
-                grad_CV *= 1 + 2 * z_loss * log_z_C1
-            grad_CV.scatter_add_(1, targets_C1, minus_C1)
-            if softcap is not None:
-                grad_CV *= 1 - share_CV.square_()
-            grad_CV = grad_CV.to(weight_VD.dtype)
             # ignored rows are zeroed in the thin factors, which spares a pass over C x V
             if grad_hidden is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden[rows])
@@ -136,7 +131,38 @@ class _Chunked(torch.autograd.Function):
             for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
         ]
         ctx.grads = ()
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None, None, None)
+
+
+def _of_logits(
+    logits_CV: Tensor, targets_C1: Tensor, softcap: float | None, z_loss: float, learns: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The log-probability of each target in fp32, and the loss' gradient in the logits' dtype."""
+    dtype, share_CV = logits_CV.dtype, None
+    if softcap is not None:
+        share_CV = torch.tanh(logits_CV.float() / softcap)
+        logits_CV = share_CV * softcap
+    logp_CV = torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
+    logp_C1 = logp_CV.gather(1, targets_C1)
+    if not learns:
+        return logp_C1, None
+    log_z_C1 = logits_CV[:, :1].float() - logp_CV[:, :1] if z_loss else None
+    grad_CV = logp_CV.exp_()
+    if log_z_C1 is not None:
+        grad_CV *= 1 + 2 * z_loss * log_z_C1
+    if torch.compiler.is_compiling():  # a scatter would not go into one kernel with the rest
+        is_target_CV = torch.arange(grad_CV.shape[1], device=grad_CV.device) == targets_C1
+        grad_CV -= is_target_CV.float()
+    else:
+        grad_CV.scatter_add_(1, targets_C1, grad_CV.new_full(targets_C1.shape, -1.0))
+    if share_CV is not None:
+        grad_CV *= 1 - share_CV.square_()
+    return logp_C1, grad_CV.to(dtype)
+
+
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    return torch.compile(_of_logits)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -104,7 +104,7 @@ def logits_bytes(run: Run, shape: Shape) -> float:
         # computed again in the backward pass: logits, and three such while theirs are made; each
         # chunk's gradient of the head is whole, and added to those before
         return numbers * (c + 3 * FP32) + head * (1 + (all_tokens > tokens))
-    # of the chunk before, the probabilities are there until this one's are
-    before = FP32 * (all_tokens > tokens)
+    # of the chunk before, the gradient is there until this one's is
+    before = c * (all_tokens > tokens)
     chunk = numbers * (c + FP32 + (c if c < FP32 else 0) + before)
     return chunk + head + all_tokens * shape.hidden * c

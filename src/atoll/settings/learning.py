@@ -213,7 +213,7 @@ class Training(Settings):
     device_batch_samples: Count | None = None  # of a step, for each rank with samples of its own
     microbatch_samples: Count  # of one forward and backward pass of a rank
     log_every_steps: Count  # between two lines of metrics
-    compile: bool  # torch.compile of each block
+    compile: bool  # torch.compile of each block; on a GPU of the loss too
     # what the backward pass computes again: nothing, all but attention's results, or whole blocks
     activation_checkpointing: Literal["none", "selective", "full"]
     loss_chunk_tokens: Count = 512  # whose logits are there at once
