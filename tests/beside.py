@@ -1,4 +1,4 @@
-"""Run pytest twice at once: the tests of the testbed, which mostly wait, beside the others.
+"""Run pytest on groups of tests, two at a time: much of a test waits, for a job or for ranks.
 
 python tests/beside.py [WORDS for pytest]; with a path among them pytest runs once.
 """
@@ -6,38 +6,62 @@ python tests/beside.py [WORDS for pytest]; with a path among them pytest runs on
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
-TESTBED = "tests/testbed"
+# what takes longest first; whatever is in no group comes last
+GROUPS = (
+    ("tests/testbed",),
+    ("tests/campaign", "tests/benchmarks"),
+    ("tests/cluster", "tests/launch", "tests/health", "tests/data"),
+    ("tests/train", "tests/sharding"),
+)
 NOTHING_COLLECTED = 5
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the testbed's output behind that of the others; the exit code is of who failed."""
+    """One lane's output is seen while it runs, the other's behind it; the code is the worst."""
     pytest = [sys.executable, "-m", "pytest"]
     if any(Path(word.partition("::")[0]).exists() for word in words):
         return subprocess.run([*pytest, *words]).returncode
-    with tempfile.TemporaryFile() as output:
-        beside = subprocess.Popen(
-            [*pytest, TESTBED, "-o", f"cache_dir=.pytest_cache/{TESTBED}", *words],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+    left = deque([*pytest, *paths, *words] for paths in all_groups())
+    with tempfile.TemporaryFile() as output, ThreadPoolExecutor(1) as lane:
+        beside = lane.submit(run_in_turn, left, output)
+        codes = run_in_turn(left, None)
+        codes += beside.result()
+        output.seek(0)
+        print("\nbeside them:", flush=True)
+        sys.stdout.buffer.write(output.read())
+    return exit_code(codes)
+
+
+def all_groups() -> list[list[str]]:
+    """Paths for each run of pytest, and a cache of its own."""
+    rest = ["tests", *(f"--ignore={path}" for group in GROUPS for path in group)]
+    return [
+        [*group, "-o", f"cache_dir=.pytest_cache/{number}"]
+        for number, group in enumerate([*GROUPS, rest])
+    ]
+
+
+def run_in_turn(left: deque[list[str]], output: IO[bytes] | None) -> list[int]:
+    """Run one after the other until none is left, while another lane does so; their exit codes."""
+    codes = []
+    while True:
         try:
-            first = subprocess.run([*pytest, f"--ignore={TESTBED}", *words]).returncode
-        finally:
-            second = beside.wait()
-            output.seek(0)
-            print(f"\n{TESTBED}, beside them:", flush=True)
-            sys.stdout.buffer.write(output.read())
-    return exit_code(first, second)
+            argv = left.popleft()
+        except IndexError:
+            return codes
+        codes.append(subprocess.run(argv, stdout=output, stderr=subprocess.STDOUT).returncode)
 
 
-def exit_code(first: int, second: int) -> int:
-    """Words that choose tests may leave one of the two without any."""
-    codes = [code for code in (first, second) if code != NOTHING_COLLECTED]
-    return max(codes, key=abs, default=NOTHING_COLLECTED)
+def exit_code(codes: Sequence[int]) -> int:
+    """The worst; words that choose tests may leave groups without any."""
+    found = [code for code in codes if code != NOTHING_COLLECTED]
+    return max(found, key=abs, default=NOTHING_COLLECTED)
 
 
 if __name__ == "__main__":

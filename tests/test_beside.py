@@ -1,28 +1,58 @@
-"""Two pytests at once are one to whoever waits for them."""
+"""Pytest in several turns is one to whoever waits for it."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from beside import exit_code
+from beside import GROUPS, all_groups, exit_code
 
 TESTS = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "code"),
-    [(0, 0, 0), (0, 5, 0), (5, 0, 0), (5, 5, 5), (1, 0, 1), (0, 1, 1), (0, -9, -9), (2, 5, 2)],
+    ("codes", "code"),
+    [
+        ((0, 0, 0), 0),
+        ((0, 5), 0),
+        ((5, 0), 0),
+        ((5, 5, 5), 5),
+        ((1, 0), 1),
+        ((0, 1, 0), 1),
+        ((0, -9), -9),
+        ((2, 5), 2),
+    ],
 )
-def test_who_fails_is_heard(first, second, code):
-    assert exit_code(first, second) == code
+def test_who_fails_is_heard(codes, code):
+    assert exit_code(codes) == code
 
 
-def test_words_choose_among_both(tmp_path):
-    for folder in ("", "testbed/"):
-        file = tmp_path / f"tests/{folder}test_{folder[:4]}_it.py"
-        file.parent.mkdir(exist_ok=True)
+def test_every_group_is_of_folders_that_are_there():
+    assert all((TESTS.parent / path).is_dir() for group in GROUPS for path in group)
+
+
+def test_every_test_is_in_one_group(tmp_path):
+    every = [*(path for group in GROUPS for path in group), "tests", "tests/added"]
+    for path in every:
+        (tmp_path / path).mkdir(parents=True, exist_ok=True)
+        name = path.replace("/", "_")
+        (tmp_path / path / f"test_{name}.py").write_text(f"def test_{name}(): pass\n")
+    line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q"]
+    found = ""
+    for group in all_groups():
+        found += subprocess.run(
+            [*line, *group], cwd=tmp_path, capture_output=True, text=True
+        ).stdout
+    names = [line.partition("::")[2] for line in found.splitlines() if "::" in line]
+    assert sorted(names) == sorted(f"test_{path.replace('/', '_')}" for path in every)
+
+
+def test_words_choose_among_all(tmp_path):
+    for folder in [*(path for group in GROUPS for path in group), "tests"]:
+        file = tmp_path / folder / f"test_{folder.replace('/', '_')}_it.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("def test_first(): pass\ndef test_second(): assert False\n")
+    folders = len(all_groups())
 
     def run(*words: str) -> tuple[int, str]:
         line = [sys.executable, TESTS / "beside.py", "-p", "no:cacheprovider", *words]
@@ -30,8 +60,8 @@ def test_words_choose_among_both(tmp_path):
         return done.returncode, done.stdout
 
     code, output = run("-k", "first")
-    assert code == 0 and output.count("1 passed") == 2
+    assert code == 0 and output.count(" passed") == folders and "failed" not in output
     code, output = run()
-    assert code == 1 and output.count("1 failed, 1 passed") == 2
-    code, output = run("tests/testbed/test_test_it.py::test_first")
+    assert code == 1 and output.count(" failed, ") == folders
+    code, output = run("tests/testbed/test_tests_testbed_it.py::test_first")
     assert code == 0 and output.count("1 passed") == 1
