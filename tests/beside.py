@@ -14,10 +14,11 @@ from typing import IO
 
 # what takes longest first; whatever is in no group comes last
 GROUPS = (
-    ("tests/testbed",),
-    ("tests/campaign", "tests/benchmarks"),
-    ("tests/cluster", "tests/launch", "tests/health", "tests/data"),
     ("tests/train", "tests/sharding"),
+    ("tests/cluster", "tests/launch", "tests/health", "tests/data"),
+    ("tests/campaign", "tests/benchmarks"),
+    ("tests/testbed",),
+    ("tests/models", "tests/monitor", "tests/report", "tests/verify"),
 )
 NOTHING_COLLECTED = 5
 

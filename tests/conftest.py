@@ -4,6 +4,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 from rank_pool import RankPool, start_forkserver
 from selection import (
     pytest_addoption,
@@ -23,6 +24,10 @@ __all__ = [
 ]
 
 MANY_TESTS = 100
+
+# a busy machine is no fault of the code: 200 ms for an example are not always enough
+settings.register_profile("untimed", settings.default, deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", autouse=True)

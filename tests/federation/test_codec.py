@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.federation.codec import CODECS, stored_length
@@ -38,7 +38,6 @@ def test_bytes_and_error(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@settings(deadline=None)
 @given(count=st.integers(1, 200), scale=st.sampled_from([0.0, 1e-30, 1e-6, 1.0, 1e4]))
 def test_any_length_and_scale(codec: str, count: int, scale: float) -> None:
     values = torch.randn(count, generator=torch.Generator().manual_seed(count)) * scale
