@@ -31,12 +31,15 @@ def main(words: Sequence[str]) -> int:
     left = deque([*pytest, *paths, *words] for paths in all_groups())
     with tempfile.TemporaryFile() as output, ThreadPoolExecutor(1) as lane:
         beside = lane.submit(run_in_turn, left, output)
-        codes = run_in_turn(left, None)
-        codes += beside.result()
-        output.seek(0)
-        print("\nbeside them:", flush=True)
-        sys.stdout.buffer.write(output.read())
-    return exit_code(codes)
+        try:
+            codes = run_in_turn(left, None)
+        finally:
+            left.clear()  # whoever is interrupted begins no other group
+            others = beside.result()
+            output.seek(0)
+            print("\nbeside them:", flush=True)
+            sys.stdout.buffer.write(output.read())
+    return exit_code([*codes, *others])
 
 
 def all_groups() -> list[list[str]]:

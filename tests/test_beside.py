@@ -1,7 +1,10 @@
 """Pytest in several turns is one to whoever waits for it."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,3 +68,22 @@ def test_words_choose_among_all(tmp_path):
     assert code == 1 and output.count(" failed, ") == folders
     code, output = run("tests/testbed/test_tests_testbed_it.py::test_first")
     assert code == 0 and output.count("1 passed") == 1
+
+
+def test_an_interrupt_ends_both_lanes_and_begins_no_other_group(tmp_path):
+    code = "import pathlib, time\ndef test_it():\n    "
+    code += "pathlib.Path(__file__ + '.began').touch(); time.sleep(90)\n"
+    for folder in [*(path for group in GROUPS for path in group), "tests"]:
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / f"test_{folder.replace('/', '_')}_it.py").write_text(code)
+    line = [sys.executable, TESTS / "beside.py", "-p", "no:cacheprovider"]
+    process = subprocess.Popen(
+        line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    while len(list(tmp_path.rglob("*.began"))) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode != 0 and output.count("KeyboardInterrupt") >= 2
+    assert len(list(tmp_path.rglob("*.began"))) == 2

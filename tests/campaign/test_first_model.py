@@ -114,7 +114,6 @@ print(peak() - before)
 """
 
 
-@pytest.mark.matrix
 def test_memory_is_that_of_a_file_and_a_block_not_of_the_model(
     drawn: CampaignStore, tmp_path: Path
 ) -> None:

@@ -82,7 +82,6 @@ def eventually(holds: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.matrix
 def test_ranks_train_on_what_is_there_and_a_killed_preparation_ends_them(
     text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -60,7 +60,6 @@ def stop_a_node(site, name: str) -> str:
     return node
 
 
-@pytest.mark.matrix
 def test_a_spare_node_takes_the_place_of_one_that_hangs(site, reference):
     site.submit("spared", *WORDS, *WATCHED, "spare_nodes=1")
     node = stop_a_node(site, "spared")

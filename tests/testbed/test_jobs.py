@@ -100,7 +100,6 @@ def test_a_run_goes_on_after_its_time_limit_with_the_same_losses(site, reference
     assert "the run goes on in the next one" in site.output("limited")
 
 
-@pytest.mark.matrix
 def test_a_job_queued_with_sbatch_itself(site):
     exports = site.shell(
         f"apptainer -q exec --env PYTHONPATH={site.clone}/src {site.image} "

@@ -43,7 +43,7 @@ def losses(site, request):
     return of
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(always=lambda name: name == "full_shard")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_same_losses(name, losses):
     assert len(losses("ddp")) == 3
