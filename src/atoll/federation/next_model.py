@@ -66,15 +66,15 @@ class NextModel(ExitStack):
         self.before = self.enter_context(TensorReader(base / "master"))
         stays = self.before.stays
         master, export = (self.before.typed_as(x) for x in (torch.float32, _dtype(rule)))
-        self.master = self.enter_context(TensorWriter(partial / "master", master, stays))
-        self.export = self.enter_context(TensorWriter(partial / "export", export, stays))
+        self.master = self.enter_context(TensorWriter(partial / "master", master, stays, True))
+        self.export = self.enter_context(TensorWriter(partial / "export", export, stays, True))
         copy_fixed(self.before, self.master, self.export)
         self.written = DigestsBehind(self.master, layout)  # told by one thread, of each stretch
-        self.delta = self.enter_context(TensorWriter(partial / "delta", encoded))
+        self.delta = self.enter_context(TensorWriter(partial / "delta", encoded, (), True))
         self.memory, self.memory_before = dict[str, TensorWriter](), dict[str, TensorReader]()
         for name in self.fresh:
             after, before = partial / "memory" / name, base / "memory" / name
-            self.memory[name] = self.enter_context(TensorWriter(after, wide))
+            self.memory[name] = self.enter_context(TensorWriter(after, wide, (), True))
             self.memory_before[name] = self.enter_context(TensorReader(before))
         global_model.copy_beside_weights(base / "export", partial / "export", rule.dtype)
 
@@ -94,7 +94,7 @@ class NextModel(ExitStack):
         remembered = sum(not_finite(values_N) for values_N in memory.values())
         if overflows := not_finite(rounded_N) + remembered:
             share.overflows.append(overflows)
-        self.master.put(stretch, new_N)
+        self.written.put(stretch, new_N)
         self.export.put(stretch, rounded_N)
         for name, writer in self.memory.items():
             writer.put(stretch, residual_N if name == RESIDUAL else memory[name])
@@ -113,7 +113,7 @@ class NextModel(ExitStack):
         self._put(stretch, self.before.values(stretch))
 
     def _put(self, stretch: Stretch, values_N: Tensor) -> None:
-        self.master.put(stretch, values_N)
+        self.written.put(stretch, values_N)
         self.export.put(stretch, values_N.to(_dtype(self.rule)))
         for name, writer in self.memory.items():
             writer.put(stretch, self._remembered(name, stretch))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import UserError
+from atoll.federation.direct_writes import DirectWrites, is_own_disk, write_at
 from atoll.settings.exchange import STAYS, refuse_name
 
 # The format's own limit is 100 MB; a file with a thousand layers needs less than 2.
@@ -71,6 +72,10 @@ class Entry:
     @property
     def size(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    def place(self, stretch: Stretch) -> int:
+        """Where a stretch of it begins in the file."""
+        return self.start + stretch.first * self.dtype.itemsize
 
 
 class TensorReader(ExitStack):
@@ -156,7 +161,7 @@ class TensorReader(ExitStack):
         values_N = torch.empty(stretch.count, dtype=entry.dtype) if into_N is None else into_N
         content: Any = values_N.view(torch.uint8).numpy()
         view, done = memoryview(content), 0
-        place = entry.start + stretch.first * entry.dtype.itemsize
+        place = entry.place(stretch)
         while done < len(view):
             got = os.preadv(entry.file, [view[done:]], place + done)
             if got == 0:
@@ -166,9 +171,14 @@ class TensorReader(ExitStack):
 
 
 class TensorWriter(ExitStack):
-    """Files of a folder, their headers first; once it is closed, all is on the disk."""
+    """Files of a folder, their headers first; once it is closed, all is on the disk.
 
-    def __init__(self, folder: Path, layout: TypedLayout, stays: Iterable[str] = ()) -> None:
+    direct: around the page cache, where it can be; for files that are not soon read again.
+    """
+
+    def __init__(
+        self, folder: Path, layout: TypedLayout, stays: Iterable[str] = (), direct: bool = False
+    ) -> None:
         super().__init__()
         self.entries: dict[str, Entry] = {}
         staying = frozenset(stays)
@@ -179,16 +189,29 @@ class TensorWriter(ExitStack):
                 opened.callback(os.close, file)
                 opened.callback(os.fsync, file)  # first: what is called last, is called first
                 self.entries |= _written_header(folder / name, file, tensors, staying)
+            self.direct: DirectWrites | None = None
+            if direct and is_own_disk(folder):
+                files = {entry.file: entry.path for entry in self.entries.values()}
+                self.direct = opened.enter_context(DirectWrites(files))
             self.push(opened.pop_all())
 
     def put(self, stretch: Stretch, values_N: Tensor) -> None:
         """Write a stretch of a tensor, in the number format of the header."""
         entry = self.entries[stretch.name]
-        content: Any = values_N.to(entry.dtype).contiguous().view(torch.uint8).numpy()
-        place = entry.start + stretch.first * entry.dtype.itemsize
-        _write(entry.file, content, place)
+        content_B = values_N.to(entry.dtype).contiguous().view(torch.uint8)
+        place = entry.place(stretch)
+        if self.direct is not None:
+            self.direct.write(entry.file, content_B, place)
+            return
+        content: Any = content_B.numpy()
+        write_at(entry.file, memoryview(content), place)
         # the disk begins with it now, while the next stretches are computed, and not at the end
         os.posix_fadvise(entry.file, place, content.size, os.POSIX_FADV_DONTNEED)
+
+    def wait(self) -> None:
+        """Until all that was put can be read."""
+        if self.direct is not None:
+            self.direct.wait()
 
 
 def copy_fixed(before: TensorReader, *writers: TensorWriter) -> None:
@@ -331,12 +354,5 @@ def _written_header(
             "make room there, then type the same line again",
         ) from None
     os.ftruncate(file, begin + place)
-    _write(file, struct.pack("<Q", len(text)) + text, 0)
+    write_at(file, memoryview(struct.pack("<Q", len(text)) + text), 0)
     return {n: _entry(path, file, header[n], begin) for n in tensors}
-
-
-def _write(file: int, content: Any, place: int) -> None:
-    view = memoryview(content).cast("B")
-    done = 0
-    while done < len(view):
-        done += os.pwrite(file, view[done:], place + done)
