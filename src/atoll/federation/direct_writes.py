@@ -31,7 +31,7 @@ class DirectWrites(ExitStack):
 
     def __init__(self, files: dict[int, Path]) -> None:
         super().__init__()
-        self.errors, self.free = list[OSError](), SimpleQueue[Tensor]()
+        self.errors, self.free = list[Exception](), SimpleQueue[Tensor]()
         with ExitStack() as opened:
             self.direct = {file: _opened(path, opened) for file, path in files.items()}
             self.thread = opened.enter_context(ThreadPoolExecutor(1))
@@ -50,7 +50,7 @@ class DirectWrites(ExitStack):
             place += len(part_B)
 
     def wait(self) -> None:
-        """Until all that was given is written; raises the `OSError` of what was not."""
+        """Until all that was given is written; raises what kept it from that."""
         self.thread.submit(int).result()
         if self.errors:
             raise self.errors[0]
@@ -65,7 +65,7 @@ class DirectWrites(ExitStack):
             write_at(file, view[begin:first], place)
             _write_blocks(self.direct[file], file, view[first:last], place - begin + first)
             write_at(file, view[last:end], place - begin + last)
-        except OSError as error:
+        except Exception as error:  # whoever waits has to know
             self.errors.append(error)
         finally:
             self.free.put(piece_B)
