@@ -1,7 +1,7 @@
 """Fixtures that all tests share, and pytest's hooks by which a run selects its tests."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
@@ -13,6 +13,8 @@ from selection import (
     pytest_report_header,
     pytest_terminal_summary,
 )
+
+from atoll.imports import paused_garbage_collection
 
 __all__ = [
     "pytest_addoption",
@@ -28,6 +30,13 @@ MANY_TESTS = 100
 # a busy machine is no fault of the code: 200 ms for an example are not always enough
 settings.register_profile("untimed", settings.default, deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Tests are collected with all that they import."""
+    with paused_garbage_collection():
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,13 +11,14 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "atoll"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-BASE = {"settings", "errors", "run_dir", "commands"}
+BASE = {"settings", "errors", "run_dir", "commands", "imports"}
 # room -> the rooms it may import, beside itself
 ROOMS = {
     "__init__": set(),
-    "__main__": {"errors", "commands", "examples"},
+    "__main__": {"errors", "commands", "examples", "imports"},
     "errors": set(),
     "examples": set(),
+    "imports": set(),
     "commands": {"errors", "examples"},
     "tables": set(),
     "settings": {"errors"},
@@ -31,7 +32,7 @@ ROOMS = {
     "campaign": BASE | {"config", "cluster", "proof"},
     "report": BASE | {"config", "cluster", "campaign", "plan", "tables", "health"},
     "rehearse": BASE | {"config", "cluster", "launch", "tables"},
-    "launch": {"errors", "commands"},
+    "launch": {"errors", "commands", "imports"},
     "data": BASE,
     "models": BASE | {"data", "proof"},
     "sharding": BASE | {"launch", "data", "models"},
@@ -46,6 +47,7 @@ PACKAGES = {
     "__main__": set(),
     "errors": set(),
     "examples": set(),
+    "imports": set(),
     "commands": set(),
     "tables": {"rich"},
     "settings": {"pydantic", "yaml"},

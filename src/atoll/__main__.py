@@ -9,6 +9,7 @@ from pathlib import Path
 from atoll.commands import COMMANDS, GROUPS, JOBS_OWN, close_stdin
 from atoll.errors import UserError, keep_failure
 from atoll.examples import FIRST
+from atoll.imports import imported
 
 # of others, with libraries that may ask
 LOADS = {"tokenize", "fetch", "untrained", "adapter", "generate", "scores"}
@@ -72,7 +73,7 @@ def _call(argv: list[str]) -> int:
     if argv[0] not in COMMANDS:
         raise _unknown(argv[0])
     module, _, function = COMMANDS[argv[0]][0].partition(":")
-    return int(getattr(importlib.import_module(module), function or "main")(argv[1:]) or 0)
+    return int(getattr(imported(module), function or "main")(argv[1:]) or 0)
 
 
 def _keep(error: UserError, argv: list[str]) -> None:

@@ -1,7 +1,6 @@
 """`atoll aggregate`: the next global model from updates whose senders are known."""
 
 import argparse
-import gc
 import json
 import resource
 import sys
@@ -13,6 +12,7 @@ from typing import get_args
 from atoll.commands import CommandParser
 from atoll.federation.freed_memory import keep_freed_memory
 from atoll.federation.update_files import read_verified, reason_of
+from atoll.imports import paused_garbage_collection
 from atoll.settings.exchange import Codec, UpdateManifest
 from atoll.settings.federation import Rule, checked_settings
 
@@ -36,15 +36,12 @@ def _aggregate(
     keep_freed_memory()
     usual = sys.getswitchinterval()
     sys.setswitchinterval(IMPORTING_SECONDS)  # an import lets threads that hash wait for this long
-    gc.disable()  # nothing that is imported is garbage; meanwhile files are hashed
-    import torch
+    with paused_garbage_collection():
+        import torch
 
-    from atoll.federation.aggregate import aggregate, from_base, hold
-    from atoll.federation.cohort import SmallCohort
-    from atoll.federation.global_model import read_global
-
-    gc.freeze()  # nor is it looked through for garbage later
-    gc.enable()
+        from atoll.federation.aggregate import aggregate, from_base, hold
+        from atoll.federation.cohort import SmallCohort
+        from atoll.federation.global_model import read_global
     sys.setswitchinterval(usual)
     torch.set_num_threads(1)  # stretches are worked on side by side
     bases = [read_global(arguments.base)["digest"], *arguments.older]

@@ -15,9 +15,10 @@ from typing import NoReturn
 
 from atoll.commands import CommandParser, close_stdin
 from atoll.errors import UserError, keep_failure
+from atoll.imports import paused_garbage_collection
 from atoll.launch.over_ssh import follow_stdin
 from atoll.launch.placement import Placement
-from atoll.launch.preload import paused_garbage_collection, preload
+from atoll.launch.preload import preload
 from atoll.launch.processes import run_processes
 from atoll.launch.ranks import placement_from
 

@@ -1,6 +1,5 @@
 """Import once, before the ranks of a node are forked: what a rank would import, and no thread."""
 
-import gc
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from atoll.errors import UserError
+from atoll.imports import paused_garbage_collection
 
 # What a training rank imports, also late in its life; a module missing here is read by each rank.
 PRELOADED_MODULES = (
@@ -49,20 +49,6 @@ def preload(import_entrypoint: Callable[[], ModuleType]) -> ModuleType:
     refuse_threads()
     refuse_open_devices()
     return module
-
-
-@contextmanager
-def paused_garbage_collection() -> Iterator[None]:
-    """Import without collecting what stays anyway, and set it aside from later collections.
-
-    Ranks forked afterwards go on sharing those pages.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 from atoll import run_dir
 from atoll.commands import CommandParser
 from atoll.errors import UserError
+from atoll.imports import paused_garbage_collection
 from atoll.settings import Generation, Run, load_run
 
 
@@ -20,7 +21,8 @@ def main(argv: list[str]) -> int:
     run = run_of(arguments.where)
     settings = _settings(run, arguments)
     prompts = _prompts(arguments, settings)
-    from atoll.train.sampling import sample  # with torch: no mistake and no --help waits for it
+    with paused_garbage_collection():
+        from atoll.train.sampling import sample  # with torch: no mistake and no --help waits for it
 
     seed = arguments.seed if arguments.seed is not None else (run.seed if run else 0)
     sample(arguments, run, prompts, settings, seed)
