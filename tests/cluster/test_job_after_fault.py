@@ -18,8 +18,8 @@ from atoll.health.faults import Fault, add_fault, faults
 # Each start of the ranks does what its own file says, and is a line of the log.
 SRUN = """#!/bin/bash
 if [[ $* == *outlive* ]]; then
-    printf 'beside %s\\n' "$6" >> {log}
-    exec setsid "${{@:8}}"
+    # it outlives the job's processes from when the log has it
+    exec setsid bash -c 'printf "beside %s\\n" "$0" >> {log}; exec "$@"' "$6" "${{@:8}}"
 fi
 echo srun "$@" >> {log}
 source {starts}/$(grep -c ^srun {log})
