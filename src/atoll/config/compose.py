@@ -176,16 +176,16 @@ def compose(
     if AUTO in overrides:
         return _planned([line for line in overrides if line != AUTO], tree, clone)
     with _hydra(tree) as loader:
-        parsed = [_parsed(line, loader) for line in overrides]
-        lines = [_checked_line(override, tree) for override in parsed]
+        parsed, offered = _parsed(overrides, loader), groups(tree)
+        lines = [_checked_line(override, offered) for override in parsed]
         config = hydra_compose("run", lines)
         values = _plain(config)
         defaults = loader.compute_defaults_list("run", lines, RunMode.RUN).defaults
-    layers = _layers(tree, defaults, parsed)
+    layers = _layers(tree, defaults, [one for one in parsed if one.key_or_group not in offered])
     sources = origins(layers)
     for name, _ in leaves(values):
         if not is_setting(name):
-            raise unknown_setting(name, groups(tree), f" in {sources.get(name, tree)}")
+            raise unknown_setting(name, offered, f" in {sources.get(name, tree)}")
     named = values.get("name") is not None
     typed = checked(values | ({} if named else {"name": "unnamed"}))
     check_model(typed)
@@ -226,7 +226,7 @@ def campaign_values(overrides: Sequence[str], tree: Path | None = None) -> dict[
     tree = tree or config_tree()
     with _hydra(tree) as loader:
         lines = []
-        for override in (_parsed(line, loader) for line in overrides):
+        for override in _parsed(overrides, loader):
             text, key = str(override.input_line).lstrip("+"), override.key_or_group
             if re.match(r"sites\.(?!\d)", key):
                 raise UserError(
@@ -248,7 +248,7 @@ def settings_of(
     """
     tree = tree or config_tree()
     with _hydra(tree) as loader:
-        parsed = [_parsed(line, loader) for line in overrides]
+        parsed = _parsed(overrides, loader)
     offered = groups(tree)
     for override in parsed:
         name, value = override.key_or_group, override.value()
@@ -290,7 +290,7 @@ def _planned(overrides: list[str], tree: Path, clone: Path | None) -> Compositio
 def combinations(overrides: Sequence[str], tree: Path) -> list[list[str]]:
     """Every combination of the values that Hydra's sweep grammar gives."""
     with _hydra(tree) as loader:
-        parsed = [_parsed(line, loader) for line in overrides]
+        parsed = _parsed(overrides, loader)
         choices = [_values(override) for override in parsed]
     return [list(line) for line in itertools.product(*choices)]
 
@@ -322,12 +322,15 @@ def _hydra(tree: Path) -> Iterator[ConfigLoader]:
         raise _explained(error, tree) from None
 
 
-def _parsed(line: str, loader: ConfigLoader) -> Override:
-    try:
-        [override] = OverridesParser.create(loader).parse_overrides([quoted_letters(line)])
-        return override
-    except HydraException:
-        raise unreadable(line) from None
+def _parsed(lines: Sequence[str], loader: ConfigLoader) -> list[Override]:
+    parser, parsed = OverridesParser.create(loader), []
+    for line in lines:
+        try:
+            [override] = parser.parse_overrides([quoted_letters(line)])
+        except HydraException:
+            raise unreadable(line) from None
+        parsed.append(override)
+    return parsed
 
 
 def _values(override: Override) -> list[str]:
@@ -345,9 +348,9 @@ def _values(override: Override) -> list[str]:
     return [f"{override.get_key_element()}={value}" for value in values]
 
 
-def _checked_line(override: Override, tree: Path) -> str:
+def _checked_line(override: Override, offered: dict[str, list[str]]) -> str:
     """The override as Hydra should see it: a known setting may be given without `+`."""
-    offered, key = groups(tree), override.key_or_group
+    key = override.key_or_group
     line = str(override.input_line).lstrip("+")
     if override.is_sweep_override():
         raise several_values(key, line.partition("=")[2])
@@ -361,9 +364,9 @@ def _checked_line(override: Override, tree: Path) -> str:
 
 
 def _layers(
-    tree: Path, defaults: Sequence[Any], parsed: Sequence[Override]
+    tree: Path, defaults: Sequence[Any], typed: Sequence[Override]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """What each file, then each word typed, says: (source, values)."""
+    """What each file, then each setting typed, says: (source, values)."""
     layers = []
     for part in defaults:
         file = tree / f"{part.config_path}.yaml"
@@ -371,8 +374,8 @@ def _layers(
             values = yaml.safe_load(file.read_text()) or {}
             values.pop("defaults", None)
             layers.append((str(file.relative_to(tree.parent)), _nested(part.package, values)))
-    for override in parsed:
-        if override.key_or_group not in groups(tree) and not override.is_delete():
+    for override in typed:
+        if not override.is_delete():
             layers.append((COMMAND_LINE, _nested(override.key_or_group, override.value())))
     return layers
 
