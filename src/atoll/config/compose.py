@@ -57,6 +57,7 @@ from atoll.plan.shapes import (
     shape_of,
 )
 from atoll.settings import Run, check_positions, checked, dumped, is_setting
+from atoll.settings.check import SAFE_LOADER
 from atoll.settings.suggestions import (
     HYDRA_FLAGS,
     check_choice,
@@ -263,7 +264,7 @@ def settings_of(
 def shardings(tree: Path) -> dict[str, dict[str, Any]]:
     """Name -> the content of each sharding's YAML."""
     files = sorted((tree / "sharding").glob("*.yaml"))
-    return {file.stem: yaml.safe_load(file.read_text()) for file in files}
+    return {file.stem: _content(file) for file in files}
 
 
 def known_shape(run: Run) -> Shape:
@@ -303,8 +304,14 @@ def groups(tree: Path) -> dict[str, list[str]]:
 
 def _stated(tree: Path) -> dict[str, Any]:
     """What run.yaml itself says, without the groups."""
-    values: dict[str, Any] = yaml.safe_load((tree / "run.yaml").read_text())
+    values = _content(tree / "run.yaml")
     return {name: value for name, value in values.items() if name != "defaults"}
+
+
+def _content(file: Path) -> dict[str, Any]:
+    """A file of the tree, as YAML alone has it."""
+    values: dict[str, Any] = yaml.load(file.read_text(), SAFE_LOADER) or {}
+    return values
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
@@ -371,7 +378,7 @@ def _layers(
     for part in defaults:
         file = tree / f"{part.config_path}.yaml"
         if file.is_file():
-            values = yaml.safe_load(file.read_text()) or {}
+            values = _content(file)
             values.pop("defaults", None)
             layers.append((str(file.relative_to(tree.parent)), _nested(part.package, values)))
     for override in typed:
