@@ -101,7 +101,7 @@ def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:
 
 def finished(folder: Path, **changes: Any) -> str:
     process = start(folder, **changes)
-    output, _ = process.communicate(timeout=1000)  # it hangs, on the slowest machine
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     return output
 
