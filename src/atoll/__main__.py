@@ -49,6 +49,11 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(_of_files(error, FILE_HINTS[error.errno]).shown())
         if error.filename is None:
             _forget_output()
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # pathlib's, of a folder of ~somebody
+            raise
+        hint = "give the whole path: ~NAME is the home of a user of this machine"
+        sys.stderr.write(UserError("a path begins with ~ and a name that is no user", hint).shown())
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in TRAINING_PACKAGES:
             raise

@@ -8,7 +8,7 @@ from typing import Any
 
 import made_up
 import pytest
-from proven import SITES, made_campaign, verify
+from proven import SITES, made_campaign, restated, verify
 from safetensors.torch import load_file, save_file
 
 from atoll import run_dir
@@ -20,7 +20,7 @@ from atoll.campaign.prove import prove_campaign
 from atoll.campaign.signing import sign
 from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.errors import UserError
-from atoll.proof.statement import read_statement
+from atoll.proof.statement import SIGNATURE, described, read_statement
 from atoll.verify import again, command
 
 pytestmark = [pytest.mark.login_node, pytest.mark.usefixtures("one_process")]
@@ -231,6 +231,85 @@ def test_a_folder_that_cannot_be_listed_is_named(
     assert f"{hidden} cannot be listed: Permission denied" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_a_campaign_that_is_called_a_run_is_named(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], is_signed: bool
+) -> None:
+    """As a run it would have neither signers nor rounds to be compared."""
+
+    def called_a_run(content: dict[str, Any]) -> None:
+        content["predicate"]["buildDefinition"] |= {
+            "buildType": "urn:atoll:run:1",
+            "resolvedDependencies": [],
+        }
+        content["predicate"]["runDetails"]["byproducts"] = []
+
+    restated(store, called_a_run)
+    if not is_signed:
+        (store.model(2) / "export" / SIGNATURE).unlink()
+    assert verify(store) == 2
+    assert "is the statement of a run, and it lies in the folder of a campaign" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("zero", ["00", "\N{ARABIC-INDIC DIGIT ZERO}"])
+def test_rounds_by_other_names_are_none(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], zero: str
+) -> None:
+    """Files that nobody has would be no more than not at hand."""
+    names = [f"campaign/round-{zero}0{number}/global/manifest.json" for number in range(3)]
+    models = [described(name, 1, "ab" * 32) for name in names]
+
+    def renamed(content: dict[str, Any]) -> None:
+        content["predicate"]["buildDefinition"]["resolvedDependencies"] = models
+
+    restated(store, renamed)
+    assert verify(store, "--quick") == 2
+    assert "states the models of rounds none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["a pipe", "endless", "nested"])
+@pytest.mark.parametrize("place", ["", "round-002"])
+def test_settings_that_no_campaign_has_are_not_waited_for(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], place: str, how: str
+) -> None:
+    path = store.folder / place / "campaign.json"
+    path.unlink()
+    if how == "a pipe":
+        os.mkfifo(path)
+    elif how == "endless":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_text("[" * 100_000)
+    assert verify(store, "--quick") == 2
+    assert str(path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("named", ["~nobody-of-this-name/signers", "a" * 5000])
+def test_signers_of_somebody_elsewhere_are_nobodys(
+    made: CampaignStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str
+) -> None:
+    """The campaign was made on another machine, whose users are not here."""
+    folder = shutil.copytree(made.folder, tmp_path / "c")
+    values = made.campaign.model_dump(mode="json") | {"allowed_signers": named}
+    store = CampaignStore(checked_campaign(values), folder)
+    rewritten(folder / "campaign.json", allowed_signers=named)
+    prove_campaign(store, 2)
+    assert verify(store, "--quick") == 0
+    assert "nobody's key is known" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["evil.py", "x.safetensors"])
+def test_a_file_beside_the_folders_of_a_model_is_named(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    path = store.model(1) / name
+    path.write_bytes(b"")
+    assert verify(store) == 2
+    assert f"{path} is nothing that its updates make" in capsys.readouterr().err
+
+
 def of_adapters(store: CampaignStore, *start: str) -> CampaignStore:
     """The same campaign, as if adapters were what it trains."""
     rewritten(store.model(0) / "manifest.json", frozen="ab" * 32)
@@ -266,6 +345,8 @@ def test_a_base_that_is_elsewhere_is_a_gap_and_another_one_is_not(
     monkeypatch.setattr(first_model, "run_atoll", gone)
     [line] = again._merged(of_adapters(store), 2, tmp_path)
     assert line.state == "not at hand" and "no such folder" in line.what
+    [line] = again._merged(of_adapters(store, "data=of_its_own_clone"), 2, tmp_path)
+    assert line.state == "not at hand" and "of_its_own_clone" in line.what
     monkeypatch.setattr(first_model, "run_atoll", lambda argv, what: '{"digest": "cd"}')
     with pytest.raises(UserError, match="the campaign began with abababab"):
         list(again._merged(of_adapters(store), 2, tmp_path))

@@ -28,7 +28,7 @@ from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.errors import UserError
 from atoll.federation import make_delta
 from atoll.federation.update_files import refuse_wrong_files
-from atoll.proof import statement
+from atoll.proof import crate, statement
 from atoll.proof.made_with import in_words, made_with
 from atoll.settings import exchange
 
@@ -85,6 +85,23 @@ def test_what_facilities_tell_of_their_jobs_is_in_the_proof(
     text = (export / statement.CARD).read_text()
     assert "| Node-hours, as schedulers count | 2 of 2 jobs |" in text
     assert "| Energy, kWh | 2 of 2 of 2 jobs |" in text
+
+
+@pytest.mark.parametrize(
+    ("state", "ended", "status"),
+    [
+        ("COMPLETED", 1060.0, "Completed"),
+        ("RUNNING", None, "Active"),
+        ("COMPLETING", 1060.0, "Active"),
+        ("TIMEOUT", 1060.0, "Failed"),
+    ],
+)
+def test_a_job_at_its_last_step_has_not_failed(
+    state: str, ended: float | None, status: str
+) -> None:
+    job = A_JOB | {"state": state, "ended": ended}
+    action = crate._job(1, job, "urn:atoll:1", {"@id": "#run/accounting.json"})
+    assert action["actionStatus"] == {"@id": f"http://schema.org/{status}ActionStatus"}
 
 
 def test_what_a_facility_says_of_its_jobs_is_typed() -> None:

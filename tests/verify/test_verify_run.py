@@ -220,6 +220,36 @@ def test_settings_that_are_a_pipe_are_not_waited_for(
     assert "run.yaml is missing, or no plain file" in capsys.readouterr().err
 
 
+@pytest.mark.login_node
+def test_settings_nested_without_end_are_not_read(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A YAML parser takes hours for what is not as stated anyway."""
+    run_dir.settings_file(folder).write_text("[" * 1_000_000)
+    assert verify(folder) == 2
+    assert "run.yaml has 1,000,000 bytes" in capsys.readouterr().err
+
+
+@pytest.mark.login_node
+def test_a_run_that_is_called_a_campaign_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_dir.export(folder) / statement.NAME
+    path.write_text(path.read_text().replace("urn:atoll:run:1", "urn:atoll:campaign:1"))
+    assert verify(folder) == 2
+    assert "is the statement of a campaign, and it lies in the folder of a run" in (
+        capsys.readouterr().err
+    )
+
+
+def test_every_descriptor_has_what_in_toto_asks_of_one(trained: Path) -> None:
+    """A digest, a uri or its content (ResourceDescriptor, v1)."""
+    content = statement.read_statement(trained / "runs" / "proof" / "export")
+    entries = [*content["subject"], *statement.materials_of(content), *statement.logs_of(content)]
+    assert {"libraries", "code", "accounting"} <= {entry["name"] for entry in entries}
+    assert all(entry.keys() & {"digest", "uri", "content"} for entry in entries)
+
+
 def test_a_changed_token_is_named(
     trained: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -326,13 +356,24 @@ def the_statement(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", "[" * 10**5, "../../key", "/key", 7, "no digest", "another kind"],
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 10**5,
+        "../../key",
+        "/key",
+        "run/" + "a" * 300,
+        7,
+        "no digest",
+        "another kind",
+    ],
     ids=lambda content: str(content)[:12],
 )
 def test_a_statement_of_another_kind_is_refused(
     content: str | int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if content in ("../../key", "/key", 7, "no digest", "another kind"):
+    if content in ("../../key", "/key", "run/" + "a" * 300, 7, "no digest", "another kind"):
         entry = statement.described(content, 1, "0" * 64)  # type: ignore[arg-type]
         kind = "urn:another" if content == "another kind" else "urn:atoll:run:1"
         build = {"buildType": kind, "resolvedDependencies": [entry]}

@@ -67,12 +67,13 @@ def merge_adapter(
     the base is not here, `UserError` where it is no longer what the campaign began with.
     """
     dtype = store.campaign.rule.dtype
-    composition = compose([*start_words(store), f"export.dtype={dtype}", "export.max_file_gib=4"])
+    words = [*start_words(store), f"export.dtype={dtype}", "export.max_file_gib=4"]
     settings = out.with_name(f".{out.name}.yaml")
-    run_dir.write_whole(settings, composition.as_yaml())
-    atoll = atoll or atoll_command(composition.run)
     began_with = store.model_manifest(0)["frozen"]
     try:
+        composition = compose(words)  # which may name files of the coordinator's own clone
+        run_dir.write_whole(settings, composition.as_yaml())
+        atoll = atoll or atoll_command(composition.run)
         now = frozen_digest(run_atoll([*atoll, "adapter", str(settings)], "the base's digest"))
     except UserError as error:
         raise NoBase(error.found, error.hint) from None

@@ -13,7 +13,7 @@ from atoll.campaign.model_card import campaign_card
 from atoll.campaign.signing import OF_MODELS, sign
 from atoll.campaign.store import CampaignStore, settings_file
 from atoll.proof.prove import prove
-from atoll.proof.statement import NAME, SIGNATURE, Made, Resource, existing, grown, resource
+from atoll.proof.statement import NAME, SIGNATURE, Made, Resource, existing, grown, resource, said
 
 Job = dict[str, Any]  # of settings/exchange.py's JobRecord, with facility and round
 
@@ -93,4 +93,4 @@ def _untold(store: CampaignStore, jobs: list[Job]) -> list[Resource]:
     told = {job["facility"] for job in jobs}
     names = [site.name for site in store.campaign.sites if site.name not in told]
     why = f"nothing was told by {', '.join(names)}: no Slurm, or no accounting"
-    return [{"name": "accounting", "annotations": {"jobs": why}}] if names else []
+    return [said("accounting", jobs=why)] if names else []

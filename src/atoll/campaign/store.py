@@ -21,6 +21,7 @@ from atoll.errors import UserError, first_line
 from atoll.settings.federation import Campaign, Site, checked_settings
 
 NONCES = "nonces.jsonl"
+MAX_SETTINGS_BYTES = 1 << 22
 AT_WORK = ("queued", "running", "unknown", "ready")  # states of a facility that has taken work
 
 
@@ -281,10 +282,14 @@ def load_store(folder: Path, settings: Path | None = None) -> CampaignStore:
 def read_settings(path: Path) -> dict[str, Any] | None:
     """The settings that a campaign keeps; None where there are none."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise ValueError("it is no plain file")
+        if path.stat().st_size > MAX_SETTINGS_BYTES:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes")
         values = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path} cannot be read: {first_line(error)}",
             "get it back, or begin another campaign: name=NAME",

@@ -19,6 +19,7 @@ from atoll.proof.statement import (
     logs_of,
     read_statement,
     resource,
+    said,
 )
 
 GAP = "accounting"
@@ -32,7 +33,7 @@ WHY = {
 
 def not_kept(scheduler: str) -> Resource:
     """The gap, by its name."""
-    return {"name": GAP, "annotations": {"jobs": WHY[scheduler]}}
+    return said(GAP, jobs=WHY[scheduler])
 
 
 def state_accounting(run_folder: Path) -> list[Path]:

@@ -114,20 +114,26 @@ def _is_of_jobs(entity: Entity) -> bool:
 
 
 def _job(number: int, job: Mapping[str, Any], software: str, source: Entity) -> Entity:
-    ended = "Completed" if job["state"] == "COMPLETED" else "Failed"
     action: Entity = {
         "@id": f"#job-{number}",
         "@type": "CreateAction",
         "name": f"job {job['job']} of {job['cluster']}",
         "description": f"{job['state']}, exit code {job['exit_code']}, on {job['partition']}",
         "instrument": _to(software),
-        "actionStatus": _to(f"http://schema.org/{ended}ActionStatus"),
+        "actionStatus": _to(f"http://schema.org/{_how(job)}ActionStatus"),
         "subjectOf": _to(source["@id"]),
     }
     for name, key in (("startTime", "started"), ("endTime", "ended")):
         if job[key] is not None:
             action[name] = _instant(job[key])
     return action
+
+
+def _how(job: Mapping[str, Any]) -> str:
+    """As schema.org's action status has it; a campaign's jobs may still be at their last step."""
+    if job["state"] == "COMPLETED":
+        return "Completed"
+    return "Active" if job["ended"] is None or job["state"] == "COMPLETING" else "Failed"
 
 
 def _usage(number: int, job: Mapping[str, Any]) -> list[Entity]:

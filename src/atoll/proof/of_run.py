@@ -9,7 +9,16 @@ from atoll import run_dir
 from atoll.proof.accounting import not_kept
 from atoll.proof.card import run_card
 from atoll.proof.prove import prove
-from atoll.proof.statement import CHANGED, Made, Resource, described, existing, grown, resource
+from atoll.proof.statement import (
+    CHANGED,
+    Made,
+    Resource,
+    described,
+    existing,
+    grown,
+    resource,
+    said,
+)
 from atoll.settings import Run
 
 CONFIG = "config.json"
@@ -85,7 +94,7 @@ def _sbom(run_folder: Path) -> Resource:
     """What is in the image, kept beside the run: the image may be gone when somebody asks."""
     if not SBOM.is_file():
         why = "the run was made in no image of Atoll's"
-        return {"name": "sbom", "annotations": {"packages": why}}
+        return said("sbom", packages=why)
     file = run_dir.sbom_file(run_folder)
     run_dir.write_whole(file, SBOM.read_bytes())
     return resource("run", run_folder, file.name)
@@ -96,10 +105,11 @@ def _named(made_of: Mapping[str, str], run_folder: Path) -> list[Resource]:
     image = {name: made_of[name] for name in ("image", "lock", "source", "sbom") if name in made_of}
     submitted = _json(run_dir.image_file(run_folder))
     digest = {"digest": {"sha256": submitted["sha256"]}} if submitted else {}
-    entries: list[Resource] = [{"name": "image", **digest, "annotations": image}]
-    entries.append({"name": "code", **_of_code(made_of.get("commit", ""))})
-    entries.append({"name": "libraries", "annotations": {"versions": made_of["libraries"]}})
-    return entries
+    return [
+        {**said("image", **image), **digest},
+        {**said("code"), **_of_code(made_of.get("commit", ""))},
+        said("libraries", versions=made_of["libraries"]),
+    ]
 
 
 def _of_code(commit: str) -> Resource:

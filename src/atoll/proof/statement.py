@@ -25,6 +25,7 @@ OWN = {CARD, CRATE, NAME, SIGNATURE}
 KINDS = ("run", "campaign")
 CHANGED = "changed since"  # of code: files differ from its commit
 MAX_BYTES = 1 << 26  # a longer statement is not read
+MAX_NAME, MAX_PART = 2000, 255  # of a file: characters, and bytes between slashes
 # what JSON of others may end in: a size of 1e999 is an OverflowError
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, ArithmeticError)
 
@@ -39,6 +40,11 @@ def resource(place: str, folder: Path, name: str) -> Resource:
 
 def described(name: str, size: int, sha256: str) -> Resource:
     return {"name": name, "digest": {"sha256": sha256}, "annotations": {"bytes": size}}
+
+
+def said(name: str, **annotations: str) -> Resource:
+    """What is known by its name; without a digest a descriptor needs a uri (in-toto's v1)."""
+    return {"name": name, "uri": f"urn:atoll:{name}", "annotations": annotations}
 
 
 def grown(place: str, folder: Path, name: str) -> Resource:
@@ -151,7 +157,9 @@ def _check(entry: Resource) -> None:
     """A plain relative name, digests that are text, and facts under names."""
     name = entry["name"]
     parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or not name.isprintable():
+    is_long = len(name) > MAX_NAME or any(len(part.encode()) > MAX_PART for part in parts)
+    is_plain = name.isprintable() and not name.startswith("/")
+    if not parts or ".." in parts or is_long or not is_plain:
         raise ValueError(f"the name {name!r}")
     if not isinstance(entry.get("annotations", {}), dict):
         raise ValueError(f"the annotations of {name}")

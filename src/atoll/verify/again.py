@@ -81,7 +81,7 @@ def _compared(store: CampaignStore, number: int, out: Path, export: Path | None)
     gone, own = [], store.export(number).name
     made = {path.name: path for path in sorted(out.iterdir()) if path.is_dir()}
     for path in sorted(store.model(number).iterdir()):
-        if path.is_dir() and path.name not in made and path.name != own:
+        if path.name not in made and path.name not in (own, "manifest.json"):
             raise differs(f"{path} is nothing that its updates make")
     for name, folder in made.items():
         there = store.model(number) / name

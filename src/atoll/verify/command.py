@@ -1,6 +1,7 @@
 """`atoll verify EXPORT`: compare a model and what made it with its provenance.json, offline."""
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ ABOUT = """Compare an export with its provenance.json, and with all that made it
 settings, checkpoint, tokens, logs; of a campaign every update and, once more, every aggregation.
 Ends with code 2 and the name of the first thing that differs. Nothing is fetched."""
 
+ROUND = re.compile(r"round-[0-9]{3,}")
+
 
 def main(argv: list[str]) -> int:
     """Print what is as stated and what is not at hand."""
@@ -42,6 +45,7 @@ def main(argv: list[str]) -> int:
     folder = words.export.absolute()
     statement = read_statement(folder)
     is_campaign = kind_of(statement) == "campaign"
+    _refuse_other_kind(folder, kind_of(statement))
     source = words.source.absolute() if words.source else _source(folder, statement, is_campaign)
     if words.source and not _is_source(words.source, is_campaign):
         raise UserError(f"{words.source} is no run or campaign", "--from FOLDER names the one")
@@ -85,17 +89,33 @@ def _refuse_round(words: argparse.Namespace, statement: dict[str, Any], is_campa
         raise UserError(f"no round {words.round} made this model", hint)
 
 
+def _refuse_other_kind(export: Path, kind: str) -> None:
+    """What is compared follows from where an export lies, not from what its statement calls it."""
+    for each in (export, export.resolve()):
+        if _kind_of_place(each) not in ("", kind):
+            other = f"it lies in the folder of a {_kind_of_place(each)}"
+            raise differs(f"{each / NAME} is the statement of a {kind}, and {other}")
+
+
+def _kind_of_place(export: Path) -> str:
+    """campaign or run; empty: it was moved away from either."""
+    if export.parent.name == "global" and ROUND.fullmatch(export.parent.parent.name):
+        return "campaign"
+    return "run" if _is_source(export.parent, is_campaign=False) else ""
+
+
 def _source(export: Path, statement: dict[str, Any], is_campaign: bool) -> Path | None:
     """RUN of RUN/export; CAMPAIGN of CAMPAIGN/round-N/global/export: it has what is stated.
 
     Of a link, where it leads; but a round may itself be a link to another disk.
     """
-    place = "campaign" if is_campaign else "run"
+    place = kind_of(statement)
     entries = [*materials_of(statement), *logs_of(statement)]
     names = [name for at, _, name in (e["name"].partition("/") for e in entries) if at == place]
     for each in (export, export.resolve()):
         source = each.parent.parent.parent if is_campaign else each.parent
-        if any((source / name).is_file() for name in names):
+        in_place = _kind_of_place(each) == place and _is_source(source, is_campaign)
+        if in_place or any((source / name).is_file() for name in names):
             return source
     return None
 

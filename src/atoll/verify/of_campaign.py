@@ -19,7 +19,7 @@ from atoll.verify.export import files_in
 from atoll.verify.first_model import refuse_more_than_first
 from atoll.verify.lines import Line, differs, refuse_changed, resources
 
-OF_MODEL = re.compile(r"campaign/round-(\d{3,})/global/manifest\.json")
+OF_MODEL = re.compile(r"campaign/round-([0-9]{3,})/global/manifest\.json")
 
 
 def made_it(
@@ -58,7 +58,8 @@ def made_it(
 def rounds(statement: dict[str, Any]) -> list[int]:
     """The rounds whose models are stated: all of them, the first model's 0 among them."""
     names = (OF_MODEL.fullmatch(entry["name"]) for entry in materials_of(statement))
-    stated = sorted(int(name[1]) for name in names if name)
+    numbers = (int(name[1]) for name in names if name and name[1] == f"{int(name[1]):03d}")
+    stated = sorted(numbers)
     if len(stated) < 2 or stated != list(range(len(stated))):
         said = ", ".join(map(str, stated)) or "none"
         raise differs(f"{NAME} states the models of rounds {said}: not of each, from 0 to its own")
@@ -112,8 +113,11 @@ def own_signers(statement: dict[str, Any], folder: Path | None, identity: str) -
 
 def _allowed(store: CampaignStore) -> Path | None:
     named = store.campaign.allowed_signers
-    path = None if named is None else Path(named).expanduser()
-    return path if path is not None and path.is_file() else None
+    try:
+        path = None if named is None else Path(named).expanduser()
+        return path if path is not None and path.is_file() else None
+    except (OSError, RuntimeError):  # of a person who is not here, or no name of a file
+        return None
 
 
 def _tokenizer(statement: dict[str, Any]) -> str:

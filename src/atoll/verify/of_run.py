@@ -7,10 +7,11 @@ from typing import Any
 
 from atoll import run_dir
 from atoll.errors import UserError
-from atoll.proof.statement import MAX_BYTES, Resource, logs_of, materials_of
+from atoll.proof.statement import NAME, Resource, is_file, logs_of, materials_of
 from atoll.settings import load_run
-from atoll.verify.lines import Line, refuse_changed, resources
+from atoll.verify.lines import Line, differs, refuse_changed, resources
 
+MAX_SETTINGS_BYTES = 1 << 20
 # of a shard's record (data/shards.py): the digest's name -> what the name of its file ends in
 SHARD_FILES = {
     "tokens_sha256": ".ds",
@@ -23,7 +24,10 @@ SHARD_FILES = {
 def made_it(statement: dict[str, Any], run_folder: Path | None, deep: bool) -> Iterator[Line]:
     """Everything at hand; `deep`: every file that a manifest names, too."""
     entries = [*materials_of(statement), *logs_of(statement)]
-    places = {"run": run_folder, **({} if run_folder is None else _prepared(run_folder))}
+    places = {"run": run_folder}
+    if run_folder is not None:
+        _refuse_changed_settings(entries, run_folder)
+        places |= _prepared(run_folder)
     yield from resources(entries, places)
     for entry in entries if deep else []:
         place, _, name = entry["name"].partition("/")
@@ -36,10 +40,20 @@ def made_it(statement: dict[str, Any], run_folder: Path | None, deep: bool) -> I
             yield from _shards(folder)
 
 
+def _refuse_changed_settings(entries: list[Resource], run_folder: Path) -> None:
+    """They are read, to find the tokens, only as they are stated."""
+    file = run_dir.settings_file(run_folder)
+    stated = [e for e in entries if e["name"] == f"run/{file.name}" and is_file(e)]
+    if not stated:
+        raise differs(f"{NAME} states no settings of the run")
+    for entry in stated:
+        refuse_changed(file, int(entry["annotations"]["bytes"]), entry["digest"]["sha256"])
+
+
 def _prepared(run_folder: Path) -> dict[str, Path | None]:
     """Where run.yaml says that its tokens are, and those of each source, if there are any."""
     settings = run_dir.settings_file(run_folder)
-    if not settings.is_file() or settings.stat().st_size > MAX_BYTES:  # named where it is compared
+    if settings.stat().st_size > MAX_SETTINGS_BYTES:  # nested without end it would take hours
         return {"prepared": None}
     try:
         run = load_run(settings)
