@@ -41,6 +41,26 @@ def test_no_campaign_has_a_folder_with_more_in_it(home: Path, folder: str) -> No
     refuse_folder(Path("new/folder"))
 
 
+def test_no_campaign_has_a_folder_that_was_there_for_something_else(home: Path) -> None:
+    """Else a coordinator names whatever it wants to read, or to sign with."""
+    for name in ("research", "listed", "new"):
+        (home / name).mkdir()
+    for name in ("research", "listed"):
+        (home / name / "patients.txt").touch()
+    (home / "new" / "base").mkdir()
+    (home / "new" / ".lock").touch()  # a kill came before the first request was kept
+    with pytest.raises(UserError, match=r"research holds patients\.txt and no campaign") as error:
+        refuse_folder(Path("research"))
+    assert f"a line 'default' in {home / 'research' / 'site.allow'}" in error.value.hint
+    refuse_folder(Path("new"))
+    (home / "research" / "site.allow").write_text("default\n")  # its owner says what for
+    refuse_folder(Path("research"))
+    own = home / ".config" / "atoll" / "site.allow"
+    own.parent.mkdir(parents=True)
+    own.write_text("default\nfolder=listed\n")
+    refuse_folder(Path("listed"))
+
+
 def test_a_facility_lists_the_folders_of_campaigns(home: Path) -> None:
     own = home / ".config" / "atoll" / "site.allow"
     own.parent.mkdir(parents=True)

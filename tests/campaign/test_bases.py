@@ -77,7 +77,9 @@ def test_who_joins_gets_the_newest_model_whole(
 
     monkeypatch.setattr(round_, "send", send)
     monkeypatch.setattr(round_, "_files", lambda *_: [])
-    store: Any = SimpleNamespace(campaign=None, model=lambda n: tmp_path / round_name(n) / "global")
+    store: Any = SimpleNamespace(
+        campaign=SimpleNamespace(attempts=3), model=lambda n: tmp_path / round_name(n) / "global"
+    )
     facility: Any = SimpleNamespace(name="north", folder="f")
     for have in (-1, 3):
         for number in (4, 5):
@@ -109,6 +111,37 @@ def test_a_model_that_never_gets_there_is_not_sent_for_ever(
     with pytest.raises(UserError, match="north has no global model newer than round 3"):
         round_.bring_models(store, 5, facility)
     assert sent == [3]
+
+
+@pytest.mark.login_node
+def test_a_model_that_is_lost_again_and_again_is_sent_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever deletes it after each answer would have it sent until the deadline."""
+    for part in ("1/master", "1/export", "1/delta"):
+        (tmp_path / part).mkdir(parents=True)
+    (tmp_path / "1" / "manifest.json").touch()
+    sent: list[str] = []
+    monkeypatch.setattr(round_, "send", lambda *words, **_: sent.append(words[3]))
+    journal, facility = Journal(tmp_path), SimpleNamespace(name="north", folder="north")
+    campaign = SimpleNamespace(attempts=2)
+    store: Any = SimpleNamespace(model=lambda n: tmp_path / str(n), campaign=campaign)
+
+    def asked(*have: int) -> None:
+        answers = [*({"state": "needs", "have": each} for each in have), {"state": "running"}]
+        monkeypatch.setattr(round_, "_asked", lambda *_: answers.pop(0))
+        round_.bring(store, 2, facility, {"global_round": 1}, journal)  # type: ignore[arg-type]
+
+    for have in (-1, 0):  # the newest whole, and what came after it
+        asked(have)
+    with pytest.raises(UserError, match="north got the model of round 1 2 times, and has it no"):
+        asked(-1)
+    journal.append("reopened", waits=True)
+    with pytest.raises(UserError, match="look into north/bases there, and its quota"):
+        asked(0)
+    journal.append("reopened", waits=False)  # by a person, who may have mended it
+    asked(-1)
+    assert sent.count("north/incoming/round-001") == 3
 
 
 @pytest.mark.parametrize("name", ["export/evil.py", "master/evil.so", "delta/.sitecustomize"])

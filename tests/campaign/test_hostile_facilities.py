@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.commands import Finished
 from atoll.config.compose import compose
 from atoll.errors import UserError
+from atoll.settings.exchange import read_answer
 from atoll.settings.federation import Site
 
 BASE = hashlib.sha256(b"the model").hexdigest()
@@ -107,6 +109,24 @@ def test_an_answer_that_is_none_is_a_failure_of_who_gave_it(tmp_path: Path, text
     assert state.failures == 1 and state.text.startswith("wrong: "), state
     go_on(store, 1, north)
     assert "north" in store.left_out(1)
+
+
+def test_columns_that_no_goodput_has_are_not_kept() -> None:
+    """Others in each answer, with its update or without, would fill the journal."""
+    said = {"compute": 3.0, "idle": 0.0, **{f"{n}{'x' * 400}": 1.0 for n in range(18)}}
+    answer = read_answer(json.dumps({"state": "ready", "node_seconds": said}), "north")
+    assert answer["node_seconds"] == {"compute": 3.0, "idle": 0.0}
+
+
+@pytest.mark.login_node
+def test_nothing_is_lent_to_a_facility(tmp_path: Path) -> None:
+    """As ssh itself reads a person's own settings for login nodes beside ours."""
+    (tmp_path / "config").write_text(
+        "Host *\n ForwardAgent yes\n ForwardX11 yes\n RemoteForward 7001 localhost:22\n"
+    )
+    argv = [*transfer.SSH, "-F", str(tmp_path / "config"), "-G", "login"]
+    shown = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert {"forwardagent no", "forwardx11 no", "clearallforwardings yes"} <= {*shown}
 
 
 def test_what_floods_is_cut_off(tmp_path: Path) -> None:

@@ -151,21 +151,27 @@ def test_what_changed_is_taken_and_late_changes_are_added(
 
 
 @pytest.mark.parametrize(
-    ("taken", "refused", "max_staleness", "expected"),
+    ("taken", "refused", "max_staleness", "overlap_rounds", "expected"),
     [
-        (3, 0, 0, 3),
-        (1, 0, 0, 1),  # round 3 was held, or its update was refused
-        (0, 0, 0, None),
-        (1, 0, 2, 3),  # it may come to something yet
-        (1, 0, 1, 1),
-        (1, 3, 2, 1),
+        (3, 0, 0, 1, 3),
+        (1, 0, 0, 1, 1),  # round 3 was held, or its update was refused
+        (0, 0, 0, 1, None),
+        (1, 0, 2, 1, 3),  # it may come to something yet
+        (1, 0, 2, 0, 1),  # it may not: its facility is asked for another round
+        (1, 0, 1, 1, 1),
+        (1, 3, 2, 1, 1),
     ],
 )
 def test_the_residual_of_the_last_update_that_was_taken_is_added(
-    tmp_path: Path, taken: int, refused: int, max_staleness: int, expected: int | None
+    tmp_path: Path,
+    taken: int,
+    refused: int,
+    max_staleness: int,
+    overlap_rounds: int,
+    expected: int | None,
 ) -> None:
     about = {"taken": {"0": {"north": taken}}, "refused": {"0": {"north": refused}}}
-    about |= {"rule": {"max_staleness": max_staleness}}
+    about |= {"rule": {"max_staleness": max_staleness, "overlap_rounds": overlap_rounds}}
     (tmp_path / "manifest.json").write_text(json.dumps(about))
     asked = {"fragment": 0, "global_round": 4, "facility": "north"}
     assert own_weights.residual_round(tmp_path, asked, [1, 3]) == expected

@@ -77,6 +77,21 @@ def test_a_pace_is_the_median_of_the_last_rounds(store):
     assert pace_of(store, 9, north) == Pace(5.0, 1.0)
 
 
+def test_a_pace_outlives_rounds_that_a_facility_missed(store):
+    """Else the slowest, once away, would be asked for most."""
+    north = store.site("north")
+    end_round(store, 1, "north", 0.0, 100.0, 160.0)
+    for number in range(2, 9):
+        store.record_answer(number, north, {"state": "failed", "why": "no"})
+    assert pace_of(store, 9, north) == Pace(104.0, 2.0)
+
+
+def test_spare_nodes_make_no_step_shorter(store):
+    spent = {"start": 20.0, "compute": 40.0, "idle": 60.0}  # one of two nodes did nothing
+    end_round(store, 1, "north", 0.0, 100.0, 160.0, **spent)
+    assert pace_of(store, 2, store.site("north")) == Pace(124.0, pytest.approx(40 / 30))
+
+
 def test_what_a_round_asks_is_chosen_once_and_bounds_what_is_claimed(store, monkeypatch):
     for name, started in {"north": 90.0, "east": 0.0, "west": 0.0}.items():
         end_round(store, 1, name, 0.0, started, started + 30.0)

@@ -69,6 +69,16 @@ def test_nobody_moved_until_the_fault_was_judged():
     assert (columns["stalled"], columns["idle"], columns["lost"]) == (0, 20, 60)
 
 
+@pytest.mark.parametrize(("jobs", "started"), [(JOBS, 10), ([], 20 - 8)])
+def test_a_run_lasts_from_its_first_job_to_its_last_line(tmp_path, monkeypatch, jobs, started):
+    """The start of its ranks, the text and the export are in it, as they are in the columns."""
+    for each in [{**KILLED[0], "time": 20}, *KILLED[1:], *AGAIN]:
+        run_dir.append_record(run_dir.ledger_file(tmp_path), each)
+    monkeypatch.setattr(module, "job_starts", lambda folder: jobs)
+    assert module.span(tmp_path) == (started, 148.0)
+    assert module.span(tmp_path / "of no ranks") == (None, None)
+
+
 def test_spare_nodes_are_idle():
     columns = spent(JOBS[1:], ranks_starts(AGAIN), [], 1)
     assert held(columns) == pytest.approx(60)

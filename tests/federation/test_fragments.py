@@ -249,15 +249,25 @@ def test_what_a_held_round_did_not_average_is_sent_with_the_next(
     assert reached(campaign, 4) == pytest.approx(4.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("held", [{3}, {3, 5}, set()])
-@pytest.mark.parametrize("codec", ["int4", "int2", "topk"])
+@pytest.mark.parametrize(
+    ("held", "codec", "max_staleness"),
+    [
+        *((held, codec, 0) for held in ({3}, {3, 5}, set()) for codec in ("int4", "int2", "topk")),
+        ({3}, "topk", 2),
+        ({3, 5}, "int4", 4),
+    ],
+)
 def test_what_an_encoding_left_out_of_a_held_turn_is_not_sent_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, held: set[int]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    codec: str,
+    held: set[int],
+    max_staleness: int,
 ) -> None:
     """What is in the model and what waits at the facility are together what was learned."""
 
     monkeypatch.setitem(globals(), "learned", ramp)
-    campaign = Campaign(tmp_path, Rule(fragments=2, **EQUAL), codec)
+    campaign = Campaign(tmp_path, Rule(fragments=2, max_staleness=max_staleness, **EQUAL), codec)
     for number in range(1, 8):
         updates = [campaign.train("a", number)]
         if number in held:

@@ -20,6 +20,8 @@ from atoll.settings import Run
 FILE = "site.allow"
 DEFAULT = "default"
 KEY, FOLDER = "signing_key=", "folder="
+# of a campaign's folder, before its first request: the base of adapters, and what a kill left
+MADE_FOR = ("base", "incoming", ".lock", ".streamflow")
 # Settings that start a program, load code, leave the folder, or send to another machine; what the
 # facility says of itself and its limits; and what a person is asked first.
 DENIED = (
@@ -105,6 +107,20 @@ def refuse_folder(folder: Path) -> None:
             "give the facility a folder of its own, as folder: atoll/NAME; or whoever owns it "
             f"lists it: a line '{FOLDER}{printable(str(place), 300)}' in {_own_file()}",
         )
+    if (more := _before_any_campaign(place)) and place not in within:
+        raise UserError(
+            f"{printable(str(place), 300)} holds {printable(more, 80)} and no campaign yet: all of "
+            "it would be open to requests",
+            "give the facility a new folder, as folder: atoll/NAME; or whoever owns it says there "
+            f"what requests may: a line {DEFAULT!r} in {place / FILE}",
+        )
+
+
+def _before_any_campaign(place: Path) -> str:
+    """What lies in a folder that is no campaign's, and that nobody made for one; empty: nothing."""
+    if not place.is_dir() or any((place / name).is_file() for name in ("campaign.json", FILE)):
+        return ""
+    return next((path.name for path in sorted(place.iterdir()) if path.name not in MADE_FOR), "")
 
 
 def refuse_key(key: str | None, folder: Path) -> None:

@@ -83,13 +83,15 @@ def residual_round(base: Path, request: dict[str, Any], rounds: Collection[int])
 
     rounds: earlier ones of the same fragment that have one. What an encoding left out of an update
     that was refused, or of a turn that was held, is not: all of that is learned anew, or still in
-    the facility's weights. Whether late work came to anything may not be known yet: it is taken to.
+    the facility's weights. With rounds that overlap it may not be known yet whether late work came
+    to anything: it is taken to. Without, who is asked for a round has no work under way.
     """
     manifest, fragment = _read(base), str(request["fragment"])
     if "taken" not in manifest:  # of an older Atoll, or the first
         return max(rounds, default=None)
     last = _taken(manifest, fragment, request)
-    patience = manifest.get("rule", {}).get("max_staleness", 0)
+    rule = manifest.get("rule", {})
+    patience = rule.get("max_staleness", 0) if rule.get("overlap_rounds") else 0
     known = max(request["global_round"] - patience, _taken(manifest, fragment, request, "refused"))
     return max((n for n in rounds if n <= last or n > known), default=None)
 

@@ -271,6 +271,7 @@ def _send_models(
 ) -> None:
     """Deltas, or the newest whole to who has none; the manifest last, which says it is whole."""
     for before in range(have + 1, newest + 1) if have >= 0 else [newest]:
+        _refuse_once_more(store, before, site, journal)
         model, target = store.model(before), f"{site.folder}/incoming/{round_name(before)}"
         began, size = time.time(), 0
         for part, kinds in (WHOLE if have < 0 else DELTA).items():
@@ -281,7 +282,20 @@ def _send_models(
         shutil.copy(model / "manifest.json", staged / "manifest.json")
         send(store.campaign, site, staged, target, over=over)
         seconds = time.time() - began
-        journal.append("sent", facility=site.name, bytes=size, seconds=seconds)
+        journal.append("sent", facility=site.name, model=before, bytes=size, seconds=seconds)
+
+
+def _refuse_once_more(store: CampaignStore, model: int, site: Site, journal: Journal) -> None:
+    """Who loses what was sent gets it a few times in a round, until a person has looked."""
+    records = journal.records("sent", "reopened")
+    typed_again = [n for n, record in enumerate(records) if record.get("waits") is False]
+    since = records[typed_again[-1] :] if typed_again else records
+    sent = [r for r in since if r.get("model") == model and r.get("facility") == site.name]
+    if len(sent) >= store.campaign.attempts:
+        raise UserError(
+            f"{site.name} got the model of round {model} {len(sent)} times, and has it no more",
+            f"look into {site.folder}/bases there, and its quota",
+        )
 
 
 def _files(folder: Path, kinds: Sequence[str] = ()) -> list[Path]:

@@ -46,7 +46,7 @@ from atoll.campaign.site_models import (
 from atoll.campaign.transfer import atoll_here, complaint, run_atoll
 from atoll.cluster.accounting import slurm_ids, slurm_records
 from atoll.cluster.compare import expected_wait_seconds
-from atoll.cluster.goodput import goodput
+from atoll.cluster.goodput import goodput, span
 from atoll.cluster.status import remembered_status, status
 from atoll.commands import CommandParser, run_command
 from atoll.config.compose import compose, path_word
@@ -294,14 +294,15 @@ def _measured(here: Path) -> dict[str, Any]:
     job = Journal(here).last("submitted")
     records = run_dir.metrics(Path(job["run"])) if job else []
     run = load_run(run_dir.settings_file(Path(job["run"]))) if records else None
+    started, ended = span(Path(job["run"])) if records else (None, None)
     is_queued = run is not None and run.facility.scheduler != "none"
     return {
         "losses": [
             r["loss"] for r in records if r["event"] == "evaluation" and math.isfinite(r["loss"])
         ],
         "submitted": job.get("time") if is_queued else None,  # else it waited in no queue
-        "started": records[0].get("time") if records else None,
-        "ended": records[-1].get("time") if records else None,
+        "started": started,
+        "ended": ended,
         "node_seconds": goodput(Path(job["run"])) if records else {},
         "expected_wait_seconds": expected_wait_seconds(run) if run is not None else None,
         "jobs": slurm_records(slurm_ids(Path(job["run"])))[-MOST_JOBS:] if records else [],

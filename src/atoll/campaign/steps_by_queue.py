@@ -10,6 +10,7 @@ scheduler says that the queue is shorter now (`sbatch --test-only`). With
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -18,7 +19,7 @@ from atoll.campaign.store import CampaignStore
 from atoll.cluster.goodput import USEFUL
 from atoll.settings.federation import Site
 
-EARLIER_ROUNDS = 5  # that a facility's pace is learnt from
+EARLIER_ROUNDS = 5  # that it finished, and its pace is learnt from
 HALVINGS = 60  # of the span in which the common end is searched
 
 
@@ -81,12 +82,12 @@ def _until(end_seconds: float, pace: Pace, least: int, most: int) -> int:
 
 
 def pace_of(store: CampaignStore, number: int, site: Site) -> Pace | None:
-    """The medians of the rounds before this one; None where it has finished none of them.
+    """The medians of the last rounds that it finished; None where there are none.
 
     What a facility says of its time decides about its own steps alone, within the bounds.
     """
-    earlier = range(max(1, number - EARLIER_ROUNDS), number)
-    seen = [pace for before in earlier if (pace := _seen(store, before, site)) is not None]
+    earlier = (_seen(store, before, site) for before in range(number - 1, 0, -1))
+    seen = list(islice((pace for pace in earlier if pace is not None), EARLIER_ROUNDS))
     if not seen:
         return None
     other = median(pace.other_seconds for pace in seen)
@@ -113,8 +114,12 @@ def _seen(store: CampaignStore, number: int, site: Site) -> Pace | None:
 
 
 def _stepping_share(node_seconds: Mapping[str, Any]) -> float:
-    """Of a job's time, what its steps took; all of it where that is not known."""
-    all_seconds = sum(seconds for name, seconds in node_seconds.items() if name != "queue")
+    """Of a job's time, what its steps took; all of it where that is not known.
+
+    Spare nodes are idle all the time, and so is what comes behind its last line.
+    """
+    held = (seconds for name, seconds in node_seconds.items() if name not in ("queue", "idle"))
+    all_seconds = sum(held)
     useful = _of(node_seconds, USEFUL)
     return useful / all_seconds if all_seconds and useful else 1.0
 

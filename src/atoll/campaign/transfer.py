@@ -16,10 +16,12 @@ from atoll.errors import UserError, printable
 from atoll.settings.exchange import SHOWN
 from atoll.settings.federation import Campaign, Site
 
-# Unknown hosts are refused and nobody is asked; a dead line is noticed within two minutes.
+# Unknown hosts are refused and nobody is asked; a dead line is noticed within two minutes. Nothing
+# is lent to a facility: with the agent it could log in at the others.
 SSH = (
     "ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes",
     "-o", "ServerAliveInterval=20", "-o", "ServerAliveCountMax=5", "-o", "ConnectTimeout=30",
+    "-o", "ForwardAgent=no", "-o", "ForwardX11=no", "-o", "ClearAllForwardings=yes",
 )  # fmt: skip
 SSH_FAILED = 255  # ssh's own exit code
 # rsync's manual, EXIT VALUES: socket, stream, timeout, no connection; and ssh's own

@@ -21,19 +21,8 @@ from atoll.cluster.scheduler import answer_lines
 from atoll.cluster.status import queued_jobs
 from atoll.health.faults import Fault, faults
 from atoll.settings import load_run
+from atoll.settings.exchange import GOODPUT_COLUMNS
 
-COLUMNS = (
-    "queue",
-    "start",
-    "input",
-    "compute",
-    "communication",
-    "checkpoint",
-    "evaluation",
-    "stalled",
-    "lost",
-    "idle",
-)
 USEFUL = ("input", "compute", "communication")
 # a rank's phase -> the column; the others are columns themselves
 COLUMN_OF = {"optimizer": "compute", "export": "checkpoint"}
@@ -78,8 +67,22 @@ def goodput(run_folder: Path) -> dict[str, float]:
     if not lines:
         return {}
     nodes = load_run(run_dir.settings_file(run_folder)).nodes
-    jobs = job_starts(run_folder) or noted(run_folder, nodes) or by_itself(lines, nodes)
-    return spent(jobs, ranks_starts(lines), faults(run_folder), nodes)
+    return spent(_jobs(run_folder, lines, nodes), ranks_starts(lines), faults(run_folder), nodes)
+
+
+def span(run_folder: Path) -> tuple[float | None, float | None]:
+    """When a run's first job began, and its last line: what `goodput` tells of lies between them.
+
+    None where its ranks never began.
+    """
+    lines = ledger(run_folder)
+    if not lines:
+        return None, None
+    return _jobs(run_folder, lines, nodes=1)[0].started, float(lines[-1]["time"])
+
+
+def _jobs(run_folder: Path, lines: Sequence[Line], nodes: int) -> list[JobStart]:
+    return job_starts(run_folder) or noted(run_folder, nodes) or by_itself(lines, nodes)
 
 
 def effective(columns: Mapping[str, float]) -> float:
@@ -173,7 +176,7 @@ def spent(
     nodes: int,
 ) -> dict[str, float]:
     """Node-seconds by column; a job's nodes beyond those of the run are idle."""
-    columns = dict.fromkeys(COLUMNS, 0.0)
+    columns = dict.fromkeys(GOODPUT_COLUMNS, 0.0)
     if not jobs:
         return {}
     free = 0.0  # when the job before ended: a requeued one is submitted once
@@ -198,7 +201,7 @@ def of_job(
     job: JobStart, starts: Sequence[RanksStart], known_faults: Sequence[Fault]
 ) -> dict[str, float]:
     """Seconds of one start of a job by column; they add up to its length."""
-    columns = dict.fromkeys(COLUMNS, 0.0)
+    columns = dict.fromkeys(GOODPUT_COLUMNS, 0.0)
     ends = [*(start.launched for start in starts[1:]), job.ended]
     clock = job.started
     for start, end in zip(starts, ends, strict=False):
@@ -220,7 +223,7 @@ def of_job(
 
 def of_steps(start: RanksStart) -> dict[str, float]:
     """Seconds between the lines of a start of the ranks; what was done again later is lost."""
-    columns = dict.fromkeys(COLUMNS, 0.0)
+    columns = dict.fromkeys(GOODPUT_COLUMNS, 0.0)
     for before, line in pairwise(start.lines):
         seconds = {
             phase: total - before["seconds"].get(phase, 0.0)

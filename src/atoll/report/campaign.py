@@ -7,8 +7,9 @@ from typing import Any
 
 from atoll.campaign.journal import Record
 from atoll.campaign.store import CampaignStore
-from atoll.cluster.goodput import COLUMNS, effective
+from atoll.cluster.goodput import effective
 from atoll.report.tables import Rows, in_minutes, mebibytes, number
+from atoll.settings.exchange import GOODPUT_COLUMNS
 from atoll.settings.federation import Site
 
 
@@ -155,8 +156,8 @@ def spent(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
     facilities: dict[str, dict[str, float]] = {}
     for part in (part for each in rounds for part in each.parts if part.node_seconds):
         for name in (part.facility, "all facilities"):
-            columns = facilities.setdefault(name, dict.fromkeys(COLUMNS, 0.0))
-            for column in COLUMNS:
+            columns = facilities.setdefault(name, dict.fromkeys(GOODPUT_COLUMNS, 0.0))
+            for column in GOODPUT_COLUMNS:
                 columns[column] += part.node_seconds.get(column, 0.0)
     everything = facilities.pop("all facilities", {})
     return facilities | ({"all facilities": everything} if len(facilities) > 1 else {})

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from atoll.cluster.goodput import COLUMNS
 from atoll.cluster.record import MEASURED
 from atoll.plan.traffic import total
 from atoll.report.campaign import Part, Round, spent
@@ -10,11 +9,12 @@ from atoll.report.drawing import Bars, Curves, Figure, Point, Series, Span
 from atoll.report.results import is_scaling_series, labels
 from atoll.report.run import Record, RunMetrics
 from atoll.report.sources import source_losses
+from atoll.settings.exchange import GOODPUT_COLUMNS
 
 # What a facility does in a round, in this order, and the average; each with its colour.
 SPANS = {"send": 5, "queue": 6, "train": 0, "fetch": 4, "average": 3}
 AVERAGE = SPANS["average"]
-SPENT = {name: colour for colour, name in enumerate(COLUMNS)}
+SPENT = {name: colour for colour, name in enumerate(GOODPUT_COLUMNS)}
 
 
 def of_runs(runs: Sequence[RunMetrics]) -> Iterator[Figure]:
@@ -140,7 +140,7 @@ def _goodput(spent: Mapping[str, Mapping[str, float]]) -> Bars:
     spans = []
     for row, columns in spent.items():
         at = 0.0
-        for name in COLUMNS:
+        for name in GOODPUT_COLUMNS:
             minutes = columns.get(name, 0.0) / 60
             if minutes:
                 spans.append(Span(row, name, at, at + minutes))

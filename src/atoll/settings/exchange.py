@@ -30,6 +30,19 @@ BESIDE_WEIGHTS = (".json", ".model", ".txt", ".jinja")
 RUN = "provenance.json"  # the statement of the run behind an update, beside its manifest
 STAYS = "stays"  # in a safetensors file's metadata: names of tensors that do not learn
 SHOWN = 500  # characters of what others say
+# what becomes of a job's time: the columns of the goodput
+GOODPUT_COLUMNS = (
+    "queue",
+    "start",
+    "input",
+    "compute",
+    "communication",
+    "checkpoint",
+    "evaluation",
+    "stalled",
+    "lost",
+    "idle",
+)
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Short = Annotated[str, Field(max_length=500)]
 Number = Annotated[int, Field(ge=1, le=2**53)]
@@ -178,7 +191,10 @@ def read_answer(text: str, facility: str) -> dict[str, Any]:
             "its login shell must print nothing of itself (.bashrc), and Atoll there be this one",
         ) from None
     ends = [*answer.losses[:1], *answer.losses[1:][-1:]]  # before and after: a journal stays short
-    kept = {"why": printable(answer.why, SHOWN), "losses": ends}
+    kept: dict[str, Any] = {"why": printable(answer.why, SHOWN), "losses": ends}
+    if answer.node_seconds:
+        known = {n: value for n, value in answer.node_seconds.items() if n in GOODPUT_COLUMNS}
+        kept |= {"node_seconds": known}  # other names each time would fill the journal
     facts = answer.model_dump(exclude_unset=True)
     return facts | {name: value for name, value in kept.items() if name in facts}
 
