@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_hostile_facilities import READY, say, saying, short_samples, store_of
+from test_hostile_facilities import READY, made, say, saying, short_samples, store_of
 
 from atoll.campaign import round as round_
 from atoll.campaign import streamflow, transfer
@@ -152,17 +152,43 @@ def test_a_workflow_that_fails_is_counted_to_whoever_fails_alone(
     assert store.state(1, north).failures == 2, "once alone after each run that failed"
 
 
-def test_no_exit_code_of_a_facility_ends_a_workflow(tmp_path: Path) -> None:
+def test_what_is_ready_when_the_time_is_over_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A workflow that one facility kept waiting has not asked the others since."""
+    store = store_of(tmp_path, deadline_minutes=0.001, train=["data.sequence_tokens=16"])
+    made(tmp_path, "north")
+    store = saying(store, tmp_path, north=say(READY), south="exit 3")
+    keep_settings(store)
+    run_of(store, monkeypatch, {"north", "south"})
+    streamflow.collect(store, 1)
+    assert [path.parent.name for path in store.updates(1)] == ["north"]
+    assert set(store.left_out(1)) == {"south"}
+
+
+def test_no_file_of_a_facility_comes_through_a_workflow(tmp_path: Path) -> None:
+    """StreamFlow unpacks whatever is sent in its place, over any file of this machine's user."""
     store = store_of(tmp_path, engine="streamflow")
+    keep_settings(store)
+    streamflow.write(store, 1, {"north": None, "south": None}, everyone=True, wait_seconds=7.0)
+    folder = store.folder / "streamflow"
+    written = {path.name: path.read_text() for path in folder.glob("*.cwl")}
+    assert len(written) == 6 and not [name for name, text in written.items() if "File" in text]
+    train = streamflow.yaml.safe_load(written["train_north.cwl"])
+    assert train["outputs"]["done"]["type"] == "int"
+    limit = train["requirements"]["ToolTimeLimit"]["timelimit"]
+    assert limit == 7 + streamflow.LATE_SECONDS, "one that hangs is ended"
+
+
+def test_no_exit_code_of_a_facility_ends_a_workflow(tmp_path: Path) -> None:
+    store = saying(store_of(tmp_path, engine="streamflow"), tmp_path, north="exit 3")
     keep_settings(store)
     streamflow.write(store, 1, {"north": None, "south": None}, everyone=True)
     folder = store.folder / "streamflow"
     train = streamflow.yaml.safe_load((folder / "train_north.cwl").read_text())
     assert train["successCodes"] == list(range(256))
     assert "successCodes" not in streamflow.yaml.safe_load((folder / "take.cwl").read_text())
-    (tmp_path / "answer.json").write_text("")
-    words = [str(store.folder), "1", "take", "north", "--answer", str(tmp_path / "answer.json")]
-    assert round_.main(words) == 0
+    assert round_.main([str(store.folder), "1", "take", "north"]) == 0
     assert store.state(1, store.site("north")).failures == 1
 
 

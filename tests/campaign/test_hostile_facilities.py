@@ -23,6 +23,7 @@ from atoll.campaign.journal import Journal, round_name
 from atoll.campaign.lasting_settings import keep_settings, refuse_what_loses
 from atoll.campaign.round import go_on
 from atoll.campaign.store import CampaignStore, checked_campaign
+from atoll.campaign.transfer import Unreachable
 from atoll.commands import Finished
 from atoll.config.compose import compose
 from atoll.errors import UserError
@@ -127,6 +128,19 @@ def test_nothing_is_lent_to_a_facility(tmp_path: Path) -> None:
     argv = [*transfer.SSH, "-F", str(tmp_path / "config"), "-G", "login"]
     shown = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
     assert {"forwardagent no", "forwardx11 no", "clearallforwardings yes"} <= {*shown}
+
+
+@pytest.mark.login_node
+def test_who_gives_no_sign_of_life_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where there is no end: a step of a workflow would keep the others waiting."""
+    monkeypatch.setattr(round_, "SILENT_SECONDS", 0.3)
+    store = saying(store_of(tmp_path), tmp_path, north="exec sleep 60")
+    began = time.monotonic()
+    with pytest.raises(Unreachable, match="no answer in the time that it has"):
+        round_.bring_models(store, 1, store.campaign.sites[0], "--receive")
+    assert time.monotonic() - began < 20
 
 
 def test_what_floods_is_cut_off(tmp_path: Path) -> None:
@@ -533,6 +547,7 @@ def test_a_facility_says_which_key_a_request_signs_with(
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "camp"
     folder.mkdir()
+    (folder / "site.allow").write_text("default\n")
     (folder / "link").symlink_to(tmp_path / "id_ed25519")
 
     def ask(key: str) -> int:

@@ -23,12 +23,10 @@ from atoll.commands import CommandParser
 from atoll.errors import UserError, printable
 from atoll.settings.exchange import (
     BESIDE_WEIGHTS,
-    MAX_ANSWER_BYTES,
     MAX_MANIFEST_BYTES,
     SHOWN,
     WEIGHTS,
     read_answer,
-    read_plain,
 )
 from atoll.settings.federation import Site
 
@@ -37,6 +35,7 @@ WHOLE = {"master": (WEIGHTS,), "export": BESIDE_WEIGHTS}
 DELTA: dict[str, tuple[str, ...]] = {"delta": (WEIGHTS,)}
 MANIFEST = ("manifest.json", "manifest.json.sig")
 CALL_SECONDS = 3600.0  # of a question over ssh: a facility that hangs is asked again
+SILENT_SECONDS = 600.0  # without a sign of life nobody is waited for, however much time there is
 QUIET_SECONDS = 30.0  # without a sign of life; a facility gives one every few
 
 
@@ -47,7 +46,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("number", type=int)
     parser.add_argument("step", choices=["send", "take", "average"])
     parser.add_argument("facility", nargs="?")
-    parser.add_argument("--answer", type=Path, help="JSON that `atoll site` printed there")
     arguments = parser.read(argv)
     store, number = load_store(arguments.folder), arguments.number
     if arguments.step == "average":
@@ -56,16 +54,10 @@ def main(argv: list[str]) -> int:
             average(store, number)
         return 0  # else it is the coordinator that asks again, or says why the round is held
     site = store.site(arguments.facility)
-
-    def send_or_take() -> None:
-        if arguments.step == "send":
-            bring_models(store, number, site, "--receive")
-        else:
-            answer = arguments.answer.resolve()  # StreamFlow gives a link, to a file here
-            text = read_plain(answer, MAX_ANSWER_BYTES).decode(errors="replace")
-            use_answer(store, number, site, read_answer(text, site.name), end_of(store, number))
-
-    at_the_seam(store, number, site, send_or_take)
+    if arguments.step == "send":
+        at_the_seam(store, number, site, lambda: bring_models(store, number, site, "--receive"))
+    else:  # what came of its job is asked here: a workflow system believes whatever it is sent
+        go_on(store, number, site)
     return 0
 
 
@@ -84,7 +76,7 @@ def go_on(store: CampaignStore, number: int, site: Site, stopped: Over = never) 
     at_the_seam(store, number, site, step)
 
 
-def at_the_seam(store: CampaignStore, number: int, site: Site, step: Callable[[], None]) -> None:
+def at_the_seam(store: CampaignStore, number: int, site: Site, step: Callable[[], object]) -> None:
     """Whatever comes of one facility's words and files is that facility's failure, and counted."""
     try:
         step()
@@ -255,7 +247,7 @@ def _asked(
     end = time.time() + (CALL_SECONDS if site.host is not None else math.inf)
 
     def past(quiet_seconds: float) -> bool:
-        return over(quiet_seconds) or time.time() > end
+        return over(quiet_seconds) or time.time() > end or quiet_seconds > SILENT_SECONDS
 
     answer = read_answer(ask(store.campaign, site, [*words, *flags], past), site.name)
     if answer["state"] == "needs" and answer["have"] >= request["global_round"]:

@@ -1,9 +1,10 @@
 """`engine=streamflow`: each round is a CWL v1.2 workflow, which StreamFlow carries out.
 
 What a step does is an `atoll` command that is done once however often it is started, and files are
-moved by rsync; StreamFlow carries the steps' words alone. It starts them where they belong, over
-ssh, and again if they fail; it has no resume, no deadline, and ends with a facility that does not
-answer. So each round is a run of its own, of those facilities that answer now.
+moved by rsync. StreamFlow starts them where they belong, over ssh, and again if they fail; it has
+no resume, no deadline, and ends with a facility that does not answer. So each round is a run of its
+own, of those facilities that answer now. It unpacks whatever a facility sends in place of a file,
+so none comes through it: steps give each other numbers, and answers are asked from here.
 
 campaigns/NAME/streamflow/
   round.cwl                       send -> train -> take for each facility, then average
@@ -13,6 +14,7 @@ campaigns/NAME/streamflow/
 
 import json
 import os
+import resource
 import shlex
 import shutil
 import signal
@@ -26,6 +28,7 @@ from typing import Any
 import yaml
 
 from atoll import run_dir
+from atoll.campaign.asking import collect_here
 from atoll.campaign.round import at_the_seam
 from atoll.campaign.site import WORK
 from atoll.campaign.store import CampaignStore
@@ -38,7 +41,10 @@ CLONE = Path(__file__).resolve().parents[3]
 WAIT_SECONDS = 1800.0  # a command at a facility outlives a coordinator that is killed by no more
 ALONE_SECONDS = 600.0  # of a workflow of one facility, that asks how it is and does not wait
 COLLECT_SECONDS = 60.0  # that what is ready may be fetched in, where the time is over already
-ONE_OR_MORE = ["File", {"type": "array", "items": "File"}]
+LATE_SECONDS = 300  # that a command at a facility may take to end, when its time is over
+MOST_MEMORY_BYTES = 16 << 30  # of addresses: it keeps all that a facility's shell prints
+CODE = {"type": "int", "outputBinding": {"outputEval": "$(runtime.exitCode)"}}
+ONE_OR_MORE = ["int", {"type": "array", "items": "int"}]
 
 
 def collect(store: CampaignStore, number: int) -> None:
@@ -54,7 +60,7 @@ def collect(store: CampaignStore, number: int) -> None:
             if carry_out(program, folder, number, end) and time.time() < end:
                 _find_failing(store, number, homes, program, end)
         if time.time() > deadline:
-            store.leave_out_late(number)
+            collect_here(store, number)  # once more: what is ready is not lost
         elif store.unsettled(number):
             time.sleep(store.campaign.poll_seconds)
 
@@ -80,6 +86,9 @@ def carry_out(program: str, folder: Path, number: int, end: float) -> int:
             argv, cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
             env=os.environ | {"HOME": str(folder / "home")}, start_new_session=True,
         )  # fmt: skip
+    limit = (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES)
+    with suppress(ProcessLookupError):  # it may have ended already
+        resource.prlimit(process.pid, resource.RLIMIT_AS, limit)
     run_dir.write_whole(folder / "running.json", json.dumps({"pid": process.pid}))
     try:
         return process.wait(timeout=max(end - time.time(), COLLECT_SECONDS))
@@ -158,7 +167,7 @@ def write(
         about = "The updates become the next global model."
         files["average.cwl"] = _step_here(store, "average", about)
     for site in sites:
-        files[f"train_{site.name}.cwl"] = _step_there(site, homes[site.name])
+        files[f"train_{site.name}.cwl"] = _step_there(site, homes[site.name], wait_seconds)
     _keep_known_hosts(store.campaign, sites, folder / "home" / ".ssh" / "known_hosts")
     for name, content in files.items():
         text = yaml.safe_dump(content, sort_keys=False, width=100)
@@ -173,10 +182,10 @@ def workflow_of(names: list[str], everyone: bool) -> dict[str, Any]:
         inputs |= {f"facility_{name}": "string", f"asked_{name}": "int"}
         which = {"number": "number", "facility": f"facility_{name}"}
         training = {"asked": f"asked_{name}", "until": "until", "poll_seconds": "poll_seconds"}
-        training["after"] = f"send_{name}/answer"
-        taking = which | {"answer": f"train_{name}/answer"}
-        steps[f"send_{name}"] = {"run": "send.cwl", "in": which, "out": ["answer"]}
-        steps[f"train_{name}"] = {"run": f"train_{name}.cwl", "in": training, "out": ["answer"]}
+        training["after"] = f"send_{name}/done"
+        taking = which | {"after": f"train_{name}/done"}
+        steps[f"send_{name}"] = {"run": "send.cwl", "in": which, "out": ["done"]}
+        steps[f"train_{name}"] = {"run": f"train_{name}.cwl", "in": training, "out": ["done"]}
         steps[f"take_{name}"] = {"run": "take.cwl", "in": taking, "out": ["done"]}
     last = [f"take_{name}/done" for name in names]
     if everyone:
@@ -203,15 +212,16 @@ def _step_here(store: CampaignStore, step: str, about: str) -> dict[str, Any]:
     else:
         inputs["facility"] = _input("string", 3)
     if step == "take":
-        inputs["answer"] = _input("File", 4, "--answer")
-    tool = _tool(about, words, inputs, "answer" if step == "send" else "done")
+        inputs["after"] = "int"
+    tool = _tool(about, words, inputs)
     return tool | {"arguments": [{"valueFrom": step, "position": 2}]}
 
 
-def _step_there(site: Site, home: Path | None) -> dict[str, Any]:
-    """The step at a facility: `atoll site` waits for the batch job, and says how it ended.
+def _step_there(site: Site, home: Path | None, wait_seconds: float) -> dict[str, Any]:
+    """The step at a facility: `atoll site` waits for the batch job.
 
-    Whatever code it ends with: what it printed is looked at here, and counted to it alone.
+    Whatever code it ends with: how its job ended is asked here, and counted to it alone. One that
+    hangs is ended, so that the others are asked again.
     """
     words = _at_home(home or Path.cwd(), home or Path.home())
     words += [*(site.command or atoll_here()), "site", site.folder]
@@ -219,21 +229,23 @@ def _step_there(site: Site, home: Path | None) -> dict[str, Any]:
         "asked": _input("int", 1),
         "until": _input("double", 2, "--until"),
         "poll_seconds": _input("double", 3, "--poll-seconds"),
-        "after": "File",
+        "after": "int",
     }
-    tool = _tool(f"Train at {site.name}, through its own batch system.", words, inputs, "answer")
-    return tool | {"successCodes": list(range(256))}
+    limit = {"ToolTimeLimit": {"timelimit": round(wait_seconds) + LATE_SECONDS}}
+    tool = _tool(f"Train at {site.name}, through its own batch system.", words, inputs)
+    return tool | {"requirements": limit, "successCodes": list(range(256))}
 
 
-def _tool(about: str, words: list[str], inputs: dict[str, Any], output: str) -> dict[str, Any]:
+def _tool(about: str, words: list[str], inputs: dict[str, Any]) -> dict[str, Any]:
+    """A command; what it prints stays where it runs."""
     return {
         "cwlVersion": "v1.2",
         "class": "CommandLineTool",
         "doc": about,
         "baseCommand": words,
         "inputs": inputs,
-        "stdout": f"{output}.json",
-        "outputs": {output: "stdout"},
+        "stdout": "printed.txt",
+        "outputs": {"done": CODE},
     }
 
 
