@@ -20,6 +20,11 @@ class UserError(Exception):
     def __str__(self) -> str:
         return f"{self.found}\n{self.hint}"
 
+    @property
+    def in_a_line(self) -> str:
+        """Both, for a journal or a table."""
+        return f"{self.found} ({self.hint})" if self.hint else self.found
+
     def shown(self) -> str:
         """The two lines for stderr, to be written in one piece: ranks share one pipe."""
         return f"atoll: {self.found}\n       {self.hint}\n"

@@ -549,6 +549,8 @@ def test_a_facility_says_which_key_a_request_signs_with(
     folder.mkdir()
     (folder / "site.allow").write_text("default\n")
     (folder / "link").symlink_to(tmp_path / "id_ed25519")
+    for key in (tmp_path / "id_ed25519", tmp_path / "atoll_update", folder / "own"):
+        key.touch()
 
     def ask(key: str) -> int:
         return site.main([str(folder), "1", "--request", asking("c", signing_key=key)])
@@ -564,6 +566,9 @@ def test_a_facility_says_which_key_a_request_signs_with(
     assert ask(str(tmp_path / "atoll_update")) == 0
     (folder / "rounds" / "round-001" / "journal.jsonl").unlink()
     assert ask(str(folder / "own")) == 0
+    (folder / "own").unlink()
+    with pytest.raises(UserError, match="own here to sign with"):  # not when it has been trained
+        ask(str(folder / "own"))
     capsys.readouterr()
 
 

@@ -33,7 +33,7 @@ def trained(folder: Path, number: int, steps: int = 3, whole: bool = True) -> Pa
     Journal(here).append("submitted", run=str(run))
     for step in (1, steps):
         run_dir.checkpoint(run, step).mkdir(parents=True)
-        (run_dir.checkpoint(run, step) / "manifest.json").touch()
+        (run_dir.checkpoint(run, step) / "manifest.json").write_text("{}")
     if whole:
         (here / "update").mkdir()
         (here / "update" / "manifest.json").touch()
@@ -66,6 +66,18 @@ def test_moments_begin_anew_where_that_is_chosen_or_adapters_are_drawn_anew(tmp_
     trained(tmp_path, 1)
     assert words(tmp_path, 2, inner_state="reset") == []
     assert words(tmp_path, 3, "model=opt_tiny", "+model.lora.rank=4") == []
+
+
+def test_moments_in_8_bits_begin_anew_with_other_ranks(tmp_path: Path) -> None:
+    """Else no run of the facility would begin again until its nodes are as before."""
+    state = trained(tmp_path, 1)
+    progress = {"step_counts": {"weight": 3}, "world_size": 2}
+    (state / "manifest.json").write_text(json.dumps({"progress": progress}))
+    kept = [path_word("checkpoint.optimizer_load_path", state)]
+    assert words(tmp_path, 2, "ranks_per_node=2") == kept
+    assert words(tmp_path, 2, "ranks_per_node=4") == []
+    (state / "manifest.json").write_text(json.dumps({"progress": progress | {"step_counts": {}}}))
+    assert words(tmp_path, 2, "ranks_per_node=4") == kept
 
 
 def test_checkpoints_stay_of_the_newest_rounds_and_of_what_a_round_began_with(

@@ -58,6 +58,7 @@ def end_round(store, number, name, submitted, started, ended, **node_seconds):
     times = {"submitted": submitted, "started": started, "ended": ended}
     answer = {"state": "ready", **times, "node_seconds": node_seconds}
     store.record_answer(number, store.site(name), answer)
+    store.remember_nonce(number, store.site(name), f"{number}-{name}")
     store.journal(number).append("received", facility=name, bytes=1, seconds=4.0)
 
 
@@ -75,6 +76,18 @@ def test_a_pace_is_the_median_of_the_last_rounds(store):
     for number in range(5, 9):
         end_round(store, number, "north", 0.0, 1.0, 31.0)
     assert pace_of(store, 9, north) == Pace(5.0, 1.0)
+
+
+def test_the_text_of_rounds_that_a_facility_missed_is_not_skipped(store):
+    """Nor is it said to be read: text that ends early would end it then."""
+    campaign = store.campaign.model_copy(update={"steps_by": "fixed"})
+    store, [north, east, _] = CampaignStore(campaign, store.folder), campaign.sites
+    for number in (1, 2, 5):
+        store.remember_nonce(number, east, f"e{number}")
+    store.remember_nonce(5, east, "e5")  # a kill came, and it was taken again
+    store.remember_nonce(4, north, "n4")
+    assert [store.steps_before(6, site) for site in (north, east)] == [30, 90]
+    assert store.steps_before(5, east) == 60
 
 
 def test_a_pace_outlives_rounds_that_a_facility_missed(store):
@@ -104,6 +117,9 @@ def test_what_a_round_asks_is_chosen_once_and_bounds_what_is_claimed(store, monk
     assert [store.steps(2, site) for site in store.campaign.sites] == [8, 41, 41]
     words = request(store, 3, store.site("north"))["overrides"]
     assert "training.steps=30" in words  # of a round that has not begun
+    assert f"training.consumed_samples={30 * 12}" in words, "of round 2 nothing came"
+    end_round(store, 2, "north", 40.0, 49.0, 70.0)
+    words = request(store, 3, store.site("north"))["overrides"]
     assert f"training.consumed_samples={(30 + 8) * 12}" in words
     assert "training.consumed_steps=60" in words
     monkeypatch.setattr("atoll.campaign.asked.sequence_tokens", lambda *_: 128)

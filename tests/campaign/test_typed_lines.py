@@ -14,10 +14,11 @@ from atoll.__main__ import main
 from atoll.campaign import site
 from atoll.campaign.asked import request
 from atoll.campaign.journal import Journal, alone
-from atoll.campaign.kept_request import attempts, keep_request
+from atoll.campaign.kept_request import attempts, keep_campaign, keep_request
 from atoll.campaign.lasting_settings import refuse_missing_keys, refuse_what_loses, settings_to_keep
 from atoll.campaign.store import CampaignStore, checked_campaign, load_store, settings_file
 from atoll.errors import UserError
+from atoll.settings.federation import Site
 
 DEMO = ["federate", "federation=demo"]
 NORTH = '{name: north, folder: s/n, overrides: ["data.files=[json/*]"]}'
@@ -70,8 +71,27 @@ def test_one_folder_of_another_machine_is_one_however_it_is_written() -> None:
     for folder in ("x/", "./x", "y/../x"):
         sites = [{"name": "a", "host": "h", "folder": "~/x"}]
         sites += [{"name": "b", "host": "h", "folder": folder}]
-        with pytest.raises(UserError, match="share ~/x on h"):
+        with pytest.raises(UserError, match="share x on h"):
             checked_campaign(values | {"sites": sites})
+
+
+def test_home_folders_are_meant_as_they_are_written() -> None:
+    """No shell reads them: ssh begins in the home folder there, and here it is ours."""
+    there = Site(name="a", host="h", folder="~/x", command=["~/atoll/bin/python", "-m", "atoll"])
+    assert there.folder == "x" and there.command[0] == "atoll/bin/python"
+    here = Site(name="a", folder="~/x", command=["~/bin/atoll"])
+    assert here.folder == str(Path.home() / "x") and here.command == [
+        str(Path.home() / "bin/atoll")
+    ]
+    campaign = checked_campaign(
+        {"name": "c", "start": [], "folder": "~/c", "sites": [here.model_dump()]}
+    )
+    assert campaign.folder == str(Path.home() / "c")
+    for folder in ("~anna/x", "~"):
+        with pytest.raises(UserError, match="no shell reads it"):
+            checked_campaign(
+                {"name": "c", "start": [], "sites": [{"name": "a", "host": "h", "folder": folder}]}
+            )
 
 
 def test_signatures_need_keys_and_files(tmp_path: Path) -> None:
@@ -218,6 +238,7 @@ def test_what_a_facility_does_not_allow_ends_no_job(
     run = folder / "runs" / "r"
     run.mkdir(parents=True)
     run_dir.settings_file(run).write_text("{}")
+    keep_campaign(folder, "c")
     Journal(folder / "rounds" / "round-001").append("submitted", run=str(run))
     assert site.main([str(folder), "1", "--request", request]) == 0
     assert json.loads(capsys.readouterr().out)["state"] == "running"

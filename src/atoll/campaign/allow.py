@@ -8,6 +8,7 @@ command, bind, module, variable, limit, address, or path outside FOLDER; nothing
 """
 
 import os
+import shlex
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -135,6 +136,10 @@ def refuse_key(key: str | None, folder: Path) -> None:
             f"this facility does not let a request sign with {shown!r}",
             f"whoever owns it may: a line '{KEY}{shown}' in {folder / FILE}, with {DEFAULT!r}",
         )
+    if not path.is_file():  # else that is found when the round has been trained
+        shown = printable(key, 300)
+        how = shlex.join(["ssh-keygen", "-t", "ed25519", "-N", "", "-f", shown])
+        raise UserError(f"no key {shown} here to sign with", f"make it: {how}")
 
 
 def folder_here(name: str | None) -> list[str]:

@@ -5,6 +5,7 @@ weights. Which one is written into the round's journal before its job: a round t
 begins with the state it began with the first time.
 """
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,17 @@ def inner_state_words(
         newest = newest_state(folder, round_number(here)) if kept else None
         record = journal.append("inner state", checkpoint=newest and str(newest))
     path = record["checkpoint"]
-    return [path_word("checkpoint.optimizer_load_path", Path(path))] if path else []
+    if not path or _is_of_other_ranks(Path(path), lines):
+        return []
+    return [path_word("checkpoint.optimizer_load_path", Path(path))]
+
+
+def _is_of_other_ranks(checkpoint: Path, lines: list[str]) -> bool:
+    """8-bit moments do not reshard: where a facility has changed its ranks they begin anew."""
+    progress = json.loads((checkpoint / "manifest.json").read_bytes()).get("progress", {})
+    return bool(progress.get("step_counts")) and (
+        progress["world_size"] != compose(lines).run.world_size
+    )
 
 
 def newest_state(folder: Path, number: int) -> Path | None:

@@ -66,9 +66,9 @@ def _ask_until_measured(
                 return
             heard = time.time()
         except Unreachable as error:
-            why = error.found
+            why = error.in_a_line
         except Exception as error:  # whatever one facility says, the others go on
-            why = error.found if isinstance(error, UserError) else f"unexpected {error!r}"
+            why = error.in_a_line if isinstance(error, UserError) else f"unexpected {error!r}"
             failures, heard = failures + 1, time.time()
             journal.append("wrong", facility=site.name, why=printable(why, SHOWN))
         is_silent = time.time() - heard > 60 * campaign.grace_minutes

@@ -29,8 +29,9 @@ def refuse_what_loses(store: CampaignStore) -> None:
         return
     if codec == "int2" and rule.update != "replace":
         raise UserError(
-            f"codec=int2 with rule.update={rule.update}: with nesterov it learns no more than with "
-            "replace, and less in short and in long rounds (docs/atlas.md); others were not tried",
+            f"codec=int2 with rule.update={rule.update}: with nesterov it learns less than with "
+            "replace in rounds of 10 steps and no more than seeds differ by in longer ones, with "
+            "the others far less (docs/atlas.md)",
             "codec=int4, or rule.update=replace",
         )
     if rule.merge_alpha and rule.min_cosine > -1.0:

@@ -81,9 +81,9 @@ def at_the_seam(store: CampaignStore, number: int, site: Site, step: Callable[[]
     try:
         step()
     except Unreachable as error:
-        store.record_answer(number, site, {"state": "unreachable", "why": error.found})
+        store.record_answer(number, site, {"state": "unreachable", "why": error.in_a_line})
     except UserError as error:
-        store.count_failure(number, site, error.found)
+        store.count_failure(number, site, error.in_a_line)
     except Exception as error:
         why = f"{site.name}: unexpected {type(error).__name__}: {error}"
         store.count_failure(number, site, printable(why, SHOWN))

@@ -23,7 +23,8 @@ def sign(file: Path, key: Path, namespace: str = NAMESPACE) -> Path:
     else:
         raise UserError(
             f"{file} cannot be signed with {key}: {done.last_line}",
-            "make a key without a passphrase: ssh-keygen -t ed25519 -N '' -f KEY",
+            "a key without a passphrase signs (ssh-keygen -t ed25519 -N '' -f KEY), by OpenSSH 8.1 "
+            "or newer (ssh -V)",
         )
     return signature
 

@@ -131,7 +131,7 @@ def wait(folder: Path, number: int, how: argparse.Namespace) -> dict[str, Any]:
             time.sleep(how.poll_seconds)
             answer = advance(folder, number, how)
     except UserError as error:
-        answer = {"state": "refused", "why": error.found}
+        answer = {"state": "refused", "why": error.in_a_line}
     return answer
 
 
@@ -242,7 +242,7 @@ def _submitted(
     threads = threads_of_ranks(run, request["facilities_here"], len(os.sched_getaffinity(0)))
     done = run_command([*atoll_here(), "submit", *lines], environment=threads | os.environ)
     if done.returncode:
-        why, _ = complaint(done.stderr)
+        why = UserError(*complaint(done.stderr)).in_a_line
         if ANOTHER_IS_AT_IT in done.stderr:
             return "running", why
         journal.append("refused", why=why)

@@ -123,10 +123,12 @@ class CampaignStore:
         return int(chosen.get(site.name, self.campaign.steps))
 
     def steps_before(self, number: int, site: Site) -> int:
-        """How many it was asked for in all rounds before: where its data goes on."""
+        """How many it took for the updates that came before this round: where its data goes on."""
+        nonces = run_dir.records(self.folder / NONCES)
+        came = {r["round"] for r in nonces if r["facility"] == site.name and r["round"] < number}
         if self.campaign.steps_by == "fixed":
-            return (number - 1) * self.campaign.steps
-        return sum(self.steps(earlier, site) for earlier in range(1, number))
+            return len(came) * self.campaign.steps
+        return sum(self.steps(self.asked_round(each, site), site) for each in came)
 
     def state(self, number: int, site: Site) -> SiteState:
         """Where a facility stands in a round."""
@@ -263,7 +265,8 @@ def _facts(record: dict[str, Any]) -> dict[str, Any]:
 
 def checked_campaign(values: dict[str, Any]) -> Campaign:
     """Plain values to settings; `UserError` names the first that is wrong."""
-    hint = "atoll federate --dry-run federation=NAME prints all of them"
+    hint = "fix it in hydra_conf/federation/NAME.yaml, whose first line is '# @package _global_'; "
+    hint += "atoll federate --dry-run federation=demo prints every setting"
     return checked_settings(Campaign, values, "campaign setting ", hint)
 
 
@@ -275,7 +278,8 @@ def load_store(folder: Path, settings: Path | None = None) -> CampaignStore:
     """The campaign in a folder, by the settings it keeps, or by another file of them."""
     values = read_settings(settings or settings_file(folder))
     if values is None:
-        raise UserError(f"no campaign in {folder}", "give the folder of one")
+        hint = "begin it (atoll federate federation=NAME), or type this where it was begun"
+        raise UserError(f"no campaign in {folder}", hint)
     return CampaignStore(checked_campaign(values), folder.absolute())
 
 

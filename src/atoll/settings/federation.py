@@ -5,7 +5,7 @@ import posixpath
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from atoll.errors import UserError, printable
 from atoll.settings.exchange import SPARSE_CODECS, Codec, FragmentPattern, InnerState
@@ -149,6 +149,16 @@ def refuse_secret_words(setting: str, words: list[str]) -> list[str]:
     return words
 
 
+def _without_tilde(path: str, host: str | None) -> str:
+    """A path in the home folder as it is meant: no shell reads it, and ssh begins there."""
+    name, _, rest = path.partition("/")
+    if not name.startswith("~"):
+        return path
+    if name != "~" or not rest:
+        raise ValueError(f"{path}: no shell reads it; give the whole path")
+    return rest if host is not None else os.path.expanduser(path)
+
+
 class Site(Settings):
     """One facility of a campaign: how it is reached, and what its runs say that others' do not."""
 
@@ -159,12 +169,20 @@ class Site(Settings):
     overrides: list[str] = []  # facility=…, data=…
     signing_key: str | None = None  # a private ssh key's path there
 
+    @field_validator("folder", "command")
+    @classmethod
+    def _is_of_a_home(cls, value: Any, info: ValidationInfo) -> Any:
+        host = info.data.get("host")
+        if isinstance(value, str):
+            return _without_tilde(value, host)
+        return [_without_tilde(word, host) for word in value[:1]] + value[1:]
+
     @property
     def place(self) -> str:
         """The folder, however it is written; links aside."""
-        if self.host is None:
-            return os.path.abspath(os.path.expanduser(self.folder))
-        return posixpath.normpath(self.folder.removeprefix("~/"))
+        return (
+            os.path.abspath(self.folder) if self.host is None else posixpath.normpath(self.folder)
+        )
 
     @model_validator(mode="after")
     def _gives_no_secret(self) -> "Site":
@@ -215,6 +233,11 @@ class Campaign(Settings):
     allowed_signers: str | None = None  # ssh-keygen's file; null: updates are not signed
     signing_key: str | None = None  # a private ssh key here, by which the model's proof is signed
     ssh_options: list[str] = []  # words for ssh and rsync's ssh, to every facility
+
+    @field_validator("folder")
+    @classmethod
+    def _is_here(cls, folder: str) -> str:
+        return _without_tilde(folder, None)
 
     @model_validator(mode="after")
     def _gives_no_secret(self) -> "Campaign":
