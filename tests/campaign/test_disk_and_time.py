@@ -1,5 +1,6 @@
 """How much of this machine's disk, and of a round's time, one facility can take."""
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -119,7 +120,7 @@ def run_of(store: CampaignStore, monkeypatch: pytest.MonkeyPatch, failing: set[s
     """A StreamFlow that ends badly where one of these facilities is in the workflow."""
     runs: list[list[str]] = []
 
-    def carried_out(program: str, folder: Path, number: int, end: float) -> int:
+    def carried_out(program: str, folder: Path, number: int, *times: float) -> int:
         names = [key.removeprefix("facility_") for key in written[-1] if key.startswith("facility")]
         runs.append(names)
         return int(bool(failing & set(names)))
@@ -170,14 +171,44 @@ def test_no_file_of_a_facility_comes_through_a_workflow(tmp_path: Path) -> None:
     """StreamFlow unpacks whatever is sent in its place, over any file of this machine's user."""
     store = store_of(tmp_path, engine="streamflow")
     keep_settings(store)
-    streamflow.write(store, 1, {"north": None, "south": None}, everyone=True, wait_seconds=7.0)
+    streamflow.write(store, 1, {"north": None, "south": None}, everyone=True)
     folder = store.folder / "streamflow"
     written = {path.name: path.read_text() for path in folder.glob("*.cwl")}
     assert len(written) == 6 and not [name for name, text in written.items() if "File" in text]
     train = streamflow.yaml.safe_load(written["train_north.cwl"])
     assert train["outputs"]["done"]["type"] == "int"
-    limit = train["requirements"]["ToolTimeLimit"]["timelimit"]
-    assert limit == 7 + streamflow.LATE_SECONDS, "one that hangs is ended"
+
+
+@pytest.mark.login_node
+def test_a_step_that_hangs_at_a_facility_is_ended_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The words as they are run there, by a program that never ends."""
+    monkeypatch.setattr(streamflow, "LATE_SECONDS", 1.0)
+    store = saying(store_of(tmp_path), tmp_path, north="exec sleep 60")
+    [north] = store.campaign.sites
+    words = streamflow._step_there(north, tmp_path, wait_seconds=0.0)["baseCommand"]
+    began = time.monotonic()
+    assert (
+        subprocess.run(words).returncode in streamflow._step_there(north, None, 0)["successCodes"]
+    )
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.login_node
+@pytest.mark.parametrize("step", ["true", "sh -c 'sleep 6; true' x round"])
+def test_a_workflow_that_waits_for_nothing_here_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """But not while a model or an update is on its way."""
+    program = tmp_path / "streamflow"
+    program.write_text(f"#!/bin/sh\n{step} &\nsleep 60\n")
+    program.chmod(0o755)
+    began = time.time()
+    monkeypatch.setattr(streamflow, "LOOK_SECONDS", 0.2)
+    code = streamflow.carry_out(str(program), tmp_path, 1, began + 100, began + 1)
+    took = time.time() - began
+    assert code == 1 and took < 40 and (took > 6) is ("round" in step)
 
 
 def test_no_exit_code_of_a_facility_ends_a_workflow(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ FILE = "site.allow"
 DEFAULT = "default"
 KEY, FOLDER = "signing_key=", "folder="
 # of a campaign's folder, before its first request: the base of adapters, and what a kill left
-MADE_FOR = ("base", "incoming", ".lock", ".streamflow")
+MADE_FOR, CUT_OFF = ("base", "incoming", ".lock", ".streamflow"), ".campaign.json."
 # Settings that start a program, load code, leave the folder, or send to another machine; what the
 # facility says of itself and its limits; and what a person is asked first.
 DENIED = (
@@ -121,7 +121,9 @@ def _before_any_campaign(place: Path) -> str:
     """What lies in a folder that is no campaign's, and that nobody made for one; empty: nothing."""
     if not place.is_dir() or any((place / name).is_file() for name in ("campaign.json", FILE)):
         return ""
-    return next((path.name for path in sorted(place.iterdir()) if path.name not in MADE_FOR), "")
+    names = sorted(path.name for path in place.iterdir())
+    own = (name in MADE_FOR or name.startswith(CUT_OFF) for name in names)
+    return next((name for name, is_own in zip(names, own, strict=True) if not is_own), "")
 
 
 def refuse_key(key: str | None, folder: Path) -> None:
@@ -139,6 +141,9 @@ def refuse_key(key: str | None, folder: Path) -> None:
     if not path.is_file():  # else that is found when the round has been trained
         shown = printable(key, 300)
         how = shlex.join(["ssh-keygen", "-t", "ed25519", "-N", "", "-f", shown])
+        if folder.resolve() in path.parents:
+            made = shlex.join(["mkdir", "-p", str(path.parent)])
+            how = f"{made}; {how}; and a line {DEFAULT!r} in {folder / FILE}"
         raise UserError(f"no key {shown} here to sign with", f"make it: {how}")
 
 

@@ -10,6 +10,7 @@ at a time; no text is read unless the tokenizer is made of it.
 import json
 import shutil
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 from atoll import run_dir
@@ -69,23 +70,24 @@ def merge_adapter(
     dtype = store.campaign.rule.dtype
     words = [*start_words(store), f"export.dtype={dtype}", "export.max_file_gib=4"]
     settings = out.with_name(f".{out.name}.yaml")
-    began_with = store.model_manifest(0)["frozen"]
-    try:
-        composition = compose(words)  # which may name files of the coordinator's own clone
-        run_dir.write_whole(settings, composition.as_yaml())
-        atoll = atoll or atoll_command(composition.run)
-        now = frozen_digest(run_atoll([*atoll, "adapter", str(settings)], "the base's digest"))
-    except UserError as error:
-        raise NoBase(error.found, error.hint) from None
-    if now != began_with:
-        raise UserError(
-            f"the base that {settings} names is {now[:12]}, the campaign began with "
-            f"{began_with[:12]}",
-            "get the model of the campaign's `start` back as it was",
-        )
-    words = ["untrained", str(settings), str(out), "--adapter", str(adapter)]
-    _shown([*atoll, *words], "the merged model")
-    settings.unlink()
+    with ExitStack() as stack:
+        stack.callback(settings.unlink, missing_ok=True)
+        began_with = store.model_manifest(0)["frozen"]
+        try:
+            composition = compose(words)  # which may name files of the coordinator's own clone
+            run_dir.write_whole(settings, composition.as_yaml())
+            atoll = atoll or atoll_command(composition.run)
+            now = frozen_digest(run_atoll([*atoll, "adapter", str(settings)], "the base's digest"))
+        except UserError as error:
+            raise NoBase(error.found, error.hint) from None
+        if now != began_with:
+            raise UserError(
+                f"the base that the campaign's `start` names is {now[:12]}, the campaign began "
+                f"with {began_with[:12]}",
+                "get it back as it was",
+            )
+        words = ["untrained", str(settings), str(out), "--adapter", str(adapter)]
+        _shown([*atoll, *words], "the merged model")
 
 
 def frozen_digest(answer: str) -> str:

@@ -283,7 +283,7 @@ def _refuse_once_more(store: CampaignStore, model: int, site: Site, journal: Jou
     typed_again = [n for n, record in enumerate(records) if record.get("waits") is False]
     since = records[typed_again[-1] :] if typed_again else records
     sent = [r for r in since if r.get("model") == model and r.get("facility") == site.name]
-    if len(sent) >= store.campaign.attempts:
+    if len(sent) >= max(2, store.campaign.attempts):  # one that is damaged there is sent again
         raise UserError(
             f"{site.name} got the model of round {model} {len(sent)} times, and has it no more",
             f"look into {site.folder}/bases there, and its quota",

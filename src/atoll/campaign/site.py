@@ -294,13 +294,14 @@ def _measured(here: Path) -> dict[str, Any]:
     job = Journal(here).last("submitted")
     records = run_dir.metrics(Path(job["run"])) if job else []
     run = load_run(run_dir.settings_file(Path(job["run"]))) if records else None
+    first = next(iter(Journal(here).records("submitted")), {})  # it may have been queued again
     started, ended = span(Path(job["run"])) if records else (None, None)
     is_queued = run is not None and run.facility.scheduler != "none"
     return {
         "losses": [
             r["loss"] for r in records if r["event"] == "evaluation" and math.isfinite(r["loss"])
         ],
-        "submitted": job.get("time") if is_queued else None,  # else it waited in no queue
+        "submitted": first.get("time") if is_queued else None,  # else it waited in no queue
         "started": started,
         "ended": ended,
         "node_seconds": goodput(Path(job["run"])) if records else {},

@@ -124,11 +124,11 @@ class CampaignStore:
 
     def steps_before(self, number: int, site: Site) -> int:
         """How many it took for the updates that came before this round: where its data goes on."""
-        nonces = run_dir.records(self.folder / NONCES)
-        came = {r["round"] for r in nonces if r["facility"] == site.name and r["round"] < number}
+        records = [r for r in run_dir.records(self.folder / NONCES) if r["facility"] == site.name]
+        came = {r["nonce"]: r["round"] for r in records if r["round"] < number}
         if self.campaign.steps_by == "fixed":
             return len(came) * self.campaign.steps
-        return sum(self.steps(self.asked_round(each, site), site) for each in came)
+        return sum(self.steps(self.asked_round(each, site), site) for each in came.values())
 
     def state(self, number: int, site: Site) -> SiteState:
         """Where a facility stands in a round."""

@@ -13,8 +13,8 @@ campaigns/NAME/streamflow/
 """
 
 import json
+import math
 import os
-import resource
 import shlex
 import shutil
 import signal
@@ -41,8 +41,8 @@ CLONE = Path(__file__).resolve().parents[3]
 WAIT_SECONDS = 1800.0  # a command at a facility outlives a coordinator that is killed by no more
 ALONE_SECONDS = 600.0  # of a workflow of one facility, that asks how it is and does not wait
 COLLECT_SECONDS = 60.0  # that what is ready may be fetched in, where the time is over already
-LATE_SECONDS = 300  # that a command at a facility may take to end, when its time is over
-MOST_MEMORY_BYTES = 16 << 30  # of addresses: it keeps all that a facility's shell prints
+LATE_SECONDS = 300.0  # that a command at a facility may take to end, when its time is over
+LOOK_SECONDS = 5.0
 CODE = {"type": "int", "outputBinding": {"outputEval": "$(runtime.exitCode)"}}
 ONE_OR_MORE = ["int", {"type": "array", "items": "int"}]
 
@@ -57,7 +57,8 @@ def collect(store: CampaignStore, number: int) -> None:
         if homes:
             write(store, number, homes, everyone=len(homes) == len(waiting))
             end = deadline + 60 * store.campaign.grace_minutes
-            if carry_out(program, folder, number, end) and time.time() < end:
+            late = time.time() + WAIT_SECONDS + 2 * LATE_SECONDS
+            if carry_out(program, folder, number, end, late) and time.time() < end:
                 _find_failing(store, number, homes, program, end)
         if time.time() > deadline:
             collect_here(store, number)  # once more: what is ready is not lost
@@ -76,8 +77,11 @@ def found_program() -> str:
     return program
 
 
-def carry_out(program: str, folder: Path, number: int, end: float) -> int:
-    """Run StreamFlow to its end; it is stopped at another, the deadline's grace."""
+def carry_out(program: str, folder: Path, number: int, end: float, late: float = math.inf) -> int:
+    """Run StreamFlow to its end; it is stopped at another, the deadline's grace.
+
+    late: from then on, too, as soon as no step is under way here: a facility keeps it waiting.
+    """
     shutil.rmtree(folder / "work", ignore_errors=True)  # it never cleans up itself
     argv = [program, "run", str(folder / "streamflow.yml"), "--outdir", str(folder / "out")]
     argv += ["--name", f"round-{number:03d}-{time.time_ns()}", "--quiet"]
@@ -86,17 +90,26 @@ def carry_out(program: str, folder: Path, number: int, end: float) -> int:
             argv, cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
             env=os.environ | {"HOME": str(folder / "home")}, start_new_session=True,
         )  # fmt: skip
-    limit = (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES)
-    with suppress(ProcessLookupError):  # it may have ended already
-        resource.prlimit(process.pid, resource.RLIMIT_AS, limit)
     run_dir.write_whole(folder / "running.json", json.dumps({"pid": process.pid}))
+    end = max(end, time.time() + COLLECT_SECONDS)
     try:
-        return process.wait(timeout=max(end - time.time(), COLLECT_SECONDS))
-    except subprocess.TimeoutExpired:
+        while time.time() < min(end, late) or (time.time() < end and _has_a_step_here(process.pid)):
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(timeout=LOOK_SECONDS)
         return 1
     finally:
         end_older(folder)
         process.wait()
+
+
+def _has_a_step_here(streamflow: int) -> bool:
+    """Whether a model or an update is on its way: that takes as long as it takes."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if b"round" in words and os.getsid(int(process.name)) == streamflow:
+                return True
+    return False
 
 
 def end_older(folder: Path) -> None:
@@ -221,9 +234,10 @@ def _step_there(site: Site, home: Path | None, wait_seconds: float) -> dict[str,
     """The step at a facility: `atoll site` waits for the batch job.
 
     Whatever code it ends with: how its job ended is asked here, and counted to it alone. One that
-    hangs is ended, so that the others are asked again.
+    hangs is ended there, so that the others are asked again.
     """
     words = _at_home(home or Path.cwd(), home or Path.home())
+    words += ["timeout", "-k", "30", str(round(wait_seconds + LATE_SECONDS))]
     words += [*(site.command or atoll_here()), "site", site.folder]
     inputs = {
         "asked": _input("int", 1),
@@ -231,9 +245,8 @@ def _step_there(site: Site, home: Path | None, wait_seconds: float) -> dict[str,
         "poll_seconds": _input("double", 3, "--poll-seconds"),
         "after": "int",
     }
-    limit = {"ToolTimeLimit": {"timelimit": round(wait_seconds) + LATE_SECONDS}}
     tool = _tool(f"Train at {site.name}, through its own batch system.", words, inputs)
-    return tool | {"requirements": limit, "successCodes": list(range(256))}
+    return tool | {"successCodes": list(range(256))}
 
 
 def _tool(about: str, words: list[str], inputs: dict[str, Any]) -> dict[str, Any]:

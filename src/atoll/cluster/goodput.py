@@ -71,14 +71,17 @@ def goodput(run_folder: Path) -> dict[str, float]:
 
 
 def span(run_folder: Path) -> tuple[float | None, float | None]:
-    """When a run's first job began, and its last line: what `goodput` tells of lies between them.
+    """From when to when a run was in its jobs, as if they had followed each other without a pause.
 
-    None where its ranks never began.
+    To its last line; what `goodput` tells of, but the queue, lies in between. None where its ranks
+    never began.
     """
     lines = ledger(run_folder)
     if not lines:
         return None, None
-    return _jobs(run_folder, lines, nodes=1)[0].started, float(lines[-1]["time"])
+    jobs = _jobs(run_folder, lines, nodes=1)
+    pauses = sum(max(0.0, after.started - job.ended) for job, after in pairwise(jobs))
+    return jobs[0].started + pauses, float(lines[-1]["time"])
 
 
 def _jobs(run_folder: Path, lines: Sequence[Line], nodes: int) -> list[JobStart]:
