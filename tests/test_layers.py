@@ -11,12 +11,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "atoll"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-BASE = {"settings", "errors", "run_dir", "commands", "imports"}
+BASE = {"settings", "errors", "run_dir", "commands", "imports", "one_writer"}
 # room -> the rooms it may import, beside itself
 ROOMS = {
     "__init__": set(),
     "__main__": {"errors", "commands", "examples", "imports"},
     "errors": set(),
+    "one_writer": set(),
     "examples": set(),
     "imports": set(),
     "commands": {"errors", "examples"},
@@ -46,6 +47,7 @@ PACKAGES = {
     "__init__": set(),
     "__main__": set(),
     "errors": set(),
+    "one_writer": set(),
     "examples": set(),
     "imports": set(),
     "commands": set(),

@@ -353,8 +353,12 @@ def append_record(path: Path, record: Mapping[str, Any], is_durable: bool = Fals
         size = file.seek(0, os.SEEK_END)
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
             line = b"\n" + line
-        while line:  # what is left of it, where the disk is full, is for the system to refuse
-            line = line[file.write(line) :]
+        try:
+            while line:  # what is left of it, where the disk is full, is for the system to refuse
+                line = line[file.write(line) :]
+        except OSError as error:
+            error.filename = str(path)  # a write knows no name
+            raise
         if is_durable:
             os.fsync(file.fileno())
 
@@ -370,8 +374,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
             os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & 0o7775)  # by nobody else
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # as where the disk is full
+            error.filename = str(path)
         raise
     sync_folder(path.parent)
 

@@ -13,6 +13,8 @@ from atoll.campaign.transfer import atoll_here, run_atoll
 from atoll.errors import UserError
 from atoll.settings.federation import Site
 
+MOST_WAIT_SECONDS = 1800.0
+
 
 def average(store: CampaignStore, number: int) -> bool:
     """Give the updates to `atoll aggregate`, which writes the next model whole or not at all.
@@ -21,6 +23,7 @@ def average(store: CampaignStore, number: int) -> bool:
     """
     with alone(store.round(number)):
         if store.has_model(number):
+            _note_what_was_made(store, number)
             return True
         began, count = time.time(), len(store.updates(number))
         sites, quorum = store.campaign.sites, store.campaign.rule.quorum
@@ -38,6 +41,14 @@ def average(store: CampaignStore, number: int) -> bool:
             outcome = instead
     store.journal(number).append("averaged", seconds=time.time() - began, **outcome)
     return True
+
+
+def _note_what_was_made(store: CampaignStore, number: int) -> None:
+    """Of a model that was made while the coordinator was gone: it was killed, and not the maker."""
+    journal, manifest = store.journal(number), store.model_manifest(number)
+    if not journal.last("averaged"):
+        names = ("weights", "norms", "cosines", "rejected", "unreadable", "held")
+        journal.append("averaged", **{name: manifest[name] for name in names if name in manifest})
 
 
 def _aggregate(
@@ -115,10 +126,14 @@ def _below_quorum(
         store.count_failure(number, site, wrong[site.name])
     if campaign.rule.below_quorum == "ask" and store.unsettled(number):
         return None
-    waits = campaign.rule.below_quorum == "wait"
-    store.journal(number).append("reopened", waits=waits)
+    waits, journal = campaign.rule.below_quorum == "wait", store.journal(number)
+    before = journal.records("reopened")
+    journal.append("reopened", waits=waits, why=why)
     if waits:
-        time.sleep(campaign.poll_seconds)
+        if before[-1:] == [] or before[-1].get("why") != why:
+            print(f"round {number}: {why}: waiting for more", flush=True)
+        # what is wrong comes again each time: less and less often
+        time.sleep(min(MOST_WAIT_SECONDS, campaign.poll_seconds * 2 ** min(len(before), 20)))
         return None
     can_hold = not (campaign.rule.overlap_rounds and campaign.rule.max_staleness)
     raise UserError(

@@ -80,6 +80,7 @@ def _rounds(store: CampaignStore) -> int:
     target = store.campaign.target_loss
     with _collecting(store) as collect:
         for number in range(1, store.campaign.rounds + 1):
+            _open_again(store, number)
             while not store.has_model(number):
                 choose_steps(store, number)
                 with shown(store, number):
@@ -90,6 +91,12 @@ def _rounds(store: CampaignStore) -> int:
                 print(f"the target loss {target} is reached", flush=True)
                 return number
     return store.campaign.rounds
+
+
+def _open_again(store: CampaignStore, number: int) -> None:
+    """A round that waits is typed again: who failed may be mended, and has its attempts again."""
+    if not store.has_model(number) and store.journal(number).last("reopened").get("waits"):
+        store.journal(number).append("reopened", waits=False)
 
 
 def _collecting(store: CampaignStore) -> AbstractContextManager[Collect]:

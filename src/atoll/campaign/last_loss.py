@@ -57,12 +57,14 @@ def loss_request(store: CampaignStore, number: int, site: Site) -> dict[str, Any
 def _ask_until_measured(
     store: CampaignStore, number: int, deadline: float, stop: threading.Event, site: Site
 ) -> None:
-    """Up to the deadline, `attempts` failures, or the grace without an answer."""
+    """Up to the deadline and once, `attempts` failures, or the grace without an answer."""
     campaign, journal = store.campaign, store.loss_journal(number)
-    failures, why, heard = 0, "", time.time()
-    while not stop.is_set() and time.time() <= deadline:
+    failures, why, heard, is_asked = 0, "", time.time(), False
+    while not stop.is_set() and (time.time() <= deadline or not is_asked):
+        end = max(deadline, time.time() + 60 * campaign.grace_minutes)
+        is_asked = True
         try:
-            if _answered(store, number, deadline, stop, site):
+            if _answered(store, number, end, stop, site):
                 return
             heard = time.time()
         except Unreachable as error:

@@ -30,10 +30,12 @@ Job = dict[str, Any]  # of settings/exchange.py's JobRecord, with facility and r
 
 def campaign_card(store: CampaignStore, last: int, jobs: list[Job]) -> str:
     """What the campaign knows, and what facilities say of the runs behind their updates."""
-    campaign, sites = store.campaign, store.campaign.sites
+    campaign, sites = store.campaign, store.facilities(last)
     updates = [folder for n in range(1, last + 1) for folder in _in_the_model(store, n)]
     manifests = [read_manifest(folder) for folder in updates]
-    tokens, parameters = sum(m.tokens for m in manifests), _parameters(store.export(last))
+    counted = sum(len(store.model_manifest(n)["weights"]) for n in range(1, last + 1))
+    is_whole, parameters = len(updates) == counted, _parameters(store.export(last))
+    tokens = sum(m.tokens for m in manifests)
     times = [record["time"] for n in range(1, last + 1) for record in store.journal(n).records()]
     parts: dict[str, Rows] = {
         "Model": _model(store, last, parameters),
@@ -49,8 +51,11 @@ def campaign_card(store: CampaignStore, last: int, jobs: list[Job]) -> str:
             ("Steps of a facility in a round", _steps(campaign)),
             ("Samples of a step", campaign.batch_samples),
             *_asked_of_runs(store),
-            ("Tokens, as facilities count", f"{tokens:,}"),
-            ("Operations, FLOPs, 6 for each parameter and token", f"{6 * parameters * tokens:.3g}"),
+            ("Tokens, as facilities count", f"{tokens:,}" if is_whole else None),
+            (
+                "Operations, FLOPs, 6 for each parameter and token",
+                f"{6 * parameters * tokens:.3g}" if is_whole else None,
+            ),
             ("Weighed, combined, updated", _rule(campaign)),
             ("Encoding of updates, of the model", f"{campaign.codec}, {campaign.global_codec}"),
         ],

@@ -62,7 +62,7 @@ def progress_line(store: CampaignStore, number: int, elapsed_seconds: float) -> 
 def _place(store: CampaignStore, number: int, site: Site, share: float | None) -> str:
     if share is None or store.state(number, site).settled:
         return store.state(number, site).text
-    steps = store.steps(number, site)
+    steps = store.steps(store.asked_round(number, site), site)
     return f"step {round(share * steps)}/{steps}"
 
 
@@ -72,7 +72,8 @@ def _share(store: CampaignStore, number: int, site: Site) -> float | None:
         return None
     if store.state(number, site).settled:
         return 1.0
-    name = f"{store.campaign.name}-{round_name(number)}-{site.name}"
+    asked = store.asked_round(number, site)  # it may still be at work that is late
+    name = f"{store.campaign.name}-{round_name(asked)}-{site.name}"
     records = run_dir.metrics(Path(site.folder) / "runs" / name)
     steps = [line["step"] for line in records if line["event"] == "train"]
-    return min(1.0, steps[-1] / store.steps(number, site)) if steps else 0.0
+    return min(1.0, steps[-1] / store.steps(asked, site)) if steps else 0.0

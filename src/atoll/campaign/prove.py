@@ -42,7 +42,7 @@ def prove_campaign(store: CampaignStore, last: int) -> None:
         float(began[0]["time"]) if began else None,
         _accounting(store, last, jobs),
         jobs,
-        _untold(store, jobs),
+        _untold(store, last, jobs),
     )
     (export / SIGNATURE).unlink(missing_ok=True)
     prove(export, made, campaign_card(store, last, jobs), {})
@@ -74,7 +74,7 @@ def _jobs(store: CampaignStore, last: int) -> list[Job]:
     return [
         {"facility": site.name, "round": number, **job}
         for number in range(1, last + 1)
-        for site in store.campaign.sites
+        for site in store.facilities(last)
         for job in store.jobs(number, site)
     ]
 
@@ -88,9 +88,9 @@ def _accounting(store: CampaignStore, last: int, jobs: list[Job]) -> Resource | 
     return resource("campaign", store.folder, file.relative_to(store.folder).as_posix())
 
 
-def _untold(store: CampaignStore, jobs: list[Job]) -> list[Resource]:
+def _untold(store: CampaignStore, last: int, jobs: list[Job]) -> list[Resource]:
     """The gap, with the names of the facilities."""
     told = {job["facility"] for job in jobs}
-    names = [site.name for site in store.campaign.sites if site.name not in told]
+    names = [site.name for site in store.facilities(last) if site.name not in told]
     why = f"nothing was told by {', '.join(names)}: no Slurm, or no accounting"
     return [said("accounting", jobs=why)] if names else []

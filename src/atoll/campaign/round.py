@@ -18,7 +18,7 @@ from atoll.campaign.average import average
 from atoll.campaign.calls import Over, never
 from atoll.campaign.journal import Journal, alone, round_name
 from atoll.campaign.store import CampaignStore, load_store
-from atoll.campaign.transfer import PARTS, Unreachable, ask, fetch, send
+from atoll.campaign.transfer import PARTS, NoRoom, Unreachable, ask, fetch, refuse_full_disk, send
 from atoll.commands import CommandParser
 from atoll.errors import UserError, printable
 from atoll.settings.exchange import (
@@ -77,9 +77,14 @@ def go_on(store: CampaignStore, number: int, site: Site, stopped: Over = never) 
 
 
 def at_the_seam(store: CampaignStore, number: int, site: Site, step: Callable[[], object]) -> None:
-    """Whatever comes of one facility's words and files is that facility's failure, and counted."""
+    """Whatever comes of one facility's words and files is that facility's failure, and counted.
+
+    Raises `NoRoom` where it is this machine's disk that is full.
+    """
     try:
         step()
+    except NoRoom:
+        raise
     except Unreachable as error:
         store.record_answer(number, site, {"state": "unreachable", "why": error.in_a_line})
     except UserError as error:
@@ -203,6 +208,7 @@ def _take(
         except Unreachable:
             raise
         except UserError:
+            refuse_full_disk(update.parent)
             shutil.rmtree(partial, ignore_errors=True)
             raise
         size = sum(path.stat().st_size for path in _files(partial))

@@ -211,16 +211,31 @@ class CampaignStore:
         return sum(measured) / len(measured) if measured else None
 
     def losses(self, number: int) -> list[list[float]]:
-        """What the facilities say whose updates were taken, and are in the model if there is one.
+        """What the facilities say that are in the model; before there is one, whose update came.
 
-        Each: held-out, of the model it began with, …, of its own.
+        Each: held-out, of the round's model, …, of its own; late work began with another.
         """
-        taken = [site for site in self.campaign.sites if self.update(number, site).is_dir()]
         if self.has_model(number):
-            weights = self.model_manifest(number)["weights"]
-            taken = [site for site in taken if site.name in weights]
-        answers = [self.state(number, site).answer for site in taken]
+            taken = self.in_model(number)
+        else:
+            taken = [site for site in self.campaign.sites if self.update(number, site).is_dir()]
+        in_time = [site for site in taken if self.asked_round(number, site) == number]
+        answers = [self.state(number, site).answer for site in in_time]
         return [answer["losses"] for answer in answers if answer.get("losses")]
+
+    def in_model(self, number: int) -> list[Site]:
+        """The facilities whose updates are in a round's model, in their order.
+
+        Of one that has left the campaign nothing but the name is known any more.
+        """
+        sites = {site.name: site for site in self.campaign.sites}
+        names = self.model_manifest(number)["weights"]
+        return [sites.get(name) or Site(name=name, folder=name) for name in names]
+
+    def facilities(self, last: int) -> list[Site]:
+        """Those of the campaign, and those that have left it and are in a model until then."""
+        made = [site for n in range(1, last + 1) if self.has_model(n) for site in self.in_model(n)]
+        return list({site.name: site for site in [*self.campaign.sites, *made]}.values())
 
     def record_answer(self, number: int, site: Site, answer: dict[str, Any]) -> None:
         """Keep what a facility said, where it is not what it said before.

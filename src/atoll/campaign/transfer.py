@@ -27,6 +27,7 @@ SSH_FAILED = 255  # ssh's own exit code
 # rsync's manual, EXIT VALUES: socket, stream, timeout, no connection; and ssh's own
 CONNECTION_CODES = {10, 12, 30, 35, SSH_FAILED}
 SSH_SECONDS = 120.0
+PROBE_BYTES = 1 << 20
 PARTS = ".rsync-partial"  # of what a transfer was cut off in
 # rsync compares lengths with the list that it got, and then writes whatever comes. So the kernel
 # ends a file there, with an error in place of a signal, as Python sets it up.
@@ -54,6 +55,27 @@ TOO_LARGE = os.strerror(errno.EFBIG)
 
 class Unreachable(UserError):
     """A facility that does not answer now, and may later."""
+
+
+class NoRoom(UserError):
+    """The disk of this machine is full: no facility's failure."""
+
+
+def refuse_full_disk(folder: Path) -> None:
+    """Raise `NoRoom` where not even a little can be written any more."""
+    probe = folder / ".room"
+    try:
+        with open(probe, "wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return
+        hint = "free some space here, and type the same line again: what came is kept"
+        raise NoRoom(f"nothing more can be written to {folder}: {error.strerror}", hint) from None
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def atoll_here() -> list[str]:

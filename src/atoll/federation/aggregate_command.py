@@ -13,6 +13,7 @@ from atoll.commands import CommandParser
 from atoll.federation.freed_memory import keep_freed_memory
 from atoll.federation.update_files import read_verified, reason_of
 from atoll.imports import paused_garbage_collection
+from atoll.one_writer import one_writer
 from atoll.settings.exchange import Codec, UpdateManifest
 from atoll.settings.federation import Rule, checked_settings
 
@@ -56,10 +57,11 @@ def _aggregate(
     _allow_many_files()
     base, codec, out = arguments.base, arguments.codec, arguments.out
     try:
-        if arguments.hold:
-            outcome = hold(base, rule, codec, out, about)
-        else:
-            outcome = aggregate(base, updates, rule, codec, out, about)
+        with one_writer(out):
+            if arguments.hold:
+                outcome = hold(base, rule, codec, out, about)
+            else:
+                outcome = aggregate(base, updates, rule, codec, out, about)
     except SmallCohort as error:
         facts = {"short": error.found, "rejected": error.rejected, "unreadable": unreadable}
         rounds = {one.facility: one.manifest.round for one in updates}

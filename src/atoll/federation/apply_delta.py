@@ -1,5 +1,6 @@
 """`atoll apply-delta`: a facility's copy of a round's global model, from the one before."""
 
+import argparse
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from atoll.federation import global_model
 from atoll.federation.error_feedback import read_decoded
 from atoll.federation.global_model import begin, publish
 from atoll.federation.tensors import Stretch, TensorReader
+from atoll.one_writer import one_writer
 
 # of a model's manifest, for facilities that go on from their own weights
 KEPT = ("averaged_rounds", "changed_rounds", "taken", "refused", "rule")
@@ -27,10 +29,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--first", action="store_true", help="CAME is a Hugging Face folder")
     parser.add_argument("--about", default="{}", help="JSON: kept in the first one's manifest")
     arguments = parser.read(argv)
+    with one_writer(arguments.out):
+        _apply(arguments)
+    return 0
+
+
+def _apply(arguments: argparse.Namespace) -> None:
     came, out = arguments.came, arguments.out
     if arguments.first:
         global_model.first_global(came, out, {"round": 0, **json.loads(arguments.about)})
-        return 0
+        return
     manifest = global_model.read_global(came)
     about = {name: manifest[name] for name in KEPT if name in manifest}
     if arguments.base is None:
@@ -44,7 +52,6 @@ def main(argv: list[str]) -> int:
             f"{manifest['digest'][:12]}",
             "delete it: it is sent again",
         )
-    return 0
 
 
 def take_whole(came: Path, out: Path, about: dict[str, Any] | None = None) -> str:

@@ -18,6 +18,7 @@ from atoll.federation.global_model import begin, read_global, replace_folder
 from atoll.federation.tensors import TensorReader, TensorWriter, files_of, stretches, typed
 from atoll.federation.update import FORMAT_VERSION, UpdateManifest, manifest_file
 from atoll.federation.update_files import facts_of
+from atoll.one_writer import one_writer
 from atoll.settings.exchange import MAX_MANIFEST_BYTES, FileFacts, provenance_file
 
 
@@ -43,17 +44,18 @@ def main(argv: list[str]) -> int:
         "loss": result["loss"],
     }
     export = run_dir.export(arguments.run)
-    make_delta(
-        arguments.base,
-        export / "adapter" if arguments.adapter else export,
-        arguments.previous_residual,
-        arguments.codec,
-        arguments.out,
-        arguments.residual,
-        about,
-        (arguments.fragments, arguments.fragment_pattern, arguments.fragment),
-        provenance_file(export),
-    )
+    with one_writer(arguments.out):
+        make_delta(
+            arguments.base,
+            export / "adapter" if arguments.adapter else export,
+            arguments.previous_residual,
+            arguments.codec,
+            arguments.out,
+            arguments.residual,
+            about,
+            (arguments.fragments, arguments.fragment_pattern, arguments.fragment),
+            provenance_file(export),
+        )
     return 0
 
 

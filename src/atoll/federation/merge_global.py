@@ -16,6 +16,7 @@ from atoll.federation import global_model
 from atoll.federation.fragments import PATTERNS, fragments_of
 from atoll.federation.make_delta import refuse_other_tensors
 from atoll.federation.tensors import Stretch, TensorReader
+from atoll.one_writer import one_writer
 
 
 def main(argv: list[str]) -> int:
@@ -32,17 +33,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--before", type=Path, help="the global model that it had taken before")
     parser.add_argument("--alpha", type=float, required=True, help="of the facility's own value")
     arguments = parser.read(argv)
-    merge_global(
-        arguments.model,
-        arguments.own,
-        arguments.out,
-        (arguments.fragments, arguments.fragment_pattern),
-        arguments.merge,
-        arguments.alpha,
-        arguments.add,
-        arguments.before,
-        arguments.whole,
-    )
+    with one_writer(arguments.out):
+        merge_global(
+            arguments.model,
+            arguments.own,
+            arguments.out,
+            (arguments.fragments, arguments.fragment_pattern),
+            arguments.merge,
+            arguments.alpha,
+            arguments.add,
+            arguments.before,
+            arguments.whole,
+        )
     return 0
 
 

@@ -68,9 +68,15 @@ def _round(store: CampaignStore, number: int, records: Sequence[Record]) -> Roun
         records[0]["time"],
         averaged.get("time"),
         averaged.get("seconds"),
-        [_part(store, number, site, records) for site in store.campaign.sites],
+        [_part(store, number, site, records) for site in _facilities(store, number)],
         store.global_loss(number),
     )
+
+
+def _facilities(store: CampaignStore, number: int) -> list[Site]:
+    """Those of the campaign, and of those that have left it whoever has a part in the round."""
+    made = store.in_model(number) if store.has_model(number) else []
+    return [*store.campaign.sites, *(site for site in made if site not in store.campaign.sites)]
 
 
 def _part(store: CampaignStore, number: int, site: Site, records: Sequence[Record]) -> Part:

@@ -25,6 +25,7 @@ from atoll.models.safetensor_files import file_name, write_tensors
 from atoll.models.source import source_folder
 from atoll.models.stored_names import as_stored
 from atoll.models.weights import stored_buffers
+from atoll.one_writer import one_writer
 from atoll.settings import Run, load_run
 from atoll.train.tasks import TASKS
 
@@ -38,7 +39,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--adapter", type=Path, help=about)
     arguments = parser.read(argv)
     run = load_run(arguments.run_file)
-    write_untrained(run, arguments.folder, adapter=arguments.adapter)
+    with one_writer(arguments.folder):
+        write_untrained(run, arguments.folder, adapter=arguments.adapter)
     return 0
 
 
