@@ -1,5 +1,6 @@
 """Records a line, when a disk was full in the middle of one."""
 
+import errno
 import resource
 import signal
 from pathlib import Path
@@ -19,6 +20,22 @@ def test_a_record_behind_one_that_a_full_disk_cut_short_is_read(tmp_path: Path) 
     assert run_dir.records(file) == [{"step": 1}, {"step": 3}, {"step": 4}]
     assert file.read_bytes().endswith(b'"seco\n{"step": 3}\n{"step": 4}\n')
     assert run_dir.records(tmp_path / "none") == []
+
+
+def test_a_full_disk_says_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write knows no name, and a person is told of one."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fails(*_: object) -> None:
+        raise full
+
+    with pytest.raises(OSError, match="No space left") as error:
+        run_dir.append_record(Path("/dev/full"), {"step": 1})
+    assert error.value.filename == "/dev/full"
+    monkeypatch.setattr(run_dir.os, "fsync", fails)
+    with pytest.raises(OSError, match="No space left") as error:
+        run_dir.write_whole(tmp_path / "journal", "x")
+    assert error.value.filename == str(tmp_path / "journal") and not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_an_error_also_after_a_part_of_a_record(tmp_path: Path) -> None:

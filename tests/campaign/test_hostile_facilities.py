@@ -17,7 +17,7 @@ from atoll.campaign import average as averaging
 from atoll.campaign import coordinator, site, transfer
 from atoll.campaign import round as round_
 from atoll.campaign.allow import refuse_outside, refuse_settings
-from atoll.campaign.asked import check_update
+from atoll.campaign.asked import check_update, request
 from atoll.campaign.asking import collect_here
 from atoll.campaign.journal import Journal, round_name
 from atoll.campaign.lasting_settings import keep_settings, refuse_what_loses
@@ -371,15 +371,89 @@ def test_who_was_left_out_below_the_quorum_is_asked_again_then_a_person_is(
 
 
 def test_below_the_quorum_a_round_waits_or_is_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = below(tmp_path / "a", monkeypatch, "wait")
-    for _ in range(3):
+    slept: list[float] = []
+    monkeypatch.setattr(averaging.time, "sleep", slept.append)
+    for _ in range(9):
         assert not averaging.average(store, 1)
         store.update(1, store.campaign.sites[0]).mkdir()
+    assert slept[:4] == [0.05, 0.1, 0.2, 0.4], "the same wrong updates come again each time"
+    assert capsys.readouterr().out == "round 1: 1 updates are left: waiting for more\n"
     store = below(tmp_path / "b", monkeypatch, "hold")
     assert averaging.average(store, 1)
     assert store.journal(1).last("averaged")["held"] == "1 updates are left"
+
+
+def test_a_round_that_waits_is_typed_again(tmp_path: Path) -> None:
+    """Who failed may be mended now, and has its attempts again."""
+    store = store_of(tmp_path)
+    coordinator._open_again(store, 1)
+    assert request(store, 1, store.campaign.sites[0])["attempts"] == 2
+    store.journal(1).append("reopened", waits=True)
+    for _ in range(2):
+        coordinator._open_again(store, 1)
+        assert request(store, 1, store.campaign.sites[0])["attempts"] == 4
+
+
+def test_a_full_disk_here_is_no_facilitys_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else all of them would be left out, one after the other."""
+    made(tmp_path, "north")
+    store = saying(
+        store_of(tmp_path, train=["data.sequence_tokens=16"]), tmp_path, north=say(READY)
+    )
+    [north] = store.campaign.sites
+
+    def stopped(*_: object) -> None:
+        raise UserError("north: rsync stopped (code 11)", "try it")
+
+    monkeypatch.setattr(round_, "fetch", stopped)
+    go_on(store, 1, north)
+    assert store.state(1, north).failures == 1, "there is room, so it is the facility's"
+    (store.update(1, north).parent / ".room").symlink_to("/dev/full")
+    with pytest.raises(transfer.NoRoom, match="No space left on device"):
+        go_on(store, 1, north)
+    assert store.state(1, north).failures == 1
+
+
+def test_a_model_that_was_made_while_nobody_looked_is_noted(tmp_path: Path) -> None:
+    """Its maker was not killed with the coordinator; the report tells of rounds by this line."""
+    store = store_of(tmp_path)
+    store.model(1).mkdir(parents=True)
+    manifest = {"weights": {"north": 1.0}, "rejected": {}, "master": {}}
+    (store.model(1) / "manifest.json").write_text(json.dumps(manifest))
+    for _ in range(2):
+        assert averaging.average(store, 1)
+    [record] = store.journal(1).records("averaged")
+    assert record["weights"] == {"north": 1.0} and "master" not in record
+
+
+def test_the_loss_of_late_work_is_of_another_model(tmp_path: Path) -> None:
+    store = store_of(tmp_path, rule={"max_staleness": 1}, target_loss=1.0)
+    north, south = store.campaign.sites
+    store.leave_out(1, south, "late", late=True)
+    for each, loss in ((north, 2.0), (south, 0.5)):
+        store.update(2, each).mkdir(parents=True)
+        store.record_answer(2, each, {"state": "ready", "losses": [loss, loss - 0.1]})
+    assert store.losses(2) == [[2.0, 1.9]] and store.global_loss(1) == 2.0
+
+
+def test_deleted_updates_change_no_losses(tmp_path: Path) -> None:
+    """Nor does a facility that has left: its update is in the model."""
+    store = store_of(tmp_path)
+    for each, loss in zip(store.campaign.sites, (2.0, 3.0), strict=True):
+        store.record_answer(1, each, {"state": "ready", "losses": [loss]})
+    store.model(1).mkdir(parents=True)
+    manifest = {"weights": {"north": 0.5, "south": 0.5}, "rejected": {}}
+    (store.model(1) / "manifest.json").write_text(json.dumps(manifest))
+    assert store.losses(1) == [[2.0], [3.0]]
+    left = store.campaign.model_copy(update={"sites": store.campaign.sites[:1]})
+    store = CampaignStore(left, store.folder)
+    assert store.losses(1) == [[2.0], [3.0]]
+    assert [site.name for site in store.facilities(1)] == ["north", "south"]
 
 
 def test_a_campaign_may_choose_another_way_on_later(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What a round's journal says after a kill, and where a facility stands by it."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +186,28 @@ def test_nobody_holds_a_campaign_that_asks_for_its_last_loss(
     answers.clear()
     last_loss.measure_last(store, 2)
     assert not answers
+
+
+def test_a_loss_that_was_measured_while_nobody_looked_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, and typed again behind the deadline: each is asked once, as rounds ask."""
+    store = store_of(tmp_path, deadline_minutes=1.0)
+    began = {"event": "began", "time": time.time() - 3600}
+    store.loss_journal(1).path.parent.mkdir(parents=True)
+    run_dir.append_record(store.loss_journal(1).path, began)
+    asked: list[str] = []
+
+    def bring(_: object, __: int, site: Any, *rest: Any, **more: Any) -> Any:
+        asked.append(site.name)
+        assert not more["over"](0.0), "it has the grace"
+        return {"state": "ready" if site.name == "north" else "running", "losses": [2.5]}
+
+    monkeypatch.setattr(last_loss, "bring", bring)
+    monkeypatch.setattr(last_loss, "request", lambda *_: {"overrides": []})
+    store.model(1).mkdir(parents=True)
+    (store.model(1) / "manifest.json").write_text(json.dumps({"digest": BASE}))
+    last_loss.measure_last(store, 1)
+    assert sorted(asked) == ["north", "south"] and store.global_loss(1) == 2.5
+    [left] = store.loss_journal(1).records("left out")
+    assert left["facility"] == "south"

@@ -84,6 +84,19 @@ def test_a_campaign_is_told_from_its_files(campaign, capsys):
     ]
 
 
+def test_who_has_left_stays_in_its_rounds(campaign, capsys):
+    values = json.loads((campaign / "campaign.json").read_text())
+    values["sites"] = [site for site in values["sites"] if site["name"] != "east"]
+    write(campaign / "campaign.json", values)
+    assert report.main(["c", "--csv"]) == 0
+    rows = tidy(capsys.readouterr().out, "facilities")
+    facilities = [(row["round"], row["facility"], row["weight"]) for row in rows]
+    assert facilities == [
+        *(("1", "north", "0.25"), ("1", "west", ""), ("1", "east", "0.75")),
+        *(("2", "north", ""), ("2", "west", "")),
+    ]
+
+
 def test_a_loss_that_no_perplexity_has_ends_no_report(campaign):
     store = load_store(campaign)
     known = [replace(each, global_loss=1e6) for each in rounds(store)]

@@ -104,6 +104,19 @@ def test_a_job_at_its_last_step_has_not_failed(
     assert action["actionStatus"] == {"@id": f"http://schema.org/{status}ActionStatus"}
 
 
+def test_who_has_left_and_what_was_deleted_are_no_less_in_the_proof(store: CampaignStore) -> None:
+    sites = [site for site in store.campaign.sites if site.name == "south"]
+    left = CampaignStore(store.campaign.model_copy(update={"sites": sites}), store.folder)
+    prove_campaign(left, 2)
+    card = (store.model(2) / "export" / statement.CARD).read_text()
+    assert "| Facilities | south, north |" in card and "| Tokens, as facilities count |" in card
+    assert "| Node-hours, as schedulers count | 2 of 2 jobs |" in card
+    shutil.rmtree(store.update(1, store.site("north")))
+    prove_campaign(left, 2)
+    card = (store.model(2) / "export" / statement.CARD).read_text()
+    assert "| Tokens, as facilities count | not known |" in card.replace("**", "")
+
+
 def test_what_a_facility_says_of_its_jobs_is_typed() -> None:
     answer = {"state": "ready", "jobs": [{**A_JOB, "account": "who", "user": "me"}]}
     kept = exchange.read_answer(json.dumps(answer), "north")["jobs"]
