@@ -47,7 +47,8 @@ def test_no_campaign_has_a_folder_that_was_there_for_something_else(home: Path) 
         (home / name).mkdir()
     for name in ("research", "listed"):
         (home / name / "patients.txt").touch()
-    (home / "new" / "base").mkdir()
+    for name in ("base", "prepared", "tokenizer"):
+        (home / "new" / name).mkdir()
     for name in (".lock", ".campaign.json.77.partial"):
         (home / "new" / name).touch()  # a kill came before the first request was kept
     with pytest.raises(UserError, match=r"research holds patients\.txt and no campaign") as error:

@@ -21,8 +21,10 @@ from atoll.settings import Run
 FILE = "site.allow"
 DEFAULT = "default"
 KEY, FOLDER = "signing_key=", "folder="
-# of a campaign's folder, before its first request: the base of adapters, and what a kill left
-MADE_FOR, CUT_OFF = ("base", "incoming", ".lock", ".streamflow"), ".campaign.json."
+# of a campaign's folder, before its first request: the base of adapters, tokens of another campaign
+# of the same text, and what a kill left
+MADE_FOR = ("base", "prepared", "tokenizer", "incoming", ".lock", ".streamflow")
+CUT_OFF = ".campaign.json."
 # Settings that start a program, load code, leave the folder, or send to another machine; what the
 # facility says of itself and its limits; and what a person is asked first.
 DENIED = (
