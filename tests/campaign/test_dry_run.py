@@ -37,7 +37,7 @@ def test_the_preset_can_begin_where_nothing_is(
     first, *sites = [line for line in output.splitlines() if line.startswith("# ")]
     assert "meta-llama/Llama-2-7b-hf, 6.74 billion parameters, 25.1 GiB" in first
     assert "8 nodes x 4 ranks of leonardo" in sites[0] and "clean_mc4_it" in sites[0]
-    assert "tokens from the bundle atoll-bundles/llama2_7b_it" in sites[1]
+    assert "tokens from the bundle /WORK/atoll-bundles/llama2_7b_it" in sites[1]
     assert "4 nodes x 8 ranks of karolina" in sites[2] and "mc4_cs" in sites[2]
     assert list(alone.iterdir()) == []
 
