@@ -153,6 +153,19 @@ def test_a_workflow_that_fails_is_counted_to_whoever_fails_alone(
     assert store.state(1, north).failures == 2, "once alone after each run that failed"
 
 
+def test_a_workflow_that_fails_for_want_of_room_here_is_counted_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of(tmp_path, deadline_minutes=5, poll_seconds=0.01, engine="streamflow")
+    keep_settings(store)
+    run_of(store, monkeypatch, {"north"})
+    (store.folder / "streamflow").mkdir()
+    (store.folder / "streamflow" / ".room").symlink_to("/dev/full")
+    with pytest.raises(transfer.NoRoom, match="No space left on device"):
+        streamflow.collect(store, 1)
+    assert all(store.state(1, site).failures == 0 for site in store.campaign.sites)
+
+
 def test_what_is_ready_when_the_time_is_over_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -380,7 +380,9 @@ def test_below_the_quorum_a_round_waits_or_is_held(
         assert not averaging.average(store, 1)
         store.update(1, store.campaign.sites[0]).mkdir()
     assert slept[:4] == [0.05, 0.1, 0.2, 0.4], "the same wrong updates come again each time"
-    assert capsys.readouterr().out == "round 1: 1 updates are left: waiting for more\n"
+    coordinator._open_again(store, 1)
+    assert not averaging.average(store, 1) and slept[-1] == 0.05, "typed again, it begins anew"
+    assert capsys.readouterr().out == 2 * "round 1: 1 updates are left: waiting for more\n"
     store = below(tmp_path / "b", monkeypatch, "hold")
     assert averaging.average(store, 1)
     assert store.journal(1).last("averaged")["held"] == "1 updates are left"
@@ -388,13 +390,17 @@ def test_below_the_quorum_a_round_waits_or_is_held(
 
 def test_a_round_that_waits_is_typed_again(tmp_path: Path) -> None:
     """Who failed may be mended now, and has its attempts again."""
-    store = store_of(tmp_path)
+    store = store_of(tmp_path, rule={"below_quorum": "wait"})
     coordinator._open_again(store, 1)
     assert request(store, 1, store.campaign.sites[0])["attempts"] == 2
     store.journal(1).append("reopened", waits=True)
     for _ in range(2):
         coordinator._open_again(store, 1)
         assert request(store, 1, store.campaign.sites[0])["attempts"] == 4
+    store = store_of(tmp_path / "ask")  # which lets late work go, and was killed then
+    store.journal(2).append("reopened", waits=True)
+    coordinator._open_again(store, 2)
+    assert len(store.journal(2).records("reopened")) == 1
 
 
 def test_a_full_disk_here_is_no_facilitys_failure(

@@ -124,8 +124,8 @@ def _before_any_campaign(place: Path) -> str:
     if not place.is_dir() or any((place / name).is_file() for name in ("campaign.json", FILE)):
         return ""
     names = sorted(path.name for path in place.iterdir())
-    own = (name in MADE_FOR or name.startswith(CUT_OFF) for name in names)
-    return next((name for name, is_own in zip(names, own, strict=True) if not is_own), "")
+    others = (name for name in names if name not in MADE_FOR and not name.startswith(CUT_OFF))
+    return next(others, "")
 
 
 def refuse_key(key: str | None, folder: Path) -> None:
@@ -141,12 +141,12 @@ def refuse_key(key: str | None, folder: Path) -> None:
             f"whoever owns it may: a line '{KEY}{shown}' in {folder / FILE}, with {DEFAULT!r}",
         )
     if not path.is_file():  # else that is found when the round has been trained
-        shown = printable(key, 300)
-        how = shlex.join(["ssh-keygen", "-t", "ed25519", "-N", "", "-f", shown])
+        how = shlex.join(["ssh-keygen", "-t", "ed25519", "-N", "", "-f", str(path)])
         if folder.resolve() in path.parents:
             made = shlex.join(["mkdir", "-p", str(path.parent)])
             how = f"{made}; {how}; and a line {DEFAULT!r} in {folder / FILE}"
-        raise UserError(f"no key {shown} here to sign with", f"make it: {how}")
+        shown = printable(key, 300)
+        raise UserError(f"no key {shown} here to sign with", f"make it: {printable(how, 500)}")
 
 
 def folder_here(name: str | None) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +128,13 @@ def _below_quorum(
     if campaign.rule.below_quorum == "ask" and store.unsettled(number):
         return None
     waits, journal = campaign.rule.below_quorum == "wait", store.journal(number)
-    before = journal.records("reopened")
+    reopened = reversed(journal.records("reopened"))
+    before = list(takewhile(lambda record: record.get("waits"), reopened))
     journal.append("reopened", waits=waits, why=why)
     if waits:
-        if before[-1:] == [] or before[-1].get("why") != why:
+        if not before or before[0].get("why") != why:
             print(f"round {number}: {why}: waiting for more", flush=True)
-        # what is wrong comes again each time: less and less often
+        # what is wrong comes again each time: less and less often, until it is typed again
         time.sleep(min(MOST_WAIT_SECONDS, campaign.poll_seconds * 2 ** min(len(before), 20)))
         return None
     can_hold = not (campaign.rule.overlap_rounds and campaign.rule.max_staleness)

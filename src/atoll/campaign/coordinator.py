@@ -95,7 +95,8 @@ def _rounds(store: CampaignStore) -> int:
 
 def _open_again(store: CampaignStore, number: int) -> None:
     """A round that waits is typed again: who failed may be mended, and has its attempts again."""
-    if not store.has_model(number) and store.journal(number).last("reopened").get("waits"):
+    waits = store.campaign.rule.below_quorum == "wait" and not store.has_model(number)
+    if waits and store.journal(number).last("reopened").get("waits"):
         store.journal(number).append("reopened", waits=False)
 
 

@@ -32,7 +32,7 @@ from atoll.campaign.asking import collect_here
 from atoll.campaign.round import at_the_seam
 from atoll.campaign.site import WORK
 from atoll.campaign.store import CampaignStore
-from atoll.campaign.transfer import SSH_SECONDS, atoll_here, home_of, ssh
+from atoll.campaign.transfer import SSH_SECONDS, atoll_here, home_of, refuse_full_disk, ssh
 from atoll.commands import run_command
 from atoll.errors import UserError
 from atoll.settings.federation import Campaign, Site
@@ -151,6 +151,7 @@ def _find_failing(
         write(store, number, {site.name: homes[site.name]}, everyone=False, wait_seconds=0.0)
         code = carry_out(program, folder, number, min(end, time.time() + ALONE_SECONDS))
         if code and not store.state(number, site).settled:
+            refuse_full_disk(folder)  # here, which is nobody's failure
             log = folder / "streamflow.log"
             store.count_failure(number, site, f"its steps failed, see {log}")
 
