@@ -124,6 +124,7 @@ def test_a_full_disk_behind_the_output_is_two_lines(output, capfd):
     [
         (PermissionError(errno.EACCES, "Permission denied", "/kept/runs"), "cannot use /kept/runs"),
         (OSError(errno.EROFS, "Read-only file system", "/x"), "cannot use /x: Read-only"),
+        (OSError(errno.EIO, "Input/output error", "/x"), "cannot use /x: Input/output error"),
         (ModuleNotFoundError("No module named 'numpy'", name="numpy"), "no numpy, which atoll"),
         (RuntimeError("Could not determine home directory."), "a name that is no user"),
         (ModuleNotFoundError("No module", name="torch.distributed"), "no torch.distributed"),

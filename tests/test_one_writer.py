@@ -1,5 +1,7 @@
 """Two processes that make the same folder, of which the first was left behind by a kill."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 import made_up
 import pytest
 
+from atoll.__main__ import main
 from atoll.federation import aggregate_command
 from atoll.one_writer import one_writer
 
@@ -55,6 +58,20 @@ def test_who_was_left_behind_is_waited_for(tmp_path: Path, how: str) -> None:
     beside.join(60)
     assert ended.is_set() and (out / "manifest.json").is_file() and (out / "master").is_dir()
     assert not list(tmp_path.glob(".global-1*")), "no lock stays"
+
+
+def test_where_there_are_no_locks_the_place_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on Lustre that is mounted without flock."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    assert main(["apply-delta", str(tmp_path), str(tmp_path / "out")]) == 2
+    found, hint = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / ".out.lock") in found and "has no locks" in hint
 
 
 def test_of_many_one_is_at_it(tmp_path: Path) -> None:

@@ -19,12 +19,17 @@ RENAMED = {"difference": "make-delta", "rebase": "apply-delta"}
 
 INTERRUPTED = 130  # as a shell says of Ctrl-C
 # errors of the file system that a person can do something about -> how
+NO_LOCKS = "its file system has no locks: give a place on one that has them"
 FILE_HINTS = {
     errno.EACCES: "give a place that you may read and write, or change its permissions",
     errno.EPERM: "give a place that you may read and write, or change its permissions",
     errno.EROFS: "give a place that is not mounted read-only",
     errno.ENOSPC: "free some space, or give another place",
     errno.EDQUOT: "free some of your quota, or give another place",
+    errno.EIO: "its disk, or the line to it, fails: give another place",
+    errno.ENOLCK: NO_LOCKS,
+    errno.ENOSYS: NO_LOCKS,
+    errno.EOPNOTSUPP: NO_LOCKS,
     errno.ENOTDIR: "a file is where a folder should be: give another place",
 }
 # what a login node's own environment leaves out

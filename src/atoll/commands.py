@@ -2,10 +2,11 @@
 
 import argparse
 import difflib
+import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from atoll.errors import UserError
 from atoll.examples import examples_of
@@ -111,6 +112,17 @@ def close_stdin() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The kind of an option that is JSON."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no JSON object")
+    return value
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 
 @contextmanager
@@ -14,7 +15,7 @@ def one_writer(out: Path) -> Iterator[None]:
     path = out.with_name(f".{out.name}.lock")
     while True:
         with open(path, "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            flock(lock, fcntl.LOCK_EX)
             if not _is_there(path, lock.fileno()):  # whoever held it has removed it
                 continue
             try:
@@ -22,6 +23,15 @@ def one_writer(out: Path) -> Iterator[None]:
             finally:
                 path.unlink(missing_ok=True)
             return
+
+
+def flock(file: IO[Any], how: int) -> None:
+    """flock(2), whose errors name the file: some file systems have no locks."""
+    try:
+        fcntl.flock(file, how)
+    except OSError as error:
+        error.filename = file.name
+        raise
 
 
 def _is_there(path: Path, descriptor: int) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import UserError
+from atoll.federation import aggregate as module
 from atoll.federation.aggregate import Outcome, aggregate, verified
 from atoll.federation.apply_delta import apply_delta
 from atoll.federation.global_model import first_global, read_global
@@ -89,6 +90,27 @@ def test_clipping_shortens_the_long_one(tmp_path: Path) -> None:
     for name in start:
         wanted = (given[0][name] + given[1][name] * (limit / lengths[1])) / 2
         torch.testing.assert_close(after[name] - start[name], wanted, atol=1e-8, rtol=1e-3)
+
+
+def test_clipping_has_the_same_bits_on_other_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose library adds up products in another order; else a proof made elsewhere would fail."""
+    base, given = made_up.first(tmp_path), deltas(2)
+    found = updates(tmp_path, base, given)
+    run(base, found, tmp_path / "here", clip_norm=0.01)
+    measured = module._measured
+
+    def elsewhere(values_KN: Tensor) -> tuple[Tensor, Tensor]:
+        gram_KK, not_finite_K = measured(values_KN)
+        return gram_KK * (1 + 1e-6), not_finite_K
+
+    monkeypatch.setattr(module, "_measured", elsewhere)
+    run(base, found, tmp_path / "there", clip_norm=0.01)
+    here, there = read_global(tmp_path / "here"), read_global(tmp_path / "there")
+    assert here["digest"] == there["digest"] and here["norms"] != there["norms"]
+    run(base, found, tmp_path / "unclipped")
+    assert read_global(tmp_path / "unclipped")["digest"] != here["digest"]
 
 
 def test_krum_takes_the_one_in_the_middle(tmp_path: Path) -> None:

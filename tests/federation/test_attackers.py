@@ -58,6 +58,7 @@ def test_tiny_ones_in_a_majority_expel_nobody_either(tmp_path: Path) -> None:
         (1.0, 0.9, 1e-9, -1e-9, 1e-8),
         (1.0, 0.9, 0.8, 0.0, 0.0, 0.0, 0.0),
         (0.0, 0.0, 0.0),
+        (1e-9, 0.0, 0.0),
     ],
 )
 def test_tiny_ones_in_any_majority_expel_nobody(tmp_path: Path, factors: tuple[float, ...]) -> None:

@@ -151,9 +151,20 @@ def test_krum_looks_at_its_nearest_neighbours_alone() -> None:
 
 
 def test_long_updates_are_shortened_to_the_clip_norm() -> None:
-    assert combine.clip_factors([0.0, 0.5, 1.0, 4.0], 2.0) == [1.0, 1.0, 1.0, 0.5]
-    assert combine.clip_factors([0.5, 4.0], 0.25) == [0.5, 0.0625]
-    assert combine.clip_factors([3.0, 4.0], None) == [1.0, 1.0]
+    assert combine.clip_factors([0.0, 0.25, 1.0, 16.0], 2.0) == [1.0, 1.0, 1.0, 0.5]
+    assert combine.clip_factors([0.25, 16.0], 0.25) == [0.5, 0.0625]
+    assert combine.clip_factors([9.0, 16.0], None) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 1000, 65_537])
+def test_a_length_has_the_bits_of_one_order_of_additions(count: int) -> None:
+    values_N = torch.randn(count, generator=torch.Generator().manual_seed(count))
+    squares = [x * x for x in values_N.tolist()]
+    while len(squares) > 1:
+        half = len(squares) // 2
+        pairs = zip(squares[:half], squares[half : 2 * half], strict=True)
+        squares = [*(a + b for a, b in pairs), *squares[2 * half :]]
+    assert combine.squared_length(values_N) == squares[0]
 
 
 def test_krum_and_clipping_measure_all_updates_first() -> None:

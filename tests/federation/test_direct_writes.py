@@ -17,6 +17,14 @@ def path(tmp_path):
     return tmp_path / "file"
 
 
+def test_a_full_disk_is_told_with_the_file():
+    file = os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(OSError, match="No space left") as error:
+        direct_writes.write_at(file, memoryview(b"12"), 0)
+    os.close(file)
+    assert error.value.filename == "/dev/full"
+
+
 def in_parts(path, parts):
     """Write each of (place, bytes) in this order; the file's content afterwards."""
     file = os.open(path, os.O_RDWR)

@@ -1,6 +1,7 @@
 """Fragments of a model over several rounds, against plain arithmetic that knows no files."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from atoll.campaign.own_weights import changed_fragments, residual_round
 from atoll.errors import UserError
+from atoll.federation import global_model
 from atoll.federation.aggregate import Outcome, aggregate, hold, verified
 from atoll.federation.apply_delta import apply_delta, take_whole
+from atoll.federation.apply_delta import main as apply_delta_main
 from atoll.federation.error_feedback import encoded_layout
 from atoll.federation.fragments import fragments_of
 from atoll.federation.global_model import first_global, read_global
@@ -199,6 +202,29 @@ def test_late_work_is_added_to_its_own_fragment(tmp_path: Path, taken: int) -> N
             after[name] - before[name], 0.7 * 1.9 * change, rtol=0, atol=1e-8
         )
         torch.testing.assert_close(memories[1][name] - memories[0][name], change, rtol=0, atol=1e-8)
+
+
+def test_late_work_does_not_say_how_long_others_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is always late is beside nobody, and could lift the bound for itself, round by round."""
+    usual = learned
+    monkeypatch.setitem(
+        globals(),
+        "learned",
+        lambda facility, number: {
+            name: x * (9 if facility == "b" else 1) for name, x in usual(facility, number).items()
+        },
+    )
+    rule = Rule(fragments=2, max_staleness=1, weigh="equal", min_cosine=-1.0)
+    campaign = Campaign(tmp_path, rule)
+    campaign.average(1, [campaign.train("a", 1)])
+    late = campaign.train("b", 2)
+    campaign.average(2, [campaign.train("a", 2)])
+    known = read_global(campaign.model(2))["norms_before"]["1"]
+    outcome = campaign.average(3, [campaign.train("a", 3), late])
+    assert outcome.weights["b"] > 0 and outcome.norms["b"] > 5 * known[-1]
+    assert read_global(campaign.model(3))["norms_before"]["1"] == known
 
 
 def alike(facility: str, number: int) -> Model:
@@ -451,6 +477,39 @@ def test_a_facilitys_copy_is_the_coordinators_bit_for_bit(tmp_path: Path, codec:
                 assert {name for name in sent.entries if ":" not in name} == wanted
     residual = made_up.read(tmp_path / "residual-a-4")
     assert set(residual) == {n for n in SHAPES if STRIDED[n] == 1}
+
+
+def test_a_copy_is_on_the_disk_before_it_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut leaves a model whose manifest says that it is whole."""
+    campaign, synced, sync = Campaign(tmp_path, Rule(**EQUAL)), set[str](), os.fsync
+
+    def noted(file: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{file}"))
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    take_whole(campaign.model(0), tmp_path / "copy")
+    masters = {path.name for path in (tmp_path / "copy" / "master").iterdir()}
+    partial = tmp_path / ".copy.partial" / "master"
+    assert masters and {str(partial / name) for name in masters} <= synced
+
+
+def test_what_gives_another_model_than_it_should_never_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill before it is removed again would leave it as a whole one."""
+    campaign, out = Campaign(tmp_path, Rule(**EQUAL)), tmp_path / "copy"
+    campaign.average(1, [campaign.train("a", 1)])
+    manifest = campaign.model(1) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"digest": "0" * 64}))
+    named: list[Path] = []
+    monkeypatch.setattr(global_model, "replace_folder", lambda _, final: named.append(final))
+    for words in ([], ["--base", str(campaign.model(0))]):
+        with pytest.raises(UserError, match=r"gives the global model .* manifest says 0000"):
+            apply_delta_main([str(campaign.model(1)), str(out), *words])
+    assert named == [] and not list(tmp_path.glob(".copy*"))
 
 
 def test_an_update_of_another_fragment_is_left_out(tmp_path: Path) -> None:

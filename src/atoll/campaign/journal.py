@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
+from atoll.one_writer import flock
 
 Record = dict[str, Any]
 
@@ -52,7 +53,7 @@ class Journal:
         record = {"event": event, "time": round(time.time(), 3), **facts}
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            flock(file, fcntl.LOCK_EX)
             is_new = file.seek(0, os.SEEK_END) == 0
             run_dir.append_record(self.path, record, is_durable=True)
         if is_new:
@@ -86,5 +87,5 @@ def alone(folder: Path, wait: bool = True) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield

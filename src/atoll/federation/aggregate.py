@@ -91,7 +91,7 @@ def aggregate(
     cohorts = cohorts_of(base, known, parts, fit, rule, rule.fragment(about.get("round", 1)))
     if combine.needs_norms_first(rule):
         for cohort in cohorts:
-            cohort.measured = _one_pass(cohort, None)
+            cohort.measured = _one_pass(cohort, rule, None)
     while True:
         for cohort in cohorts:
             rejected |= cohort.leave_out(cohort.refused(rule))
@@ -99,7 +99,7 @@ def aggregate(
         unfinished, sent = global_model.begin(out), joined(layout, [c.part for c in cohorts if c])
         with NextModel(base, unfinished, layout, sent, rule, codec) as next_model:
             for cohort in cohorts:
-                cohort.measured = _one_pass(cohort, next_model)
+                cohort.measured = _one_pass(cohort, rule, next_model)
             _keep_others(next_model, layout, sent)
             files = next_model.written.digests()
         if any(cohort.refused(rule) for cohort in cohorts):
@@ -158,7 +158,8 @@ def _by_fragment(
 ) -> dict[str, Any]:
     """What later rounds go by, of each fragment: lengths, claims, when it changed, and by whom.
 
-    taken and refused: the last round of each facility whose update was.
+    taken and refused: the last round of each facility whose update was. Late work says nothing of
+    the length of others: beside it there is nobody to compare it with.
     """
     own, given = cohorts[0], {str(cohort.fragment): cohort for cohort in cohorts if cohort}
     claims = known.get("claims", {}) | {str(own.fragment): []}
@@ -171,7 +172,7 @@ def _by_fragment(
         "refused_rounds": _rounds(refused),
         "taken": _with_rounds(known.get("taken", {}), _rounds(taken), rule),
         "refused": _with_rounds(known.get("refused", {}), _rounds(refused), rule),
-        "norms_before": norms_before(known) | {n: c.norms for n, c in given.items()},
+        "norms_before": norms_before(known) | ({str(own.fragment): own.norms} if own else {}),
         "claims": claims | {n: c.claims(rule) for n, c in given.items()},
     }
 
@@ -215,34 +216,37 @@ def _outcome(cohorts: list[Cohort], rejected: dict[str, str]) -> Outcome:
     return Outcome(weights, norms, angles, rejected)
 
 
-def _one_pass(cohort: Cohort, next_model: NextModel | None) -> Measured:
+def _one_pass(cohort: Cohort, rule: Rule, next_model: NextModel | None) -> Measured:
     """Read every update once: measure, and with a next model combine."""
     updates, count = cohort.updates, len(cohort.updates)
     gram_KK = torch.zeros(count, count, dtype=torch.float64)
     not_finite_K = torch.zeros(count, dtype=torch.int64)
+    squares_K = torch.zeros(count if rule.clip_norm is not None else 0, dtype=torch.float64)
     with ExitStack() as stack, ThreadPoolExecutor(THREADS) as pool:
         encodings = [update.manifest.encoding for update in updates]
         readers = [stack.enter_context(update.tensors()) for update in updates]
         free = [torch.empty(count * STRETCH) for _ in range(THREADS)]  # new memory costs a core
 
-        def work(stretch: Stretch) -> tuple[Tensor, Tensor]:
+        def work(stretch: Stretch) -> tuple[Tensor, Tensor, Tensor]:
             memory = free.pop()
             values_KN = _read_into(memory, readers, encodings, stretch)
             if next_model is not None:
                 next_model.add(stretch, values_KN, cohort.share)
-            measured = _measured(values_KN)
+            gram, not_finite = _measured(values_KN)
+            squares = [combine.squared_length(values_N) for values_N in values_KN[: len(squares_K)]]
             free.append(memory)
-            return measured
+            return gram, not_finite, torch.tensor(squares, dtype=torch.float64)
 
         items = list(stretches(cohort.part if count else {}))
-        for stretch, (gram, not_finite) in zip(
+        for stretch, (gram, not_finite, squares) in zip(
             items, _in_order(pool, work, iter(items)), strict=True
         ):
             gram_KK += gram
             not_finite_K += not_finite
+            squares_K += squares
             if next_model is not None:
                 next_model.written.add(stretch)
-    return Measured(gram_KK, not_finite_K.tolist())
+    return Measured(gram_KK, not_finite_K.tolist(), squares_K.tolist())
 
 
 def _read_into(

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
-from atoll.commands import CommandParser
+from atoll.commands import CommandParser, json_object
 from atoll.federation.freed_memory import keep_freed_memory
 from atoll.federation.update_files import read_verified, reason_of
 from atoll.imports import paused_garbage_collection
@@ -24,7 +24,7 @@ IMPORTING_SECONDS = 0.0002
 def main(argv: list[str]) -> int:
     """`atoll aggregate`: the next global model from updates whose senders are known."""
     arguments = _read(argv)
-    rule = checked_settings(Rule, json.loads(arguments.rule), "rule.", "see settings/federation.py")
+    rule = checked_settings(Rule, arguments.rule, "rule.", "see settings/federation.py")
     folders = [] if arguments.hold else arguments.updates
     with ThreadPoolExecutor(THREADS) as pool:
         verifying = [(folder, pool.submit(read_verified, folder)) for folder in folders]
@@ -47,7 +47,7 @@ def _aggregate(
     torch.set_num_threads(1)  # stretches are worked on side by side
     bases = [read_global(arguments.base)["digest"], *arguments.older]
     updates, unreadable = [], dict[str, str]()
-    about = {"unreadable": unreadable} | json.loads(arguments.about)
+    about = {"unreadable": unreadable} | arguments.about
     how = (bases, rule.overlap_rounds, about.get("round"))
     for folder, manifest in verifying:
         try:
@@ -78,9 +78,11 @@ def _read(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--older", action="append", default=[], help="digest of the model before")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rule", default="{}", help="JSON: weigh, combine, update and the rest")
+    rule = "JSON: weigh, combine, update and the rest"
+    parser.add_argument("--rule", type=json_object, default={}, help=rule)
     parser.add_argument("--codec", default="fp32", choices=get_args(Codec), help="of the delta")
-    parser.add_argument("--about", default="{}", help="JSON: kept in the manifest")
+    about = "JSON: kept in the manifest"
+    parser.add_argument("--about", type=json_object, default={}, help=about)
     parser.add_argument("--hold", action="store_true", help="of no update: the model stays")
     return parser.read(argv)
 

@@ -1,15 +1,14 @@
 """`atoll apply-delta`: a facility's copy of a round's global model, from the one before."""
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from atoll.commands import CommandParser
-from atoll.errors import UserError
+from atoll import run_dir
+from atoll.commands import CommandParser, json_object
 from atoll.federation import global_model
 from atoll.federation.error_feedback import read_decoded
 from atoll.federation.global_model import begin, publish
@@ -27,7 +26,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--base", type=Path, help="the global model that the delta is added to")
     parser.add_argument("--first", action="store_true", help="CAME is a Hugging Face folder")
-    parser.add_argument("--about", default="{}", help="JSON: kept in the first one's manifest")
+    about = "JSON: kept in the first one's manifest"
+    parser.add_argument("--about", type=json_object, default={}, help=about)
     arguments = parser.read(argv)
     with one_writer(arguments.out):
         _apply(arguments)
@@ -37,41 +37,51 @@ def main(argv: list[str]) -> int:
 def _apply(arguments: argparse.Namespace) -> None:
     came, out = arguments.came, arguments.out
     if arguments.first:
-        global_model.first_global(came, out, {"round": 0, **json.loads(arguments.about)})
+        global_model.first_global(came, out, {"round": 0, **arguments.about})
         return
     manifest = global_model.read_global(came)
     about = {name: manifest[name] for name in KEPT if name in manifest}
     if arguments.base is None:
-        digest = take_whole(came, out, about)
+        take_whole(came, out, about, manifest["digest"])
     else:
-        digest = apply_delta(arguments.base, came / "delta", manifest["codec"], out, about)
-    if digest != manifest["digest"]:
-        shutil.rmtree(out)
-        raise UserError(
-            f"{came} gives the global model {digest[:12]}, its manifest says "
-            f"{manifest['digest'][:12]}",
-            "delete it: it is sent again",
+        apply_delta(
+            arguments.base, came / "delta", manifest["codec"], out, about, manifest["digest"]
         )
 
 
-def take_whole(came: Path, out: Path, about: dict[str, Any] | None = None) -> str:
+def take_whole(
+    came: Path, out: Path, about: dict[str, Any] | None = None, wanted: str | None = None
+) -> str:
     """A copy of a whole global model, in fp32; its digest, computed from the files.
 
-    about: what its manifest keeps of that of the whole.
+    about: what its manifest keeps of that of the whole. wanted: as below.
     """
     partial = begin(out)
-    shutil.copytree(came / "master", partial / "master")
+    shutil.copytree(came / "master", partial / "master", copy_function=_copied)
     global_model.link_export(came / "export", partial)
-    return publish(partial, out, about or {})
+    return publish(partial, out, about or {}, wanted=wanted)
+
+
+def _copied(source: str, target: str) -> str:
+    """A file that survives a power cut, as its manifest does."""
+    shutil.copyfile(source, target)
+    run_dir.sync_file(Path(target))
+    return target
 
 
 def apply_delta(
-    base: Path, delta: Path, codec: str, out: Path, about: dict[str, Any] | None = None
+    base: Path,
+    delta: Path,
+    codec: str,
+    out: Path,
+    about: dict[str, Any] | None = None,
+    wanted: str | None = None,
 ) -> str:
     """The next global model's master, from the one before and the delta; its digest.
 
     Bit for bit what the server has: it adds the same decoded values, where there are any.
-    about: what its manifest keeps of the server's.
+    about: what its manifest keeps of the server's. wanted: the digest it has to have; `UserError`
+    where it has not.
     """
     partial = begin(out)
     with TensorReader(base / "master") as before, TensorReader(delta) as encoded:
@@ -83,4 +93,4 @@ def apply_delta(
 
         global_model.write_master(partial, before, values_of)
     global_model.link_export(base / "export", partial)
-    return publish(partial, out, about or {})
+    return publish(partial, out, about or {}, wanted=wanted)

@@ -167,7 +167,7 @@ def _manifests(updates: list[Update]) -> tuple[list[UpdateManifest], list[int]]:
 def _clip(cohort: Cohort, rule: Rule) -> None:
     factors = [1.0] * len(cohort.updates)
     if cohort.measured is not None:
-        factors = combine.clip_factors(cohort.measured.norms, rule.clip_norm)
+        factors = combine.clip_factors(cohort.measured.squares, rule.clip_norm) or factors
         if rule.combine == "krum" and cohort:
             scale = torch.tensor(factors, dtype=torch.float64)
             gram = cohort.measured.gram_KK * scale[:, None] * scale[None]

@@ -4,6 +4,7 @@ Legend: K updates, N values of a stretch, C of them. A new rule is one function 
 table.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -148,11 +149,24 @@ def krum_weights(gram_KK: Tensor, bad: int) -> list[float]:
     return [float(number == best) for number in range(count)]
 
 
-def clip_factors(norms: list[float], clip_norm: float | None) -> list[float]:
-    """What each update is multiplied with so that none is longer than `clip_norm`."""
+def clip_factors(squares: list[float], clip_norm: float | None) -> list[float]:
+    """What each update is multiplied with so that none is longer than `clip_norm`.
+
+    squares: of their lengths, with the same bits everywhere: the next model's bits follow from it.
+    """
     if clip_norm is None:
-        return [1.0 for _ in norms]
-    return [min(1.0, clip_norm / norm) if norm > 0 else 1.0 for norm in norms]
+        return [1.0 for _ in squares]
+    return [min(1.0, clip_norm / math.sqrt(square)) if square > 0 else 1.0 for square in squares]
+
+
+def squared_length(values_N: Tensor) -> float:
+    """Of finite values, in fp64 and one order: no library's sum, whose order is a processor's."""
+    part_N = values_N.double().square_()
+    while len(part_N) > 1:
+        half = len(part_N) // 2
+        odd = part_N[2 * half :]
+        part_N = torch.cat([part_N[:half] + part_N[half : 2 * half], odd])
+    return float(part_N.sum())
 
 
 def _normalised(weights: list[float]) -> list[float]:

@@ -74,8 +74,25 @@ class DirectWrites(ExitStack):
 def write_at(file: int, view: memoryview, place: int) -> None:
     """All of it, at this place of an open file."""
     done = 0
-    while done < len(view):
-        done += os.pwrite(file, view[done:], place + done)
+    try:
+        while done < len(view):
+            done += os.pwrite(file, view[done:], place + done)
+    except OSError as error:
+        raise named(error, file) from None
+
+
+def sync(file: int) -> None:
+    """Make an open file's content survive a power cut."""
+    try:
+        os.fsync(file)
+    except OSError as error:
+        raise named(error, file) from None
+
+
+def named(error: OSError, file: int) -> OSError:
+    """The same error, and of which open file it is."""
+    error.filename = os.readlink(f"/proc/self/fd/{file}")
+    return error
 
 
 def is_own_disk(folder: Path, mounts: Path = MOUNTS) -> bool:

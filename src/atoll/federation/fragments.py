@@ -5,9 +5,10 @@ in no layer (embeddings, head, last norm) goes with the fragment that has the fe
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 
+from atoll.errors import UserError
 from atoll.federation.tensors import Layout
 from atoll.settings.federation import refuse_too_many_fragments
 
@@ -38,6 +39,12 @@ def fragments_of(layout: Layout, count: int, pattern: str = "strided") -> list[L
         fragment[name] = values.index(min(values))
         values[fragment[name]] += sizes[name]
     return [_part(layout, {name for name, at in fragment.items() if at == n}) for n in range(count)]
+
+
+def refuse_no_fragment(numbers: Sequence[int], count: int) -> None:
+    wrong = [number for number in numbers if not 0 <= number < count]
+    if wrong:
+        raise UserError(f"fragment {wrong[0]} of {count}", f"choose from 0 to {count - 1}")
 
 
 def joined(layout: Layout, parts: list[Layout]) -> Layout:

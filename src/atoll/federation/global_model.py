@@ -80,15 +80,26 @@ def begin(out: Path) -> Path:
 
 
 def publish(
-    partial: Path, out: Path, about: dict[str, Any], files: dict[str, str] | None = None
+    partial: Path,
+    out: Path,
+    about: dict[str, Any],
+    files: dict[str, str] | None = None,
+    wanted: str | None = None,
 ) -> str:
     """Write the manifest, then give the folder its name; the digest of the master.
 
-    files: the sha256 of the master's files, where they are known already.
+    files: the sha256 of the master's files, where they are known already. wanted: the digest that
+    it has to have, else it is removed, and `UserError` raised.
     """
     if files is None:
         files = {path.name: run_dir.sha256_of(path) for path in files_of(partial / "master")}
     digest = run_dir.digest(files, 64)
+    if wanted not in (None, digest):
+        shutil.rmtree(partial)
+        raise UserError(
+            f"what came gives the global model {digest[:12]} for {out}, its manifest says {wanted}",
+            "delete what came: it is sent again",
+        )
     record = {"digest": digest, "master": files, **about}
     for folder in {path.parent for path in partial.rglob("*")}:
         run_dir.sync_folder(folder)

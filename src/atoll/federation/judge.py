@@ -7,7 +7,7 @@ ones say nothing about directions. Legend: K updates.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -25,13 +25,16 @@ class Measured:
 
     gram_KK: Tensor
     not_finite: list[int]
+    # their squared lengths to the last bit, whatever the processor; empty: the rule clips nobody
+    squares: list[float] = field(default_factory=list)
 
     @property
     def norms(self) -> list[float]:
         return [math.sqrt(max(0.0, value)) for value in self.gram_KK.diagonal().tolist()]
 
     def only(self, places: list[int]) -> "Measured":
-        return Measured(self.gram_KK[places][:, places], [self.not_finite[n] for n in places])
+        gram_KK, not_finite = self.gram_KK[places][:, places], [self.not_finite[n] for n in places]
+        return Measured(gram_KK, not_finite, [self.squares[n] for n in places if self.squares])
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Bound:
         if usual > tiny:
             return usual
         others = replace(self, before=[norm for norm in self.before if norm > tiny])
-        return max(usual, others.usual([norm for norm in norms if norm > tiny]))
+        return max(usual, tiny, others.usual([norm for norm in norms if norm > tiny]))
 
     def after(self, norms: Sequence[float]) -> list[float]:
         """What the next round is to know: rounds in which nothing was learned say nothing.

@@ -1,6 +1,7 @@
 """`atoll make-delta`: what a facility's training changed, encoded with error feedback."""
 
 import json
+import math
 import secrets
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import Any
 import torch
 
 from atoll import run_dir
-from atoll.commands import CommandParser
+from atoll.commands import CommandParser, json_object
 from atoll.errors import UserError
 from atoll.federation.codec import CODECS
 from atoll.federation.error_feedback import encoded_layout, write_encoded
-from atoll.federation.fragments import PATTERNS, fragments_of
+from atoll.federation.fragments import PATTERNS, fragments_of, refuse_no_fragment
 from atoll.federation.global_model import begin, read_global, replace_folder
 from atoll.federation.tensors import TensorReader, TensorWriter, files_of, stretches, typed
 from atoll.federation.update import FORMAT_VERSION, UpdateManifest, manifest_file
@@ -35,14 +36,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--fragments", type=int, default=1, help="parts of the model")
     parser.add_argument("--fragment", type=int, default=0, help="the one that is sent")
     parser.add_argument("--fragment-pattern", choices=list(PATTERNS), default="strided")
-    parser.add_argument("--about", required=True, help="JSON: the rest of the manifest")
+    about_help = "JSON: the rest of the manifest"
+    parser.add_argument("--about", type=json_object, required=True, help=about_help)
     arguments = parser.read(argv)
-    result = json.loads(run_dir.result_file(arguments.run).read_text())
-    about = json.loads(arguments.about) | {
-        "tokens": trained_tokens(arguments.run),
-        "steps": result["steps"],
-        "loss": result["loss"],
-    }
+    refuse_no_fragment([arguments.fragment], arguments.fragments)
+    about = arguments.about | trained(arguments.run)
     export = run_dir.export(arguments.run)
     with one_writer(arguments.out):
         make_delta(
@@ -59,10 +57,20 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def trained_tokens(run_folder: Path) -> int:
-    """The tokens that a run was trained on, from the last line that counts them."""
+def trained(run_folder: Path) -> dict[str, Any]:
+    """Tokens, steps and held-out loss of a run; `UserError` where nothing of it can be sent."""
+    file = run_dir.result_file(run_folder)
     counts = [r["tokens"] for r in run_dir.metrics(run_folder) if r["event"] == "train"]
-    return int(counts[-1])
+    if not file.is_file() or not counts:
+        missing = "lines of training" if file.is_file() else file.name
+        raise UserError(f"{run_folder} has no {missing}", "give the folder of a run that has ended")
+    result = json.loads(file.read_text())
+    if not math.isfinite(result["loss"]):
+        raise UserError(
+            f"the held-out loss of {run_folder} is {result['loss']}",
+            "nothing is sent: lower the learning rate, and start the round's job again",
+        )
+    return {"tokens": int(counts[-1]), "steps": result["steps"], "loss": result["loss"]}
 
 
 def make_delta(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atoll.commands import CommandParser
 from atoll.federation import global_model
-from atoll.federation.fragments import PATTERNS, fragments_of
+from atoll.federation.fragments import PATTERNS, fragments_of, refuse_no_fragment
 from atoll.federation.make_delta import refuse_other_tensors
 from atoll.federation.tensors import Stretch, TensorReader
 from atoll.one_writer import one_writer
@@ -33,6 +33,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--before", type=Path, help="the global model that it had taken before")
     parser.add_argument("--alpha", type=float, required=True, help="of the facility's own value")
     arguments = parser.read(argv)
+    named = [*arguments.merge, *arguments.add, *arguments.whole]
+    refuse_no_fragment(named, arguments.fragments)
     with one_writer(arguments.out):
         merge_global(
             arguments.model,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import UserError
-from atoll.federation.direct_writes import DirectWrites, is_own_disk, write_at
+from atoll.federation.direct_writes import DirectWrites, is_own_disk, sync, write_at
 from atoll.settings.exchange import STAYS, refuse_name
 
 # The format's own limit is 100 MB; a file with a thousand layers needs less than 2.
@@ -187,7 +187,7 @@ class TensorWriter(ExitStack):
             for name, tensors in layout.items():
                 file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
                 opened.callback(os.close, file)
-                opened.callback(os.fsync, file)  # first: what is called last, is called first
+                opened.callback(sync, file)  # first: what is called last, is called first
                 self.entries |= _written_header(folder / name, file, tensors, staying)
             self.direct: DirectWrites | None = None
             if direct and is_own_disk(folder):

@@ -7,7 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 # of a scheduler's job names, and of folders that other programs make
 WORD_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 Word = Annotated[str, Field(pattern=WORD_PATTERN, max_length=120)]
