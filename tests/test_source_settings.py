@@ -42,7 +42,7 @@ def test_a_curriculum_gives_every_source_its_weight_at_each_change() -> None:
 def test_paths_of_sources_hold_wherever_a_job_runs(tmp_path: Path) -> None:
     own = {"validation": {"files": ["held/c.txt"]}, "files": ["c.txt"]}
     run = mixed([A, B | own, {"name": "p", "source": "python_stdlib", "files": ["email/*"]}])
-    run = with_absolute_paths(run, tmp_path, tmp_path)
+    run = with_absolute_paths(run, tmp_path, tmp_path, tmp_path)
     a, b, p = run.data.each
     assert a.files == [str(tmp_path / "a.txt")] and p.files == ["email/*"]
     assert b.validation.files == [str(tmp_path / "held" / "c.txt")]

@@ -270,6 +270,18 @@ def test_relative_folders_of_a_batch_file_start_in_its_clone(tree, tmp_path):
     assert run.folders.prepared == tmp_path / "clone" / "prepared"
 
 
+@pytest.mark.login_node
+def test_images_lie_in_a_clone_wherever_a_line_is_typed(tmp_path, monkeypatch):
+    """As those of a campaign are, which begin in the home folder of a facility."""
+    monkeypatch.chdir(tmp_path)
+    words = ["facility=laptop", "name=r"]
+    run = compose_module.compose(words).run
+    assert run.folders.images == TREE.parent / "images"
+    assert run.folders.runs == tmp_path / "runs"
+    other = tmp_path / "clone"
+    assert compose_module.compose(words, TREE, other).run.folders.images == other / "images"
+
+
 def test_a_process_may_compose_side_by_side():
     """As a campaign does, whose facilities are asked in threads: Hydra has one tree at a time."""
     words = [["facility=laptop", "name=r", f"seed={seed}"] for seed in range(8)]

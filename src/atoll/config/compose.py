@@ -169,7 +169,8 @@ def compose(
 ) -> Composition:
     """Compose, check and type one run.
 
-    clone: where its relative folders start; None: the clone that this folder is in, if any.
+    clone: where its relative folders start; None: the clone that this folder is in, if any. Images
+    lie in a clone wherever the line is typed: else in that whose code runs.
 
     Raises `UserError` for any name or value that the tree or the settings do not know.
     """
@@ -191,7 +192,9 @@ def compose(
     typed = checked(values | ({} if named else {"name": "unnamed"}))
     check_model(typed)
     start = Path.cwd()
-    run = with_image_file(with_absolute_paths(typed, start, clone or clone_around(start) or start))
+    around = clone or clone_around(start)
+    images = around or clone_around(Path(__file__)) or start
+    run = with_image_file(with_absolute_paths(typed, start, around or start, images))
     run = with_held_out_tail(run, sources)
     check_chat_template(run)
     if not named:

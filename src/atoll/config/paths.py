@@ -20,11 +20,13 @@ def clone_around(start: Path) -> Path | None:
     return None
 
 
-def with_absolute_paths(run: Run, start: Path, home: Path) -> Run:
+def with_absolute_paths(run: Run, start: Path, home: Path, images: Path) -> Run:
     """The run with relative paths taken from `start`; names of the hub stay as they are.
 
-    home: where its folders start, so that the same line finds them from wherever it is typed.
+    home: where its folders start, so that the same line finds them from wherever it is typed;
+    images: where that of the images does.
     """
+    homes = {"images": images}
 
     def path(given: Path | None, start: Path = start) -> Path | None:
         return given and Path(absolute(given, start))
@@ -34,7 +36,11 @@ def with_absolute_paths(run: Run, start: Path, home: Path) -> Run:
     tasks_folder = run.evaluation.tasks_folder
     held_out = [absolute(file, start) for file in data.validation.files]
     updates: dict[str, dict[str, Any]] = {
-        "folders": {name: path(folder, home) for name, folder in run.folders if name != "caches"},
+        "folders": {
+            name: path(folder, homes.get(name, home))
+            for name, folder in run.folders
+            if name != "caches"
+        },
         "image": {"file": path(image.file), "verify_key": path(image.verify_key)},
         "facility": {"hosts_file": path(run.facility.hosts_file)},
         "model": {"source": path_or_name(model.source, start)},
