@@ -102,6 +102,11 @@ class Facilities:
         last = None if previous is None else kept[previous]
         update, residual = here / "update", here / "residual"
         make_delta(base, run / "export", last, request["codec"], update, residual, about, fragment)
+        made = {round_number(p.parent) for p in (folder / "rounds").glob("*/update")}
+        all_own = [n for n in made if n < number and (n - number) % fragment[0] == 0]
+        assert previous == own_weights.residual_round(base, request, all_own), "one is missed"
+        for old in own_weights.needless_residuals(base, request, own, previous):
+            shutil.rmtree(kept[old])
 
     def fetch(
         self, campaign: Any, site: Site, source: str, target: Path, names: Sequence[str], *_: Any

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atoll.campaign.asked import training_words
+from atoll.campaign.asked import training_words, without_bundle
 from atoll.campaign.coordinator import main
 from atoll.campaign.dry_run import dry_run
 from atoll.campaign.store import CampaignStore, checked_campaign
@@ -67,6 +67,24 @@ def test_what_a_facility_cannot_run_is_found_here(
     values = campaign_values([PRESET])
     values["sites"]["leonardo" not in found]["overrides"] += changes
     with pytest.raises(UserError, match=found):
+        dry_run(CampaignStore(checked_campaign(values), alone / "c"))
+
+
+def test_facilities_of_the_same_text_take_its_samples_in_orders_of_their_own() -> None:
+    campaign = checked_campaign(campaign_values([PRESET]))
+    words = [training_words(campaign, 1, site, 1, 0) for site in campaign.sites]
+    own = ["name=r", "model.source=here"]
+    seeds = [compose([*without_bundle(each)[0], *own]).run.order_seed for each in words]
+    assert len(set(seeds)) == 2 and seeds == [int(each[0].partition("=")[2]) for each in words]
+    other = campaign.model_copy(update={"train": ["training.data_seed=7"]})
+    words = without_bundle(training_words(other, 1, campaign.sites[0], 1, 0))[0]
+    assert compose([*words, *own]).run.order_seed == 7, "as the campaign says"
+
+
+def test_a_start_that_the_rounds_cannot_go_on_from_is_refused(alone: Path) -> None:
+    values = campaign_values([PRESET])
+    values["start"] = ["facility=laptop", "model.mup.base_width=64"]
+    with pytest.raises(UserError, match=r"model.mup.base_width=64 in the campaign's start"):
         dry_run(CampaignStore(checked_campaign(values), alone / "c"))
 
 

@@ -244,6 +244,25 @@ def test_only_what_the_manifest_names_is_fetched(tmp_path: Path) -> None:
 
 
 @pytest.mark.login_node
+def test_an_update_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rsync does not see to it: after a power cut an honest facility would be left out."""
+    made(tmp_path, "north")
+    store = saying(store_of(tmp_path), tmp_path, north=say(READY))
+    synced, sync = set[str](), os.fsync
+
+    def noted(file: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    go_on(store, 1, store.campaign.sites[0])
+    [update] = store.updates(1)
+    assert {path.name for path in update.iterdir()} < synced
+
+
+@pytest.mark.login_node
 def test_a_link_is_not_followed_where_the_manifest_names_it(tmp_path: Path) -> None:
     """Nothing of the file that it leads to comes."""
     update = made(tmp_path, "north")

@@ -179,6 +179,21 @@ def test_the_residual_of_the_last_update_that_was_taken_is_added(
     assert own_weights.residual_round(tmp_path, asked, [1, 3]) == 3, "of an older Atoll"
 
 
+@pytest.mark.parametrize(
+    ("taken", "previous", "needless"),
+    [(5, 5, [1, 2, 3]), (4, 5, [1, 2]), (1, 5, []), (0, 5, []), (0, None, [])],
+)
+def test_residuals_that_no_update_is_added_to_are_removed(
+    tmp_path: Path, taken: int, previous: int | None, needless: list[int]
+) -> None:
+    """Each is as large as the model in fp32."""
+    about = {"taken": {"0": {"north": taken}}}
+    (tmp_path / "manifest.json").write_text(json.dumps(about))
+    asked = {"fragment": 0, "global_round": 6, "facility": "north"}
+    found = own_weights.needless_residuals(tmp_path, asked, [1, 2, 3, 4, 5], previous)
+    assert found == needless
+
+
 def test_a_share_of_their_own_and_cosines_are_refused_together(tmp_path: Path) -> None:
     """Honest facilities point away from each other by what they keep."""
     store = CampaignStore(

@@ -1,6 +1,10 @@
 """Files to and from a facility: an rsync of RHEL 8 is enough, and its failures are told apart."""
 
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -204,3 +208,43 @@ def test_a_refusal_of_ssh_is_counted_and_named(
     program(programs / "ssh", BROKEN_RSYNC.format(lines=REFUSED.splitlines()[0], code=255))
     with pytest.raises(Unreachable, match=r"north does not answer: .*Connection refused"):
         ask(settings, settings.sites[0], ["site"])
+
+
+FETCH = """
+import json, sys
+from pathlib import Path
+from atoll.campaign.store import checked_campaign
+from atoll.campaign.transfer import fetch
+campaign = checked_campaign(json.loads(sys.argv[1]))
+fetch(campaign, campaign.sites[0], "there", Path(sys.argv[2]), ["a.safetensors"], 10)
+"""
+
+
+@pytest.mark.login_node
+def test_what_comes_ends_with_whoever_asked_for_it(tmp_path: Path, programs: Path) -> None:
+    """Else it would go on in the folder that the next coordinator takes."""
+    begun = tmp_path / "begun"
+    program(
+        programs / "rsync",
+        f"#!/bin/sh\necho $$ > {begun}.part; mv {begun}.part {begun}; exec sleep 300\n",
+    )
+    words = [campaign(tmp_path, "far").model_dump_json(), str(tmp_path / "here")]
+    process = subprocess.Popen([sys.executable, "-c", FETCH, *words])
+    await_that(begun.is_file)
+    process.kill()
+    process.wait()
+    await_that(lambda: has_ended(int(begun.read_text())))
+
+
+def await_that(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def has_ended(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True

@@ -11,15 +11,18 @@ from test_hostile_facilities import asking, made, store_of
 
 from atoll import run_dir
 from atoll.__main__ import main
-from atoll.campaign import site
+from atoll.campaign import coordinator, site
 from atoll.campaign.asked import request
 from atoll.campaign.journal import Journal, alone
 from atoll.campaign.kept_request import attempts, keep_campaign, keep_request
 from atoll.campaign.lasting_settings import refuse_missing_keys, refuse_what_loses, settings_to_keep
 from atoll.campaign.store import CampaignStore, checked_campaign, load_store, settings_file
+from atoll.campaign.suited import refuse_unsuited
+from atoll.config.compose import compose
 from atoll.errors import UserError
 from atoll.settings.federation import Site
 
+CHATML = "tokenizer.chat_template=chatml"
 DEMO = ["federate", "federation=demo"]
 NORTH = '{name: north, folder: s/n, overrides: ["data.files=[json/*]"]}'
 
@@ -48,6 +51,9 @@ def retyped(store: CampaignStore, **changes: Any) -> CampaignStore:
         (["rule.combine=trimmed_mean", "rule.trim=2"], "needs 5 facilities, and there are 3"),
         (["rule.combine=krum", "rule.krum_bad=1"], "needs 5 facilities, and there are 3"),
         (["rule.cap=0.3"], "rule.cap=0.3 of 3 facilities"),
+        (["rule.fragments=8", "rounds=5"], "so 3 of them would never be averaged"),
+        (["rule.combine=median", "rule.max_staleness=1"], "late work for as much as work in time"),
+        (["rule.max_norm_ratio=inf"], "rule.max_norm_ratio"),
         (["sites.north.folder=x"], "sites.north.folder: the facilities are a list"),
         ([f"sites=[{NORTH},{NORTH.replace('north', 'east')}]"], "share s/n on this machine"),
         (
@@ -64,6 +70,46 @@ def test_what_can_never_be_is_told_at_once(
     dry: list[str],
 ) -> None:
     assert found in said(tmp_path, capsys, *words, *dry)
+
+
+def test_two_coordinators_of_one_campaign_are_one_after_the_other(tmp_path: Path) -> None:
+    store = store_of(tmp_path)
+    with alone(store.folder), pytest.raises(UserError, match="another atoll federate is at"):
+        coordinator.run(store)
+
+
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+@pytest.mark.parametrize(
+    ("train", "found"),
+    [
+        (
+            ["experiment=llama_qlora_smoke"],
+            "model.quantisation=nf4 where whole models travel",
+        ),
+        (
+            ["task=preference", "data=preference_files", "data.files=[a.jsonl]", CHATML],
+            "task.loss=dpo in rounds",
+        ),
+    ],
+)
+def test_runs_that_mean_something_else_in_rounds_are_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    train: list[str],
+    found: str,
+    dry: list[str],
+) -> None:
+    words = [f"train={json.dumps(['facility=laptop', *train])}"]
+    words.append('sites=[{name: north, folder: s/n, overrides: ["nodes=1"]}]')
+    assert f"north: {found}" in said(tmp_path, capsys, *words, *dry)
+
+
+def test_a_facility_refuses_them_too(tmp_path: Path) -> None:
+    """Whose settings the coordinator's clone may not know."""
+    run = compose(["facility=laptop", "experiment=llama_qlora_smoke", "name=r"]).run
+    with pytest.raises(UserError, match="lose what the last one learned"):
+        refuse_unsuited(run, adapters_travel=False)
+    refuse_unsuited(run, adapters_travel=True)
 
 
 def test_one_folder_of_another_machine_is_one_however_it_is_written() -> None:

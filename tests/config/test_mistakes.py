@@ -120,6 +120,11 @@ CASES = [
         "full_shard",
     ),
     (["model.mup.base_width=64", "optimizer.proximal=0.1"], "optimizer.proximal=0.1", "proximal=0"),
+    (
+        ["sharding=deepspeed_zero1", "optimizer.proximal=0.1"],
+        "optimizer.proximal=0.1 with sharding=deepspeed_zero1",
+        "optimizer.proximal=0",
+    ),
 ]
 
 

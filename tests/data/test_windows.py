@@ -82,6 +82,25 @@ def test_windows_follow_one_another_and_each_gives_all_its_samples(whole: tuple[
     assert text.epochs(sum(sizes)) == 1.0 and text.epochs(sum(sizes[:2])) == 0.6
 
 
+def test_another_seed_of_the_order_moves_no_sample_to_what_is_held_out(
+    whole: tuple[Run, Path],
+) -> None:
+    """As facilities of one campaign have them, that may have the same text."""
+    run, folder = whole
+    training = run.training.model_copy(update={"data_seed": run.seed + 1})
+    other = run.model_copy(update={"training": training})
+    assert run_dir.prepared(other) == folder
+    [here], [there] = Windows(run, refuse_missing).texts, Windows(other, refuse_missing).texts
+    size = sizes_of(here)[0]
+    [(_, ids)], [(_, others)] = here.take(0, size), there.take(0, size)
+    assert ids.tolist() != others.tolist() and sorted(ids) == sorted(others)
+    same = run.model_copy(
+        update={"training": run.training.model_copy(update={"data_seed": run.seed})}
+    )
+    [again] = Windows(same, refuse_missing).texts
+    assert [ids.tolist() for _, ids in again.take(0, size)] == [ids.tolist()]
+
+
 def test_the_order_is_the_same_whatever_is_ready_and_wherever_a_run_begins(
     whole: tuple[Run, Path], under_way: Callable[[int], tuple[Run, Path]]
 ) -> None:

@@ -31,6 +31,16 @@ def test_every_setting_has_a_row_or_a_heading(reference):
     assert "| `spare_nodes` | int | nodes | `0` | that the job asks for as well" in page
 
 
+def test_every_setting_of_a_campaign_has_a_row(reference):
+    page = reference.campaign()
+    names = [*Campaign.model_fields, *(f"rule.{name}" for name in Rule.model_fields)]
+    names += [f"sites[].{name}" for name in Site.model_fields]
+    groups = {"sites", "rule", "lora"}
+    assert [n for n in names if f"| `{n}` |" not in page and n not in groups] == []
+    assert "| `deadline_minutes` | float | minutes | `1440.0` | of a round |" in page
+    assert "| `rule.quorum` | int |  | `1` | the fewest facilities" in page
+
+
 def test_a_meaning_stands_behind_a_line_of_yaml_or_of_code(reference):
     text = "a: 1   # first\nb:\n  c: 2\n  d: '#'  # last\n"
     assert reference.yaml_comments(text) == {"a": "first", "b.d": "last"}

@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from atoll import run_dir
 from atoll.campaign.signing import refuse_unsigned
 from atoll.campaign.store import CampaignStore
 from atoll.config.compose import compose, settings_of
@@ -55,13 +56,16 @@ def training_words(
 ) -> list[str]:
     """The settings of a facility's run of a round, but for the folders there.
 
-    Its data goes on where its own steps ended; the schedule follows the campaign's, a round's share
-    of it in a round, however many steps this facility takes.
+    Each takes samples in an order of its own: facilities that have the same text would learn the
+    same from it. Its data goes on where its own steps ended; the schedule follows the campaign's, a
+    round's share of it in a round, however many steps this facility takes.
     """
     stride = (
         [] if steps == campaign.steps else [f"training.schedule_stride={campaign.steps / steps}"]
     )
+    data_seed = int(run_dir.digest([campaign.name, site.name], 8), 16)
     return [
+        f"training.data_seed={data_seed}",
         *campaign.train,
         *site.overrides,
         *(["model=from_path"] if campaign.lora is None else lora_words(campaign.lora)),

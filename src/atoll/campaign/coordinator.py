@@ -5,7 +5,7 @@ Killed at any moment and started again, a campaign goes on where it was: a facil
 same question, and does nothing twice.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 from atoll.campaign import streamflow
@@ -26,8 +26,10 @@ from atoll.campaign.progress import shown
 from atoll.campaign.prove import prove_campaign, sign_model
 from atoll.campaign.steps_by_queue import choose_steps
 from atoll.campaign.store import CampaignStore, checked_campaign, load_store
+from atoll.campaign.suited import refuse_unsuited_runs
 from atoll.commands import CommandParser
 from atoll.config.compose import campaign_values
+from atoll.errors import UserError
 from atoll.proof.statement import NAME
 
 ABOUT = """Rounds of training at the facilities of a federation, averaged on this machine. The same
@@ -53,12 +55,25 @@ def main(argv: list[str]) -> int:
         return 0
     refuse_missing_keys(campaign)
     refuse_unknown_samples(store)
+    refuse_unsuited_runs(store)
     return run(store)
 
 
 def run(store: CampaignStore) -> int:
-    """Every round that is not done yet, by the campaign's engine."""
+    """Every round that is not done yet, by the campaign's engine; one process at a time."""
     store = keep_settings(store)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(alone(store.folder, wait=False))
+        except BlockingIOError:
+            raise UserError(
+                f"another atoll federate is at {store.folder}",
+                "wait until it has ended, or end it: this line goes on from where it was",
+            ) from None
+        return _run(store)
+
+
+def _run(store: CampaignStore) -> int:
     make_first_model(store)
     last = _rounds(store)
     if store.campaign.last_loss and store.global_loss(last) is None:  # else a later round did

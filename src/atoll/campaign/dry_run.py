@@ -9,6 +9,7 @@ import yaml
 from atoll.campaign.asked import BUNDLE, training_words, without_bundle
 from atoll.campaign.first_model import refuse_few_layers, start_words
 from atoll.campaign.store import CampaignStore
+from atoll.campaign.suited import refuse_unsuited, refuse_unsuited_start
 from atoll.cluster import limits
 from atoll.config.compose import check_model, compose, known_shape, path_word
 from atoll.errors import UserError, printable
@@ -26,6 +27,7 @@ def dry_run(store: CampaignStore) -> str:
     )
     start = compose(without_bundle(start_words(store))[0]).run
     refuse_few_layers(store, start)
+    refuse_unsuited_start(start)
     lines = [_first_model(store, start), *_fragments(store)]
     for site in store.campaign.sites:
         try:
@@ -52,12 +54,15 @@ def _first_model(store: CampaignStore, start: Run) -> str:
 
 
 def _fragments(store: CampaignStore) -> list[str]:
-    rule = store.campaign.rule
+    rule, rounds = store.campaign.rule, store.campaign.rounds
     if rule.fragments == 1:
         return []
+    over = rounds % rule.fragments
+    uneven = f"; in {rounds} rounds {over} of them once more than the others" if over else ""
     return [
         f"fragments: {rule.fragments}, {rule.fragment_pattern}; one a round, so each once in "
         f"{rule.fragments * store.campaign.steps} steps; {rule.overlap_rounds} rounds overlap"
+        f"{uneven}"
     ]
 
 
@@ -70,6 +75,7 @@ def _of_site(store: CampaignStore, site: Site, model: Model) -> list[str]:
     run = compose([*words, f"name={site.name}"]).run
     known = {"source": model.source, "config": model.config}
     check_model(run.model_copy(update={"model": run.model.model_copy(update=known)}))
+    refuse_unsuited(run, campaign.lora is not None)
     facility = run.facility
     limits.check_supported(run)
     limits.check_nodes(run)

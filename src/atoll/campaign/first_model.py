@@ -17,6 +17,7 @@ from atoll import run_dir
 from atoll.campaign.asked import lora_words
 from atoll.campaign.journal import alone
 from atoll.campaign.store import CampaignStore
+from atoll.campaign.suited import refuse_unsuited_start
 from atoll.campaign.transfer import atoll_here, run_atoll
 from atoll.cluster.launchers import atoll_command
 from atoll.config.compose import compose, known_shape, path_word
@@ -32,6 +33,7 @@ def make_first_model(store: CampaignStore) -> None:
             return
         composition = compose(start_words(store))
         refuse_few_layers(store, composition.run)
+        refuse_unsuited_start(composition.run)
         settings, model = store.round(0) / "run.yaml", store.round(0) / "untrained"
         run_dir.write_whole(settings, composition.as_yaml())
         atoll, about = atoll_command(composition.run), dict[str, str]()

@@ -42,6 +42,18 @@ def refuse_what_loses(store: CampaignStore) -> None:
             "rule.min_cosine=-1: updates that are too long are left out as ever; or "
             "rule.merge_alpha=0",
         )
+    if rule.fragments > store.campaign.rounds:
+        raise UserError(
+            f"rule.fragments={rule.fragments} in rounds={store.campaign.rounds}: one travels in a "
+            f"round, so {rule.fragments - store.campaign.rounds} of them would never be averaged",
+            f"rounds={rule.fragments} or a multiple of it, or fewer fragments",
+        )
+    if rule.max_staleness and rule.combine != "mean":
+        raise UserError(
+            f"rule.max_staleness={rule.max_staleness} with rule.combine={rule.combine}, which "
+            "takes late work for as much as work in time",
+            "rule.combine=mean, or rule.max_staleness=0",
+        )
     if rule.update in NORMALISED and rule.learning_rate > MOST_NORMALISED_RATE:
         raise UserError(
             f"rule.update={rule.update} with rule.learning_rate={rule.learning_rate:g}: that is "

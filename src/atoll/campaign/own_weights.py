@@ -96,6 +96,18 @@ def residual_round(base: Path, request: dict[str, Any], rounds: Collection[int])
     return max((n for n in rounds if n <= last or n > known), default=None)
 
 
+def needless_residuals(
+    base: Path, request: dict[str, Any], rounds: Collection[int], previous: int | None
+) -> list[int]:
+    """Of `rounds`, as above, those whose residual no update will be added to any more.
+
+    previous: the round whose residual this update is added to. It may yet be refused, and then that
+    of the last taken counts again; the one before stays too, should a round be done again.
+    """
+    last = _taken(_read(base), str(request["fragment"]), request)
+    return sorted(n for n in rounds if n < min(previous or 0, last))[:-1]
+
+
 def _taken(
     manifest: dict[str, Any], fragment: str, request: dict[str, Any], how: str = "taken"
 ) -> int:

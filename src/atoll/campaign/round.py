@@ -213,6 +213,9 @@ def _take(
             raise
         size = sum(path.stat().st_size for path in _files(partial))
         shutil.rmtree(partial / PARTS, ignore_errors=True)  # of an update that came before it
+        for path in _files(partial):  # rsync does not: an update that is there is whole for good
+            run_dir.sync_file(path)
+        run_dir.sync_folder(partial)
         store.keep_jobs(number, site, jobs)
         store.remember_nonce(number, site, manifest.nonce)
         partial.rename(update)

@@ -34,7 +34,7 @@ from atoll.campaign.allow import refuse_folder, refuse_key, refuse_outside, refu
 from atoll.campaign.inner_state import inner_state_words, prune_states
 from atoll.campaign.journal import Journal, alone, round_name, round_number
 from atoll.campaign.kept_request import attempts, keep_campaign, keep_request, kept_request
-from atoll.campaign.own_weights import begins_with, residual_round
+from atoll.campaign.own_weights import begins_with, needless_residuals, residual_round
 from atoll.campaign.signing import sign
 from atoll.campaign.site_models import (
     container_of,
@@ -43,6 +43,7 @@ from atoll.campaign.site_models import (
     refuse_other_frozen,
     refuse_wrong_base,
 )
+from atoll.campaign.suited import refuse_unsuited
 from atoll.campaign.transfer import atoll_here, complaint, run_atoll
 from atoll.cluster.accounting import slurm_ids, slurm_records
 from atoll.cluster.compare import expected_wait_seconds
@@ -176,6 +177,7 @@ def _advance(
         lines = _overrides(folder, here, request, base, begin)
         lines += inner_state_words(folder, here, request, lines)
     run = compose(lines).run
+    refuse_unsuited(run, request["frozen"] is not None)
     refuse_outside(run, request["overrides"], folder)
     state, why = _submitted(here, run, lines, request, why)
     if state != "finished":
@@ -287,6 +289,8 @@ def _make_update(folder: Path, here: Path, run: Run, request: dict[str, Any], ba
         sign(partial / "manifest.json", Path(request["signing_key"]).expanduser())
     partial.rename(here / "update")
     run_dir.sync_folder(here)
+    for old in needless_residuals(base, request, earlier, previous):
+        shutil.rmtree(numbers[old], ignore_errors=True)
 
 
 def _measured(here: Path) -> dict[str, Any]:

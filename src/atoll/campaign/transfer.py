@@ -30,12 +30,14 @@ SSH_SECONDS = 120.0
 PROBE_BYTES = 1 << 20
 PARTS = ".rsync-partial"  # of what a transfer was cut off in
 # rsync compares lengths with the list that it got, and then writes whatever comes. So the kernel
-# ends a file there, with an error in place of a signal, as Python sets it up.
+# ends a file there, with an error in place of a signal, as Python sets it up. And it ends with us
+# (prctl(2): PR_SET_PDEATHSIG, SIGTERM): else it would go on in a folder that another one takes.
 LIMITED = (
-    "import os, resource, sys; most = int(sys.argv[1]);"
+    "import ctypes, os, resource, sys; most, parent = map(int, sys.argv[1:3]);"
+    "ctypes.CDLL(None).prctl(1, 15); os.getppid() == parent or sys.exit(1);"
     "hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1];"
     "most = most if hard == resource.RLIM_INFINITY else min(most, hard);"
-    "resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)); os.execvp(sys.argv[2], sys.argv[2:])"
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)); os.execvp(sys.argv[3], sys.argv[3:])"
 )
 LEAST_LIMIT_BYTES = 1 << 20  # ssh writes small files of its own
 # What does not mend itself, though the line is cut as if it were down: ssh's refusals, and words of
@@ -212,7 +214,7 @@ def _rsync(
         argv += ["--rsh", shlex.join(ssh(campaign))]
     if most_bytes is not None:
         limit = str(max(most_bytes, LEAST_LIMIT_BYTES))
-        argv = [sys.executable, "-I", "-S", "-c", LIMITED, limit, *argv]
+        argv = [sys.executable, "-I", "-S", "-c", LIMITED, limit, str(os.getpid()), *argv]
     done = call([*argv, *words], over)
     if done.returncode == 0:
         return

@@ -22,6 +22,7 @@ FIXED = (
     "precision",
     "training.global_batch_samples",
     "training.z_loss",
+    "training.data_seed",
     "training.consumed_steps",
     "training.schedule_stride",
     "checkpoint.initial_load_path",

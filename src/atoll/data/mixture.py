@@ -125,7 +125,7 @@ def mixture(
 def mixture_of(samples: Samples, run: Run) -> Mixture:
     """The order of the training samples of all sources of a run; one text is a mixture of one."""
     return mixture(
-        run.seed,
+        run.order_seed,
         run.training.global_batch_samples,
         run.data.curriculum or [(0, [1.0])],
         [int(samples.useful(ids).sum(dtype=np.int64)) for ids in samples.ids_of_sources],

@@ -55,7 +55,7 @@ class TextWindows:
 
     def __init__(self, run: Run, folder: Path, wait: Wait, own_part: tuple[int, int]) -> None:
         assert run.data.window_shards is not None
-        self.data, self.seed, self.folder, self.wait = run.data, run.seed, folder, wait
+        self.data, self.seed, self.folder, self.wait = run.data, run.order_seed, folder, wait
         self._own_part, self._per_window = own_part, run.data.window_shards
         self.text = awaited(lambda: _plan(folder), wait, f"{folder}/plan.json")
         shards.refuse_wrong_tokenizer(folder, self.text)

@@ -52,7 +52,7 @@ class Rule(Settings):
     min_cosine: Annotated[float, Field(ge=-1.0, le=1.0)] = -0.5
     max_staleness: CountOrZero = 0  # rounds that an update may be late
     # a late update's weight is times (1 + rounds late)^-exponent (FedAsync, Xie et al. 2019)
-    staleness_exponent: Annotated[float, Field(ge=0.0)] = 0.5
+    staleness_exponent: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.5
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of the export
     quorum: Count = 1  # the fewest facilities whose updates make a round
     # where fewer are left: ask those again whose updates were left out, and stop when they have

@@ -219,6 +219,7 @@ class Training(Settings):
     loss_chunk_tokens: Count = 512  # whose logits are there at once
     # of causal_lm: times the squared log of the normaliser, in the gradients (PaLM takes 1e-4)
     z_loss: Annotated[float, Field(ge=0.0)] = 0.0
+    data_seed: CountOrZero | None = None  # of the order of samples; null: the run's seed
     consumed_samples: CountOrZero = 0  # of the endless order: taken by earlier rounds
     consumed_steps: CountOrZero = 0  # of the schedule: taken by earlier rounds
     schedule_steps: Count | None = None  # that the schedule spans; null: those and this run's

@@ -87,6 +87,12 @@ class Run(Settings):
         return self.nodes * self.ranks_per_node
 
     @property
+    def order_seed(self) -> int:
+        """Of the order in which training samples are taken."""
+        own = self.training.data_seed
+        return self.seed if own is None else own
+
+    @property
     def tries_nodes(self) -> bool:
         by_itself = self.facility.scheduler != "none" and self.world_size > 1
         return by_itself if self.preflight is None else self.preflight
@@ -232,6 +238,16 @@ class Run(Settings):
                 f"optimizer.ema_decay={self.optimizer.ema_decay:g} with sharding="
                 f"{self.sharding.name}: {self.sharding.engine} keeps the weights",
                 "choose full_shard, or optimizer.ema_decay=null",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _proximal_has_its_engine(self) -> "Run":
+        if self.optimizer.proximal and self.sharding.engine != "plain":
+            raise ValueError(
+                f"optimizer.proximal={self.optimizer.proximal:g} with sharding="
+                f"{self.sharding.name}: {self.sharding.engine} takes the steps",
+                "choose full_shard, or optimizer.proximal=0",
             )
         return self
 
