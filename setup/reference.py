@@ -23,6 +23,7 @@ import atoll
 from atoll.commands import GROUPS
 from atoll.config.working_folder import source_folder
 from atoll.settings import Run
+from atoll.settings.federation import Campaign
 
 # the end of a setting's name -> its unit
 UNITS = {
@@ -45,19 +46,35 @@ UNITS = {
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("settings", settings()), ("commands", commands()), ("code", code())):
-        (folder / f"{name}.md").write_text(text)
+    pages = {"settings": settings, "campaign": campaign, "commands": commands, "code": code}
+    for name, write in pages.items():
+        (folder / f"{name}.md").write_text(write())
 
 
 def settings() -> str:
-    """A table for each group of settings, with what `hydra_conf/run.yaml` says."""
+    """Those of a run, with what `hydra_conf/run.yaml` says."""
     text = (source_folder() / "hydra_conf" / "run.yaml").read_text()
-    stated, remarks = yaml.safe_load(text), yaml_comments(text)
-    parts = ["# Settings\n\nOf a run: `KEY=VALUE` on any command that composes. `required`: you or"]
-    parts += ["a group's YAML give it; `atoll compose` prints what came out, and from where.\n"]
-    for prefix, model in groups_of(Run):
+    about = (
+        "Of a run: `KEY=VALUE` on any command that composes. `required`: you or\na group's YAML "
+    )
+    about += "give it; `atoll compose` prints what came out, and from where."
+    return tables(f"# Settings\n\n{about}\n", Run, "the run", text)
+
+
+def campaign() -> str:
+    """Those of a campaign."""
+    about = "`KEY=VALUE` behind `atoll federate federation=NAME`, or lines of a federation's YAML; "
+    about += "facilities are counted from 0: `sites.0.host=…`. `--dry-run` prints what came out."
+    return tables(f"# Settings of a campaign\n\n{about}\n", Campaign, "the campaign", "")
+
+
+def tables(title: str, root: type[BaseModel], what: str, text: str) -> str:
+    """A table for each group of settings; text: the YAML that states values and remarks."""
+    stated, remarks = yaml.safe_load(text) or {}, yaml_comments(text)
+    parts = [title]
+    for prefix, model in groups_of(root):
         about = inspect.cleandoc(model.__doc__ or "")
-        parts += [f"\n## {prefix or 'Of the run itself'}\n", f"{about}\n"]
+        parts += [f"\n## {prefix or f'Of {what} itself'}\n", f"{about}\n"]
         parts += ["| name | type | unit | default | meaning |", "|---|---|---|---|---|"]
         meanings = comments(model)
         for name, field in model.model_fields.items():
@@ -75,10 +92,11 @@ def groups_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, t
     """Every group of settings, with the dotted name that leads to it."""
     yield prefix, model
     for name, field in model.model_fields.items():
+        full = f"{prefix}.{name}" if prefix else name
         for inner in models_in(field.annotation):
-            yield from groups_of(inner, f"{prefix}.{name}" if prefix else name)
+            yield from groups_of(inner, full)
         for inner in listed(field.annotation):
-            yield f"{prefix}.{name}[]", inner
+            yield f"{full}[]", inner
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
