@@ -28,7 +28,7 @@ OURS = {"atoll": [], ".venv/bin/atoll": [], "sbatch/atoll": [], "./sbatch/atoll"
 OURS |= {"sbatch/train.sbatch": ["submit"]}
 OTHERS = {"cd", "git", "ssh", "rsync", "module", "source", "cat", "mkdir", "for", "do", "done"}
 OTHERS |= {"pip", "uv", "conda", "pre-commit", "./configure", "./autogen.sh", "echo", "eval"}
-OTHERS |= {"tensorboard", "wandb", "mlflow"}  # which show what a run logged
+OTHERS |= {"tensorboard", "wandb", "mlflow", "ssh-keygen"}  # which show a run, and make keys
 DRY = {"submit", "evaluate"}  # commands that take --dry-run
 COMPOSED = {"plan", "doctor", "prepare", "rehearse"}  # whose KEY=VALUE are a run's
 STAND_INS = {"facility=X": "facility=leonardo", "facility=NAME": "facility=leonardo"}
