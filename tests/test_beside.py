@@ -11,6 +11,8 @@ import pytest
 from beside import GROUPS, all_groups, exit_code
 
 TESTS = Path(__file__).parent
+# of packages that are here: they take seconds to load, and these tests need none of them
+PLAIN = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ def test_every_test_is_in_one_group(tmp_path):
     found = ""
     for group in all_groups():
         found += subprocess.run(
-            [*line, *group], cwd=tmp_path, capture_output=True, text=True
+            [*line, *group], cwd=tmp_path, env=PLAIN, capture_output=True, text=True
         ).stdout
     names = [line.partition("::")[2] for line in found.splitlines() if "::" in line]
     assert sorted(names) == sorted(f"test_{path.replace('/', '_')}" for path in every)
@@ -59,7 +61,7 @@ def test_words_choose_among_all(tmp_path):
 
     def run(*words: str) -> tuple[int, str]:
         line = [sys.executable, TESTS / "beside.py", "-p", "no:cacheprovider", *words]
-        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(line, cwd=tmp_path, env=PLAIN, capture_output=True, text=True)
         return done.returncode, done.stdout
 
     code, output = run("-k", "first")
@@ -78,8 +80,9 @@ def test_an_interrupt_ends_both_lanes_and_begins_no_other_group(tmp_path):
         (tmp_path / folder / f"test_{folder.replace('/', '_')}_it.py").write_text(code)
     line = [sys.executable, TESTS / "beside.py", "-p", "no:cacheprovider"]
     process = subprocess.Popen(
-        line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+        line, cwd=tmp_path, env=PLAIN, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
     while len(list(tmp_path.rglob("*.began"))) < 2:
         assert process.poll() is None
         time.sleep(0.05)
