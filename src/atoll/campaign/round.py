@@ -26,6 +26,7 @@ from atoll.settings.exchange import (
     MAX_MANIFEST_BYTES,
     SHOWN,
     WEIGHTS,
+    UpdateManifest,
     read_answer,
 )
 from atoll.settings.federation import Site
@@ -180,48 +181,55 @@ def _take(
     end: float,
     stopped: Over,
 ) -> None:
-    """Fetch an update and check it; what is wrong in it is fetched again, then left out.
-
-    Its manifest comes first: nothing is fetched that it does not name, or that is larger than a
-    model.
-    """
-    update, asked = store.update(number, site), store.asked_round(number, site)
-    source = f"{site.folder}/rounds/{round_name(asked)}/update"
+    """Fetch an update and check it; what is wrong in it is fetched again, then left out."""
+    update = store.update(number, site)
     with alone(update.parent):
         if store.state(number, site).settled:
             return
         partial, began = update.with_name(".update.partial"), time.time()
-
-        def past(quiet_seconds: float) -> bool:
-            return stopped(quiet_seconds) or time.time() > end
-
-        def get(names: Sequence[str], most_bytes: int) -> None:
-            fetch(store.campaign, site, source, partial, names, most_bytes, past)
-
         try:
-            get(MANIFEST, MAX_MANIFEST_BYTES)
-            manifest = check_update(store, number, site, partial)
-            files = manifest.all_files
-            keep_only(partial, {*MANIFEST, *files})  # whole files of a transfer that was cut off
-            for names in of_like_size({name: facts.bytes for name, facts in files.items()}):
-                get(names, max(files[name].bytes for name in names))
+            manifest = _fetched(store, number, site, partial, end, stopped)
         except Unreachable:
             raise
-        except UserError:
+        except (UserError, OSError):
             refuse_full_disk(update.parent)
             shutil.rmtree(partial, ignore_errors=True)
             raise
         size = sum(path.stat().st_size for path in _files(partial))
         shutil.rmtree(partial / PARTS, ignore_errors=True)  # of an update that came before it
-        for path in _files(partial):  # rsync does not: an update that is there is whole for good
-            run_dir.sync_file(path)
-        run_dir.sync_folder(partial)
         store.keep_jobs(number, site, jobs)
         store.remember_nonce(number, site, manifest.nonce)
         partial.rename(update)
         run_dir.sync_folder(update.parent)
     seconds = time.time() - began
     store.journal(number).append("received", facility=site.name, bytes=size, seconds=seconds)
+
+
+def _fetched(
+    store: CampaignStore, number: int, site: Site, partial: Path, end: float, stopped: Over
+) -> UpdateManifest:
+    """An update's files, on this machine's disk; its manifest.
+
+    That comes first: nothing is fetched that it does not name, or that is larger than a model.
+    """
+    source = f"{site.folder}/rounds/{round_name(store.asked_round(number, site))}/update"
+
+    def past(quiet_seconds: float) -> bool:
+        return stopped(quiet_seconds) or time.time() > end
+
+    def get(names: Sequence[str], most_bytes: int) -> None:
+        fetch(store.campaign, site, source, partial, names, most_bytes, past)
+
+    get(MANIFEST, MAX_MANIFEST_BYTES)
+    manifest = check_update(store, number, site, partial)
+    files = manifest.all_files
+    keep_only(partial, {*MANIFEST, *files})  # whole files of a transfer that was cut off
+    for names in of_like_size({name: facts.bytes for name, facts in files.items()}):
+        get(names, max(files[name].bytes for name in names))
+    for path in _files(partial):  # rsync does not see to it
+        run_dir.sync_file(path)
+    run_dir.sync_folder(partial)
+    return manifest
 
 
 def of_like_size(sizes: dict[str, int]) -> list[list[str]]:
