@@ -112,8 +112,8 @@ def test_without_slurm_s_programs_the_partition_is_unknown(composed, site):
     assert (finding.state, finding.found) == (UNKNOWN, "no sinfo here to ask about gpu")
 
 
-def test_an_image_without_a_runtime(composed, site):
-    run = composed(*SLURM, "image=cpu").run
+def test_an_image_without_a_runtime(composed, site, tmp_path):
+    run = composed(*SLURM, "image=cpu", f"folders.images={tmp_path / 'none'}").run
     assert found(run, site(), "container").state == WRONG
     assert found(run, site(apptainer="echo apptainer version 1.4.5"), "container").state == OK
     assert found(run, site(), "image").hint.startswith("build it: make image-cpu")
