@@ -26,7 +26,6 @@ def with_absolute_paths(run: Run, start: Path, home: Path, images: Path) -> Run:
     home: where its folders start, so that the same line finds them from wherever it is typed;
     images: where that of the images does.
     """
-    homes = {"images": images}
 
     def path(given: Path | None, start: Path = start) -> Path | None:
         return given and Path(absolute(given, start))
@@ -36,11 +35,8 @@ def with_absolute_paths(run: Run, start: Path, home: Path, images: Path) -> Run:
     tasks_folder = run.evaluation.tasks_folder
     held_out = [absolute(file, start) for file in data.validation.files]
     updates: dict[str, dict[str, Any]] = {
-        "folders": {
-            name: path(folder, homes.get(name, home))
-            for name, folder in run.folders
-            if name != "caches"
-        },
+        "folders": {name: path(folder, home) for name, folder in run.folders if name != "caches"}
+        | {"images": path(run.folders.images, images)},
         "image": {"file": path(image.file), "verify_key": path(image.verify_key)},
         "facility": {"hosts_file": path(run.facility.hosts_file)},
         "model": {"source": path_or_name(model.source, start)},

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--about", type=json_object, required=True, help=about_help)
     arguments = parser.read(argv)
     refuse_no_fragment([arguments.fragment], arguments.fragments)
-    about = arguments.about | trained(arguments.run)
+    about = arguments.about | training_facts(arguments.run)
     export = run_dir.export(arguments.run)
     with one_writer(arguments.out):
         make_delta(
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def trained(run_folder: Path) -> dict[str, Any]:
+def training_facts(run_folder: Path) -> dict[str, Any]:
     """Tokens, steps and held-out loss of a run; `UserError` where nothing of it can be sent."""
     file = run_dir.result_file(run_folder)
     counts = [r["tokens"] for r in run_dir.metrics(run_folder) if r["event"] == "train"]
