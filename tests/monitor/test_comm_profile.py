@@ -29,11 +29,12 @@ CONFIG = {
     "pad_token_id": 1,
 }
 RANKS = 4
+MOST_ATTEMPTS = 5
 AXES = ("tensor", "context", "pipeline")
 
 
 def prepared(folder: Path, strategy: str, **more: Any) -> Run:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     small_run.write_text(folder)
     run = small_run.settings(
         folder,
@@ -53,6 +54,22 @@ def communication(ranks: RankPool, run: Run) -> dict[str, Any]:
     ranks.run(small_run.train_here, run)
     [record] = small_run.records(run.folders.runs / run.name, "communication")
     return record
+
+
+def undisturbed(
+    ranks: RankPool, folder: Path, strategy: str, near: float = 0.05, **more: Any
+) -> dict[str, Any]:
+    """What tests beside this one send only adds to the interfaces: too much is measured again."""
+    for attempt in range(MOST_ATTEMPTS):
+        record = communication(ranks, prepared(folder / str(attempt), strategy, **more))
+        if sent_bytes(record) <= sum(record["expected_bytes"].values()) * (1 + near):
+            break
+    return record
+
+
+def sent_bytes(record: dict[str, Any]) -> float:
+    """One machine plays both nodes of two ranks, so its interfaces carry what both send."""
+    return record["wire_bytes"] * 2 / RANKS
 
 
 FULL, LORA = small_run.sharding("full_shard"), {"model__lora": {"rank": 32, "alpha": 32}}
@@ -75,11 +92,10 @@ NEAR = {"deepspeed_zero3": 0.08}
 @pytest.mark.parametrize("case", SENT)
 def test_as_many_bytes_as_expected(ranks: RankPool, tmp_path: Path, case: str) -> None:
     strategy, more = SENT[case]
-    record = communication(ranks, prepared(tmp_path, strategy, **more))
+    near = NEAR.get(case, 0.05)
+    record = undisturbed(ranks, tmp_path, strategy, near, **more)
     expected = sum(record["expected_bytes"].values())
-    # one machine plays both nodes of two ranks, so its interfaces carry what both send
-    sent = record["wire_bytes"] * 2 / RANKS
-    assert sent == pytest.approx(expected, rel=NEAR.get(case, 0.05))
+    assert sent_bytes(record) == pytest.approx(expected, rel=near)
     assert record["seconds"] > 0
 
 
@@ -126,9 +142,8 @@ def test_an_exchange_without_a_formula_trains_and_is_watched(
 
 def test_a_wider_batch_sends_no_more_gradients(ranks: RankPool, tmp_path: Path) -> None:
     narrow, wide = (
-        communication(ranks, prepared(tmp_path / str(samples), "ddp", name=f"of{samples}",
-                                      training__global_batch_samples=samples))
+        undisturbed(ranks, tmp_path / str(samples), "ddp", training__global_batch_samples=samples)
         for samples in (4, 16)
-    )  # fmt: skip
+    )
     assert narrow["expected_bytes"] == wide["expected_bytes"]
     assert narrow["wire_bytes"] == pytest.approx(wide["wire_bytes"], rel=0.05)

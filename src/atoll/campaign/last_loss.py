@@ -62,18 +62,18 @@ def _ask_until_measured(
     failures, why, heard, is_asked = 0, "", time.time(), False
     while not stop.is_set() and (time.time() <= deadline or not is_asked):
         end = max(deadline, time.time() + 60 * campaign.grace_minutes)
-        is_asked = True
+        is_asked, is_silent = True, False
         try:
             if _answered(store, number, end, stop, site):
                 return
             heard = time.time()
         except Unreachable as error:
             why = error.in_a_line
+            is_silent = time.time() - heard > 60 * campaign.grace_minutes
         except Exception as error:  # whatever one facility says, the others go on
             why = error.in_a_line if isinstance(error, UserError) else f"unexpected {error!r}"
             failures, heard = failures + 1, time.time()
             journal.append("wrong", facility=site.name, why=printable(why, SHOWN))
-        is_silent = time.time() - heard > 60 * campaign.grace_minutes
         if is_silent or failures >= campaign.attempts:
             journal.append("left out", facility=site.name, why=printable(why, SHOWN))
             return
