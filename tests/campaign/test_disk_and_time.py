@@ -153,6 +153,7 @@ def test_a_workflow_that_fails_is_counted_to_whoever_fails_alone(
     assert store.state(1, north).failures == 2, "once alone after each run that failed"
 
 
+@pytest.mark.login_node
 def test_a_workflow_that_fails_for_want_of_room_here_is_counted_to_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +167,7 @@ def test_a_workflow_that_fails_for_want_of_room_here_is_counted_to_nobody(
     assert all(store.state(1, site).failures == 0 for site in store.campaign.sites)
 
 
+@pytest.mark.login_node
 def test_what_is_ready_when_the_time_is_over_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -422,6 +422,7 @@ def test_a_round_that_waits_is_typed_again(tmp_path: Path) -> None:
     assert len(store.journal(2).records("reopened")) == 1
 
 
+@pytest.mark.login_node
 def test_a_full_disk_here_is_no_facilitys_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
