@@ -17,6 +17,7 @@ def path(tmp_path):
     return tmp_path / "file"
 
 
+@pytest.mark.login_node  # images have no /dev/full
 def test_a_full_disk_is_told_with_the_file():
     file = os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(OSError, match="No space left") as error:
