@@ -185,6 +185,18 @@ def test_a_folder_that_cannot_be_made(composed, site):
     assert "folders.prepared=" in finding.hint
 
 
+def test_an_images_folder_is_only_written_to_where_the_image_is_missing(composed, site, tmp_path):
+    """Whoever types in a clone that is only to be read needs no folder of images."""
+    run = composed("facility=laptop", "folders.images=/proc/atoll").run
+    assert "images" not in [one.subject for one in all_findings(run, site())]
+    run = composed(*SLURM, "image=cpu", "folders.images=/proc/atoll").run
+    assert found(run, site(), "images").state == WRONG
+    there = tmp_path / "image.sif"
+    there.touch()
+    run = composed(*SLURM, "image=cpu", "folders.images=/proc/atoll", f"image.file={there}").run
+    assert "images" not in [one.subject for one in all_findings(run, site())]
+
+
 def test_the_command_prints_the_findings_and_fails_where_one_is_wrong(tree, capsys, here):
     good = ["--json", "facility=laptop", f"folders.runs={here}"]
     assert doctor.main(good) == 0

@@ -112,9 +112,13 @@ def network(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def folders(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Each folder can be written, and has room."""
-    written = [pair for pair in run.folders if pair[0] not in ("bundle", "caches")]
-    for setting, folder in written:
+    """Each folder that is written to can be written, and has room."""
+    unwritten = {"bundle", "caches"}
+    if run.image.file is None or run.image.file.exists():
+        unwritten.add("images")  # of which others' clone may be only to be read
+    for setting, folder in run.folders:
+        if setting in unwritten:
+            continue
         nearest = next(path for path in (folder, *folder.parents) if path.exists())
         free_gib = shutil.disk_usage(nearest).free / 2**30
         found = f"{folder}, {free_gib:.1f} GiB free"
