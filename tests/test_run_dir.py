@@ -22,6 +22,7 @@ def test_a_record_behind_one_that_a_full_disk_cut_short_is_read(tmp_path: Path) 
     assert run_dir.records(tmp_path / "none") == []
 
 
+@pytest.mark.login_node  # images have no /dev/full
 def test_a_full_disk_says_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write knows no name, and a person is told of one."""
     full = OSError(errno.ENOSPC, "No space left on device")
