@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from atoll.health.faults import Blame, Fault, add_fault
 from atoll.health.judge import job_of
 from atoll.monitor.observers import Observers
-from atoll.sharding.process_group import World, run_on_all_ranks
+from atoll.sharding.process_group import World, merged_of_all, run_on_all_ranks
 from atoll.train.assemble import TrainState
 from atoll.train.checkpoint import Progress
 from atoll.train.optimizer import Decision
@@ -158,13 +158,11 @@ class Guard:
         """What is wrong with a state that would be saved: it holds what is no number."""
         own = next((name for name, tensor in state.items() if not is_finite(tensor)), None)
         world = self.train_state.world
-        flag = torch.tensor([float(own is not None)])
-        if world.size > 1:
-            dist.all_reduce(flag)
-        if not flag:
+        ranks = merged_of_all(world, int(own is not None), sum)
+        if ranks == 0:
             return None
         where = f": {own}" if own else ""
-        what = f"the state of {int(flag)} of {world.size} ranks holds what is no number{where}"
+        what = f"the state of {ranks} of {world.size} ranks holds what is no number{where}"
         return Trouble(step, "non_finite", what, self.samples_of(step))
 
     def saved(self) -> dict[str, list[float | None]]:

@@ -25,7 +25,14 @@ from atoll.health.faults import Fault, add_fault
 from atoll.health.judge import job_of
 from atoll.models.parts import blocks_of
 from atoll.settings import Run
-from atoll.sharding.process_group import SharedError, World, gathered, run_on_all_ranks, say
+from atoll.sharding.process_group import (
+    SharedError,
+    World,
+    gathered,
+    merged_of_all,
+    run_on_all_ranks,
+    say,
+)
 from atoll.train.assemble import TrainState
 from atoll.train.optimizer import by_mesh
 from atoll.train.state_dict import discard_gradients, is_deepspeed, state_dict
@@ -198,7 +205,7 @@ def check_copies(train_state: TrainState, state: dict[str, Tensor], step: int) -
     if world.size == 1:
         return
     copied = copies(train_state, state)
-    name = next((name for group in copied for name in differing(*group)), None)
+    name = next((name for group in copied for name in differing(*group, world.device)), None)
     if not any_rank(world, name is not None):
         return
     digests = {
@@ -251,9 +258,12 @@ def copies(
     return found
 
 
-def differing(group: Any, tensors: dict[str, Tensor]) -> list[str]:
-    """The names of those that are not the same on all ranks of a group."""
-    digests = torch.stack([digest(tensor) for tensor in tensors.values()])
+def differing(group: Any, tensors: dict[str, Tensor], device: torch.device) -> list[str]:
+    """The names of those that are not the same on all ranks of a group.
+
+    device: where the group exchanges; some optimizers count their steps in the host's memory.
+    """
+    digests = torch.stack([digest(tensor).to(device) for tensor in tensors.values()])
     ends = torch.cat([digests, ~digests])  # the highest, and the complement of the lowest
     dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
     highest, lowest = ends.chunk(2)
@@ -272,11 +282,7 @@ def where(tensor: Tensor) -> tuple[int, ...]:
 
 def any_rank(world: World, flag: bool) -> bool:
     """Whether the flag is set on one rank at least."""
-    if world.size == 1:
-        return flag
-    highest = torch.tensor([int(flag)], dtype=torch.int32)
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    return bool(highest)
+    return merged_of_all(world, flag, any)
 
 
 def refuse(train_state: TrainState, step: int, findings: list[Finding], what: str) -> NoReturn:
