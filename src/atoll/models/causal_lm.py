@@ -87,29 +87,36 @@ class CausalLM(nn.Module):
         return backbone_output(backbone, self, batch, dtype, more)
 
     def _loss(self, hidden_BTD: Tensor, batch: Batch) -> Tensor:
-        if self.parts.before_head is not None:
-            hidden_BTD = self.hf.get_submodule(self.parts.before_head)(hidden_BTD)
         head = self.hf.get_submodule(self.parts.head)
-        config: Any = self.hf.config
-        if (scale := logit_scale(config)) != 1.0:
-            hidden_BTD = hidden_BTD * scale
         return chunked_cross_entropy(
-            hidden_BTD.flatten(0, 1),
+            self.before_head(hidden_BTD).flatten(0, 1),
             head.weight,
             head.bias,
             self.own_labels(batch).flatten(),
             self.loss_chunk_tokens,
-            getattr(config, "final_logit_softcapping", None),
+            self.softcap,
             self.z_loss,
             self.compiled and hidden_BTD.is_cuda,  # on a processor there is nothing to gain
         )
+
+    def before_head(self, hidden_BTD: Tensor) -> Tensor:
+        """What the head multiplies: with the family's own layers, and its scale of logits."""
+        if self.parts.before_head is not None:
+            hidden_BTD = self.hf.get_submodule(self.parts.before_head)(hidden_BTD)
+        scale = logit_scale(self.hf.config)
+        return hidden_BTD if scale == 1.0 else hidden_BTD * scale
+
+    @property
+    def softcap(self) -> float | None:
+        """How far a family's logits can go."""
+        return getattr(self.hf.config, "final_logit_softcapping", None)
 
     @property
     def _balances(self) -> bool:
         return self.training and balances_experts(self.hf.config)
 
     def _balance_loss(self, output: Any, batch: Batch) -> Tensor | float:
-        """What a mixture's router is told for uneven work, for each target as transformers' mean.
+        """What a mixture's router is told for uneven work, for each term as transformers' mean.
 
         Of all tokens of the microbatch on this rank, as in transformers' Trainer.
         """
@@ -118,8 +125,11 @@ class CausalLM(nn.Module):
         hf: Any = self.hf
         loss_of = vars(sys.modules[type(hf).__module__])["load_balancing_loss_func"]
         loss = loss_of(output.router_logits, hf.num_experts, hf.num_experts_per_tok, None)
-        targets = (self.own_labels(batch) != IGNORED).sum()
-        return torch.as_tensor(loss * hf.router_aux_loss_coef * targets)
+        return torch.as_tensor(loss * hf.router_aux_loss_coef * self._terms(batch))
+
+    def _terms(self, batch: Batch) -> Tensor | int:
+        """How many losses this rank's is the sum of."""
+        return (self.own_labels(batch) != IGNORED).sum()
 
     def own_labels(self, batch: Batch) -> Tensor:
         """The targets whose loss this rank computes."""

@@ -50,11 +50,17 @@ def chunked_cross_entropy(
 
 
 def chunked_log_probabilities(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, labels_N: Tensor, chunk_tokens: int
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor,
+    chunk_tokens: int,
+    softcap: float | None = None,
 ) -> Tensor:
     """The log-probability of each label in fp32, [N], and 0 where it is -100.
 
     No more than C x V logits are held: those of a chunk are computed again in the backward pass.
+    softcap: as of `chunked_cross_entropy`.
     """
     chunks = [
         checkpoint(
@@ -63,6 +69,7 @@ def chunked_log_probabilities(
             weight_VD,
             bias_V,
             labels_N[start : start + chunk_tokens],
+            softcap,
             use_reentrant=False,
             preserve_rng_state=False,
         )
@@ -72,9 +79,15 @@ def chunked_log_probabilities(
 
 
 def _log_probabilities(
-    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, labels_C: Tensor
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_C: Tensor,
+    softcap: float | None,
 ) -> Tensor:
     logits_CV = F.linear(hidden_CD, weight_VD, bias_V).float()
+    if softcap is not None:
+        logits_CV = softcap * torch.tanh(logits_CV / softcap)
     labelled_C = logits_CV.gather(1, labels_C.clamp_min(0)[:, None])[:, 0]
     return (labelled_C - logits_CV.logsumexp(-1)) * (labels_C != IGNORED)
 

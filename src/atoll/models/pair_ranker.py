@@ -24,18 +24,20 @@ class PairRanker(CausalLM):
         self.task = task
 
     def _loss(self, hidden_BTD: Tensor, batch: Batch) -> Tensor:
-        if self.parts.before_head is not None:
-            hidden_BTD = self.hf.get_submodule(self.parts.before_head)(hidden_BTD)
         head: Any = self.hf.get_submodule(self.parts.head)
         logp_N = chunked_log_probabilities(
-            hidden_BTD.flatten(0, 1),
+            self.before_head(hidden_BTD).flatten(0, 1),
             head.weight,
             head.bias,
             batch.labels_BT.flatten(),
             self.loss_chunk_tokens,
+            self.softcap,
         )
         logp_B2 = _of_answers(logp_N.view_as(batch.labels_BT), batch)
         return self.judged(logp_B2, batch)[0].sum() if self.training else logp_B2
+
+    def _terms(self, batch: Batch) -> int:
+        return len(batch.labels_BT)
 
     def judged(self, logp_B2: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of each pair, and the rewards of both answers [B, 2].
