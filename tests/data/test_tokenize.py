@@ -47,6 +47,15 @@ def read_as_datatrove(path: Path) -> list[list[int]]:
     return [part.tolist() for part in np.split(tokens, ends[:-1])]
 
 
+def test_a_tokenizer_that_was_not_saved_whole_is_made_again(tmp_path: Path) -> None:
+    folder = prepare(run_on_lines(tmp_path), quiet)
+    whole = content(folder)
+    shards.manifest_file(folder).unlink()
+    (folder / ".tokenizer.partial").mkdir()
+    (folder / ".tokenizer.partial" / "tokenizer.json").write_text("{")
+    assert content(prepare(run_on_lines(tmp_path), quiet)) == whole
+
+
 def test_shards_hold_the_documents_in_the_layout_of_datatrove(tmp_path: Path) -> None:
     lines = write_lines(tmp_path / "text.txt", 100)
     run = run_on_lines(tmp_path, template="write: {text} {text}!")

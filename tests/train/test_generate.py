@@ -1,12 +1,15 @@
 """Texts from a checkpoint, an export and an adapter; many prompts from a file."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import small_run
 import tiny
+import torch
 from rank_pool import RankPool
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -74,6 +77,42 @@ def test_a_checkpoint_speaks_like_the_export(
     cold = ["--prompt", "the reef", "--temperature", "0.01"]
     assert said(capsys, last, *cold) == said(capsys, run_dir.export(plain), *cold)
     assert said(capsys, plain, *cold) == run_dir.sample_file(plain).read_text()
+
+
+def test_a_checkpoint_speaks_like_the_export_where_files_have_more_than_parameters(
+    ranks: RankPool,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    """Apertus keeps the ends of its activations in buffers."""
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    torch.use_deterministic_algorithms(True)  # memory that nothing was written to is NaN
+    config = families.config_of("apertus") | {"vocab_size": 300}
+    run = small_run.settings(folder, 1, name="more", model__config=config, export__dtype="float32")
+    run_folder = small_run.ready(run)
+    ranks.run(small_run.train_here, run, world=1)
+    last = checkpoint.latest(run_folder)
+    assert last is not None
+    cold = ["--prompt", "the reef", "--temperature", "0.01"]
+    assert said(capsys, last, *cold) == said(capsys, run_dir.export(run_folder), *cold)
+
+
+def test_an_export_that_is_an_adapter_alone_speaks(
+    ranks: RankPool, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, tokenizer = shutil.copytree(folder / "base", folder / "whole"), small_tokenizer(folder)
+    shutil.copytree(tokenizer, base, dirs_exist_ok=True)
+    model = {"name": "llama", "source": str(base), "lora": {"rank": 4, "alpha": 8}}
+    words = {"vocabulary_tokens": 290, "path": str(tokenizer)}
+    saved = {"dtype": "float32", "merged": False}
+    run = small_run.settings(folder, 1, name="alone", model=model, tokenizer=words, export=saved)
+    run_folder = small_run.ready(run)
+    ranks.run(small_run.train_here, run, world=1)
+    last = checkpoint.latest(run_folder)
+    assert last is not None
+    cold = ["--prompt", "the reef", "--temperature", "0.01"]
+    assert said(capsys, run_folder, *cold) == said(capsys, last, *cold)
 
 
 @pytest.mark.image

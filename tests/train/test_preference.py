@@ -233,6 +233,19 @@ def test_pairs_may_be_texts_or_whole_conversations() -> None:
     assert (better.messages, worse.messages) == (TALK, TALK[:2])
 
 
+@pytest.mark.parametrize("prompt", ["2 + 3?", [{"from": "human", "value": "2 + 3?"}]])
+@pytest.mark.parametrize("before", [[], [turn("system", "Count.")]])
+def test_whole_conversations_beside_their_prompt_have_it_once(
+    prompt: Any, before: list[dict[str, Any]]
+) -> None:
+    sides = {
+        name: [*before, turn("user", "2 + 3?"), turn("assistant", answer)]
+        for name, answer in (("chosen", "5"), ("rejected", "6"))
+    }
+    better, worse = pair_of("row 1", {"prompt": prompt} | sides)
+    assert (better.messages, worse.messages) == (sides["chosen"], sides["rejected"])
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

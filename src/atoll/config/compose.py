@@ -48,6 +48,7 @@ from atoll.config.provenance import DERIVED, annotated, changed, leaves, origins
 from atoll.config.working_folder import source_folder
 from atoll.errors import UserError
 from atoll.plan.gguf_architectures import check_gguf
+from atoll.plan.growing_positions import check_growing_positions
 from atoll.plan.own_processors import as_computed_here
 from atoll.plan.search import best_layout
 from atoll.plan.shapes import (
@@ -222,6 +223,7 @@ def check_model(run: Run) -> None:
         factor = 1.0 if scaling is None else scaling.factor
         check_positions(int(shape.positions * factor), run.data.sequence_tokens)
         check_architecture(shape, run.sharding)
+        check_growing_positions(config, run)
         check_gguf(run, config)
 
 

@@ -130,8 +130,11 @@ def naming_a_full_disk(folder: Path, needed_bytes: int) -> Iterator[None]:
 
 def remove_partial_files(folder: Path) -> None:
     """Delete what an interrupted preparation left behind."""
-    for path in folder.rglob(".*.partial"):
-        path.unlink(missing_ok=True)
+    for path in [*folder.rglob(".*.partial")]:
+        if path.is_dir():  # a tokenizer's
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def clear(folder: Path) -> None:

@@ -26,11 +26,16 @@ class TextGenerator(NamedTuple):
 def from_folder(folder: Path) -> TextGenerator:
     """The model of a Hugging Face folder, or of a folder with a peft adapter.
 
+    An export that is an adapter alone has it one folder down.
+
     Raises `UserError` where it is neither, or its adapter's model is not to be had.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    below = folder / "adapter"
+    if not (folder / "config.json").is_file() and (below / "adapter_config.json").is_file():
+        folder = below
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
         from peft import PeftModel

@@ -59,6 +59,12 @@ def fill(model: nn.Module, read: ReadTensor, filled: Collection[str] = ()) -> No
         local, slices = local_part(parameter)
         if local.numel() and local.is_floating_point() and name not in filled:
             local.copy_(read(name, slices))
+    fill_stored_buffers(model, read)
+
+
+@torch.no_grad()
+def fill_stored_buffers(model: nn.Module, read: ReadTensor) -> None:
+    """Copy what files have beside the parameters, and no checkpoint has."""
     for name, buffer in stored_buffers(model).items():
         buffer.copy_(read(name, tuple(slice(0, size) for size in buffer.shape)))
 

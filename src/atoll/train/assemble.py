@@ -28,6 +28,7 @@ from atoll.models.nf4 import fill_packed
 from atoll.models.parts import blocks_of
 from atoll.models.self_check import self_check
 from atoll.models.weights import fill, fill_buffers, materialize
+from atoll.plan.growing_positions import check_growing_positions
 from atoll.plan.shapes import Shape, check_architecture, shape_of
 from atoll.plan.traffic import Sent, bytes_sent
 from atoll.settings import Run
@@ -189,7 +190,9 @@ def build_sharded(
 def divide(run: Run, model: Any, meshes: Meshes | None) -> None:
     """Give this rank its layers, its part of their matrices and its part of the tokens."""
     if meshes is not None:
-        check_architecture(shape_of(model.hf.config.to_dict()), run.sharding)
+        config = model.hf.config.to_dict()
+        check_architecture(shape_of(config), run.sharding)
+        check_growing_positions(config, run)
         if run.sharding.expert > 1:
             check_experts(model.hf, blocks_of(model.hf, model.parts))
         split_layers(model, meshes, run.sharding.stages_per_rank)

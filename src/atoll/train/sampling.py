@@ -20,7 +20,13 @@ from atoll.errors import UserError
 from atoll.models.adapter import adapt, adapted_reader
 from atoll.models.build import weights_for
 from atoll.models.text_generator import TextGenerator, continue_text, from_folder
-from atoll.models.weights import fill, fill_buffers, materialize
+from atoll.models.weights import (
+    fill,
+    fill_buffers,
+    fill_stored_buffers,
+    materialize,
+    stored_buffers,
+)
 from atoll.monitor.loggers import add_samples
 from atoll.settings import Generation, Run
 from atoll.sharding.process_group import World
@@ -113,9 +119,11 @@ def from_checkpoint(path: Path, run: Run) -> TextGenerator:
     freeze(run.optimizer, model)
     shapes = {name: tuple(p.shape) for name, p in model.hf.named_parameters()}
     materialize(model, cpu)
-    if not all(p.requires_grad for p in model.parameters()):  # what stays is in no checkpoint
+    stays = not all(p.requires_grad for p in model.parameters())
+    if stays or stored_buffers(model.hf):  # neither is in any checkpoint
         with weights_for(run.model, config, run.seed) as read:
-            fill(model.hf, adapted_reader(read, run.seed, shapes, run.model.lora))
+            read = adapted_reader(read, run.seed, shapes, run.model.lora)
+            (fill if stays else fill_stored_buffers)(model.hf, read)
     fill_buffers(model.hf)
     learning = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     checkpoint.load(path, {f"model/{name}": p for name, p in learning.items()}, alone)

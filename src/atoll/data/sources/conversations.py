@@ -132,9 +132,20 @@ def _of_alpaca(place: str, layout: Layout, fields: Mapping[str, Any]) -> list[An
 def _of_pair(place: str, layout: Layout, fields: Mapping[str, Any]) -> list[Any]:
     prompt, completion = fields["prompt"], fields["completion"]
     asked, answered = _pair(prompt, completion)
+    before = prompt if isinstance(prompt, list) else [asked]
+    if not isinstance(completion, list):
+        return [*before, answered]
+    # of whole conversations the prompt is a copy of what they begin with
+    told = len(completion) > 0 and _role(completion[0]) == "system" != _role(before[0])
+    begin = completion[told : told + len(before)]
+    return completion if _said(begin) == _said(before) else [*before, *completion]
+
+
+def _said(turns: list[Any]) -> list[tuple[Any, Any]]:
+    """Who said what, however the turns are spelt."""
     return [
-        *(prompt if isinstance(prompt, list) else [asked]),
-        *(completion if isinstance(completion, list) else [answered]),
+        (_role(turn), turn.get("content", turn.get("value"))) if isinstance(turn, dict) else turn
+        for turn in turns
     ]
 
 
