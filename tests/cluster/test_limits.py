@@ -2,12 +2,14 @@
 
 import pytest
 
+from atoll.cluster.limits import check_time
 from atoll.cluster.start import write_run_folder
 from atoll.cluster.submit import with_allocated_nodes
 from atoll.cluster.submit_checks import check
 from atoll.errors import UserError
 
 SLURM = "facility=generic_slurm"
+SAMPLES = "training.global_batch_samples=9600"  # divided by every number of ranks here
 CASES = [
     (["facility=laptop", "nodes=2"], "at most 1 nodes, not 2", "nodes=1"),
     ([SLURM, "nodes=64", "facility.limits.max_nodes=32"], "at most 32 nodes, not 64", "nodes=32"),
@@ -37,6 +39,34 @@ def test_a_job_beyond_the_limits_is_refused(overrides, found, hint, composed):
         check(composed(*overrides).run, here=False, environment={})
     assert found in caught.value.found
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        (["frontier", "nodes=60", "facility.walltime_minutes=1440"], "allows 120 minutes"),
+        (["polaris", "nodes=10", "facility.walltime_minutes=1440"], "for 10 nodes, allows 180"),
+        (["polaris", "nodes=30", "facility.walltime_minutes=361"], "for 30 nodes, allows 360"),
+    ],
+)
+def test_the_longest_job_goes_by_its_size(overrides, found, composed):
+    words = (*overrides[1:], "facility.account=a", "image=none", SAMPLES)
+    run = composed(f"facility={overrides[0]}", *words)
+    with pytest.raises(UserError, match=found):
+        check_time(run.run)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["frontier", "nodes=60", "facility.submit.partition=extended"],
+        ["polaris", "nodes=100"],
+        ["polaris", "nodes=4", "facility.submit.q=capacity"],
+    ],
+)
+def test_a_queue_of_its_own_has_its_own_limits(words, composed):
+    line = [f"facility={words[0]}", *words[1:], "facility.walltime_minutes=1440", "image=none"]
+    check_time(composed(*line, "facility.account=a", SAMPLES).run)
 
 
 def test_a_job_within_the_limits_is_not(composed):

@@ -101,10 +101,33 @@ def test_the_command_that_builds():
     one = recipe(ROOT, "cuda", "aarch64", "gzip")
     assert image.build_argv("apptainer", one, ["/wheels:/inside"], map_users=True) == [
         *("apptainer", "build", "--build-arg-file", "build.args", "--fakeroot"),
-        *("--arch", "arm64", "--mksquashfs-args", "-comp gzip"),
-        *("--bind", "/wheels:/inside", "image.sif", "atoll.def"),
+        *("--arch", "arm64", "--bind", "/wheels:/inside", "image.sif", "atoll.def"),
     ]
     assert "--fakeroot" not in image.build_argv("singularity", one, [], map_users=True)
+    small = image.build_argv("apptainer", recipe(ROOT, "cpu", None, "zstd"), [], map_users=False)
+    assert small[small.index("--mksquashfs-args") + 1].startswith("-comp zstd")
+
+
+@pytest.mark.parametrize(
+    ("program_name", "answer", "compression"),
+    [
+        ("apptainer", "apptainer version 1.4.5", "zstd"),
+        ("apptainer", "apptainer version 1.3.6", "gzip"),
+        ("singularity", "singularity-ce version 4.3.1-1.el9", "gzip"),
+    ],
+)
+def test_a_runtime_that_writes_gzip_alone_is_not_asked_for_more(
+    program_name, answer, compression, tmp_path
+):
+    """--mksquashfs-args is a flag of Apptainer since 1.4, and of no SingularityCE."""
+    program(tmp_path / "programs", program_name, f"echo {answer}")
+    here = {"PATH": str(tmp_path / "programs")}
+    assert image.default_compression(here) == compression
+    image.check_compression(recipe(ROOT, "cpu", None, "gzip"), here)
+    if compression == "gzip":
+        with pytest.raises(UserError, match=r"--compression=zstd, and .* writes gzip alone"):
+            image.check_compression(recipe(ROOT, "cpu", None, "zstd"), here)
+    assert image.default_compression({"PATH": str(tmp_path)}) == "zstd"
 
 
 BUILD = [
@@ -203,7 +226,22 @@ def test_a_full_disk_is_named_before_the_build(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2 * 2**30))
     with pytest.raises(UserError, match=r"has 2\.0 GiB free, building cpu takes 6 GiB"):
-        image.check_disk(tmp_path, recipe(ROOT, "cpu", None, "zstd"))
+        image.check_disk(tmp_path, recipe(ROOT, "cpu", None, "zstd"), "apptainer")
+
+
+def test_the_disk_where_the_runtime_unpacks_is_looked_at(tmp_path, monkeypatch):
+    small = tmp_path / "small"
+    small.mkdir()
+    monkeypatch.setenv("SINGULARITY_TMPDIR", str(small))
+    usage = shutil.disk_usage(tmp_path)
+    full = {small: 2 * 2**30}
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda place: usage._replace(free=full.get(Path(place), 2**50))
+    )
+    image.check_disk(tmp_path, recipe(ROOT, "cpu", None, "zstd"), "apptainer")
+    with pytest.raises(UserError, match=r"small has 2\.0 GiB free") as caught:
+        image.check_disk(tmp_path, recipe(ROOT, "cpu", None, "gzip"), "singularity")
+    assert caught.value.hint.endswith("with SINGULARITY_TMPDIR")
 
 
 def test_pip_s_own_sources_reach_the_build(tmp_path, monkeypatch):
@@ -219,7 +257,7 @@ def test_pip_s_own_sources_reach_the_build(tmp_path, monkeypatch):
         "cert": str(certificates),
     }
     monkeypatch.setattr(package_sources, "pip_settings", lambda: settings)
-    found = package_sources.pip_sources({}, most_folders=3)
+    found = package_sources.pip_sources({}, 3, "apptainer")
     inside = package_sources.INSIDE
     assert found.binds == [
         f"{tmp_path}/index:{inside}/0",
@@ -234,7 +272,9 @@ def test_pip_s_own_sources_reach_the_build(tmp_path, monkeypatch):
         "APPTAINERENV_SSL_CERT_FILE": f"{inside}/certificates",
     }
     with pytest.raises(UserError, match="pip takes packages from 2 folders here"):
-        package_sources.pip_sources({}, most_folders=1)
+        package_sources.pip_sources({}, 1, "apptainer")
+    names = package_sources.pip_sources({}, 3, "singularity").environment
+    assert names and all(name.startswith("SINGULARITYENV_") for name in names)
 
 
 def test_a_mirror_is_given_or_known_to_apt(tmp_path, monkeypatch):

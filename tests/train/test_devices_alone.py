@@ -1,4 +1,4 @@
-"""Ranks whose process group joins their devices alone, as NCCL does: it takes nothing of the host's."""
+"""Ranks whose process group joins devices alone, as NCCL does: it takes nothing of the host's."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -159,6 +159,15 @@ keep_lease() {
     done
     [[ -z ${lease:-} ]] || end_lease || true
 }
+# What PBS says to a job is not for its ranks: containers do not see the folder of its node file, and
+# its OMP_NUM_THREADS is the number of all cores that it gave, whatever ranks share them.
+settle_pbs() {
+    unset OMP_NUM_THREADS
+    [[ -f ${PBS_NODEFILE:-} ]] || return 0
+    local copy=$run_folder/.nodes.$job
+    cp "$PBS_NODEFILE" "$copy" && mv -f "$copy" "$run_folder/nodes.txt"
+    export PBS_NODEFILE=$run_folder/nodes.txt
+}
 hold_run() {
     [[ $clock_seconds == '' ]] || ((clock_seconds > renew_seconds)) || renew_seconds=1
     exec {pipe}> >(keep_lease)
@@ -448,3 +457,4 @@ else
 fi
 trap at_end EXIT
 hold_run
+[[ $scheduler != pbs ]] || settle_pbs

@@ -43,7 +43,9 @@ def logs(argv: list[str]) -> int:
 
 def newest_output(folder: Path) -> Path:
     """What the last job of a run printed into; `UserError` where there is nothing yet."""
-    files = sorted(folder.glob("*.out"), key=lambda path: path.stat().st_mtime)
+    # a link to what a scheduler keeps on a node leads nowhere here
+    there = [path for path in folder.glob("*.out") if path.exists()]
+    files = sorted(there, key=lambda path: path.stat().st_mtime)
     if not files:
         state, why = status(folder)
         raise UserError(

@@ -50,15 +50,15 @@ def check_account(run: Run) -> None:
 
 def check_time(run: Run) -> None:
     """Refuse a job that is longer than its queue allows, or too short to save its state."""
-    facility, minutes = run.facility, run.facility.walltime_minutes or 0
+    minutes = run.facility.walltime_minutes or 0
     name, limits = job_limits(run)
     most = limits.max_walltime_minutes
     if most is not None and minutes > most:
         raise _too_long(name, most, minutes)
-    by_size = facility.limits.walltime_minutes_up_to_nodes
+    by_size = limits.walltime_minutes_up_to_nodes
     most = next((by_size[size] for size in sorted(by_size) if run.job_nodes <= size), None)
     if most is not None and minutes > most:
-        raise _too_long(f"{facility.name}, for {run.job_nodes} nodes,", most, minutes)
+        raise _too_long(f"{name}, for {run.job_nodes} nodes,", most, minutes)
     if run.restart.notice_seconds >= 60 * minutes > 0:
         raise UserError(
             f"restart.notice_seconds ({run.restart.notice_seconds}) leaves nothing of a job of "

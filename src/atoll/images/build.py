@@ -26,6 +26,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CLONE = next(filter(Path.is_dir, [PACKAGE / "working_folder"]), PACKAGE.parents[1])
 SBOM = "/opt/atoll/sbom/sbom.cdx.json"  # where containers/post.sh writes it
 OLDEST = {"apptainer": (1, 3), "singularity": (4, 1)}
+# what else than gzip these write: --mksquashfs-args is Apptainer's, since 1.4 (its CHANGELOG)
+CHOOSES_COMPRESSION = {"apptainer": (1, 4)}
 
 
 def main(argv: list[str]) -> int:
@@ -36,9 +38,8 @@ def main(argv: list[str]) -> int:
 
 def build(arguments: argparse.Namespace) -> int:
     """Build an image unless there is one of the very same parts; name it by their digest."""
-    recipe = image_recipe.recipe(
-        CLONE, arguments.name, arguments.arch, arguments.compression or "zstd"
-    )
+    compression = arguments.compression or default_compression(os.environ)
+    recipe = image_recipe.recipe(CLONE, arguments.name, arguments.arch, compression)
     folder = Path(arguments.images).resolve()
     image = Path(arguments.cache or folder).resolve() / recipe.file_name
     if image.is_file():
@@ -55,10 +56,11 @@ def build_new(
 ) -> None:
     """Build in a folder beside the image, then rename: it appears whole or not at all."""
     runtime = container_runtime(environment)
+    check_compression(recipe, environment)
     image.parent.mkdir(parents=True, exist_ok=True)
-    check_disk(image.parent, recipe)
+    check_disk(image.parent, recipe, runtime)
     debian = recipe.arguments["bootstrap"] == "debootstrap"
-    sources = pip_sources(environment, PACKAGE_FOLDERS)
+    sources = pip_sources(environment, PACKAGE_FOLDERS, runtime)
     with tempfile.TemporaryDirectory(dir=image.parent, prefix=f".{recipe.file_name}.") as name:
         folder = Path(name)
         image_recipe.stage(recipe.clone, folder)
@@ -80,10 +82,39 @@ def build_argv(runtime: str, recipe: Recipe, binds: list[str], map_users: bool) 
         *(runtime, "build", "--build-arg-file", "build.args"),
         *(["--fakeroot"] if map_users and runtime == "apptainer" else []),
         *("--arch", ARCHITECTURES[recipe.architecture]),
-        *("--mksquashfs-args", COMPRESSIONS[recipe.compression]),
+        *_compressed(recipe),
         *(word for bind in binds for word in ("--bind", bind)),
         *("image.sif", "atoll.def"),
     ]
+
+
+def _compressed(recipe: Recipe) -> list[str]:
+    """gzip is what all of them write by themselves."""
+    if recipe.compression == "gzip":
+        return []
+    return ["--mksquashfs-args", COMPRESSIONS[recipe.compression]]
+
+
+def default_compression(environment: Mapping[str, str]) -> str:
+    """zstd, unless the runtime that is here writes gzip alone."""
+    found = runtime_here(environment)
+    return "zstd" if found is None or chooses_compression(*found[:2]) else "gzip"
+
+
+def check_compression(recipe: Recipe, environment: Mapping[str, str]) -> None:
+    """Refuse to build with another compression than the runtime can write."""
+    found = runtime_here(environment)
+    if recipe.compression != "gzip" and found is not None and not chooses_compression(*found[:2]):
+        raise UserError(
+            f"--compression={recipe.compression}, and {found[0]} {found[1][0]}.{found[1][1]} "
+            "writes gzip alone",
+            "leave --compression out, or build with Apptainer 1.4 or newer and copy the .sif",
+        )
+
+
+def chooses_compression(name: str, version: tuple[int, ...]) -> bool:
+    """Whether a runtime takes mksquashfs's own words."""
+    return name in CHOOSES_COMPRESSION and version >= CHOOSES_COMPRESSION[name]
 
 
 def test(arguments: argparse.Namespace) -> int:
@@ -161,28 +192,38 @@ def container_runtime(environment: Mapping[str, str]) -> str:
 
     Raises `UserError` where there is none, or an old one.
     """
-    path = environment.get("PATH", os.defpath)
-    name = next((name for name in OLDEST if shutil.which(name, path=path)), None)
-    if name is None:
+    found = runtime_here(environment)
+    if found is None:
         raise UserError(
             "neither apptainer nor singularity is on PATH",
             "load the module of the facility, or install apptainer",
         )
-    answer = run_command([str(shutil.which(name, path=path)), "--version"]).stdout
-    version = tuple(int(part) for part in re.findall(r"\d+", answer)[:2])
+    name, version, answer = found
     if version < OLDEST[name]:
         least = ".".join(str(part) for part in OLDEST[name])
         raise UserError(
-            f"{answer.strip()} is too old: {least} is needed",
+            f"{answer} is too old: {least} is needed",
             "load a newer module, or build on another machine and copy the .sif",
         )
     return name
 
 
-def check_disk(folder: Path, recipe: Recipe) -> None:
+def runtime_here(environment: Mapping[str, str]) -> tuple[str, tuple[int, ...], str] | None:
+    """The name of the runtime on PATH, its version, and how it says that."""
+    path = environment.get("PATH", os.defpath)
+    name = next((name for name in OLDEST if shutil.which(name, path=path)), None)
+    if name is None:
+        return None
+    answer = run_command([str(shutil.which(name, path=path)), "--version"]).stdout
+    version = tuple(int(part) for part in re.findall(r"\d+", answer)[:2])
+    return name, version, answer.strip()
+
+
+def check_disk(folder: Path, recipe: Recipe, runtime: str) -> None:
     """Refuse to start a build that the disk has no room for, where it is unpacked and packed."""
-    temporary = os.environ.get("APPTAINER_TMPDIR") or tempfile.gettempdir()
-    for place, setting in ((folder, "--images=FOLDER"), (Path(temporary), "APPTAINER_TMPDIR")):
+    named = f"{runtime.upper()}_TMPDIR"
+    temporary = os.environ.get(named) or tempfile.gettempdir()
+    for place, setting in ((folder, "--images=FOLDER"), (Path(temporary), named)):
         free = shutil.disk_usage(place).free / 2**30
         if free < recipe.disk_gib:
             raise UserError(

@@ -27,8 +27,10 @@ class Sources:
     binds: list[str]
 
 
-def pip_sources(environment: Mapping[str, str], most_folders: int) -> Sources:
+def pip_sources(environment: Mapping[str, str], most_folders: int, runtime: str) -> Sources:
     """pip's own sources on this machine, with local folders under names inside the build.
+
+    runtime: apptainer or singularity, each of which reads variables of its own name.
 
     Raises `UserError` if there are more folders than mount points.
     """
@@ -49,7 +51,8 @@ def pip_sources(environment: Mapping[str, str], most_folders: int) -> Sources:
     if certificates and Path(certificates).is_file():
         binds.append(f"{os.path.realpath(certificates)}:{INSIDE}/certificates")
         passed |= {"PIP_CERT": f"{INSIDE}/certificates", "SSL_CERT_FILE": f"{INSIDE}/certificates"}
-    return Sources({f"APPTAINERENV_{name}": text for name, text in passed.items()}, binds)
+    prefix = f"{runtime.upper()}ENV_"
+    return Sources({f"{prefix}{name}": text for name, text in passed.items()}, binds)
 
 
 def pip_settings() -> dict[str, str]:

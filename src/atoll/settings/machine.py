@@ -125,15 +125,15 @@ class Queue(Settings):
     min_nodes: Count = 1  # the fewest of a job
     max_nodes: Count | None = None  # the most of a job; null: not stated
     max_walltime_minutes: Count | None = None  # the longest job; null: not stated
+    walltime_minutes_up_to_nodes: dict[Count, Count] = Field(
+        default={}, description="the longest job by its size: up to so many nodes, so many minutes"
+    )
 
 
 class Limits(Queue):
     """What a facility allows in one job, and what each of its queues allows, by name."""
 
     needs_account: bool = False  # jobs without one are refused
-    walltime_minutes_up_to_nodes: dict[Count, Count] = Field(
-        default={}, description="the longest job by its size: up to so many nodes, so many minutes"
-    )
     queues: dict[str, Queue] = {}  # name of a partition, QoS or queue -> its own limits
 
 
