@@ -112,7 +112,8 @@ rehearse: $(READY) ## A small job under the constraints of every facility, on th
 	@code=0; for file in hydra_conf/facility/*.yaml; do name=$$(basename $$file .yaml); \
 		echo "$$name"; $(BIN)/python -m atoll rehearse facility=$$name $(ARGS) || code=1; done; exit $$code
 
-image-%: $(READY) ## Build images/%.sif: cpu, cuda, cuda12, cuda_compat, rocm or lumi
+# a login node's .venv builds as well: torch is not for that
+image-%: $(if $(wildcard $(READY)),$(READY),$(firstword $(wildcard $(HOST_READY)) $(READY))) ## Build images/%.sif: cpu, cuda, cuda12, cuda_compat, rocm or lumi
 	$(BIN)/python -m atoll image build $* $(if $(IMAGE_CACHE),--cache '$(IMAGE_CACHE)') $(ARGS)
 
 test-image: $(READY) ## Run inside an image (IMAGE=cpu) the tests of what it can break
