@@ -27,7 +27,17 @@ PAGES = [ROOT / "README.md", *ROOT.glob("CONTRIBUTING.md"), *sorted(ROOT.glob("d
 OURS = {"atoll": [], ".venv/bin/atoll": [], "sbatch/atoll": [], "./sbatch/atoll": []}
 OURS |= {"sbatch/train.sbatch": ["submit"]}
 OTHERS = {"cd", "git", "ssh", "rsync", "module", "source", "cat", "mkdir", "for", "do", "done"}
-OTHERS |= {"pip", "uv", "conda", "pre-commit", "./configure", "./autogen.sh", "echo", "eval", "export"}
+OTHERS |= {
+    "pip",
+    "uv",
+    "conda",
+    "pre-commit",
+    "./configure",
+    "./autogen.sh",
+    "echo",
+    "eval",
+    "export",
+}
 OTHERS |= {"tensorboard", "wandb", "mlflow", "ssh-keygen"}  # which show a run, and make keys
 DRY = {"submit", "evaluate"}  # commands that take --dry-run
 COMPOSED = {"plan", "doctor", "prepare", "rehearse"}  # whose KEY=VALUE are a run's

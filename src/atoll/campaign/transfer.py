@@ -53,6 +53,10 @@ REFUSED = re.compile(
 
 
 TOO_LARGE = os.strerror(errno.EFBIG)
+WITHOUT_SAFE_PATH = (  # for Python 3.10, which has no -P
+    "import runpy, sys; sys.path[:] = filter(None, sys.path); "
+    "runpy.run_module('atoll', run_name='__main__', alter_sys=True)"
+)
 
 
 class Unreachable(UserError):
@@ -81,7 +85,10 @@ def refuse_full_disk(folder: Path) -> None:
 
 
 def atoll_here() -> list[str]:
-    return [sys.executable, "-m", "atoll"]
+    """This Atoll, whatever modules lie in the working folder: `-m` alone would take those."""
+    if sys.version_info >= (3, 11):
+        return [sys.executable, "-P", "-m", "atoll"]
+    return [sys.executable, "-c", WITHOUT_SAFE_PATH]
 
 
 def at_site(campaign: Campaign, site: Site, words: list[str]) -> list[str]:
