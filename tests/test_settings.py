@@ -221,3 +221,29 @@ def test_an_old_name_is_refused_with_the_new_one(old, new):
         checked(before)
     assert refused.value.found == f"unknown setting: {old}"
     assert refused.value.hint == f"it is called {new} now"
+
+
+BOMB = "".join(
+    f"{'abcdefghijkl'[n]}: &{n} [{', '.join([f'*{n - 1}'] * 10)}]\n" for n in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"z: &0 [x, x]\n{BOMB}", "line 1: the anchor 0"),
+        ("[" * 100_000, "line 1: lists in lists, more than 40"),
+        ("name: " + "[" * 50 + "]" * 50, "line 1: lists in lists, more than 40"),
+    ],
+)
+def test_settings_that_would_fill_memory_are_not_read(text, found, tmp_path):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(UserError, match=found):
+        load_run(tmp_path / "run.yaml")
+
+
+def test_a_value_of_somebody_else_is_shown_in_short(tmp_path):
+    (tmp_path / "run.yaml").write_text(f"name: [{'x, ' * 100_000}y]\n")
+    with pytest.raises(UserError) as caught:
+        load_run(tmp_path / "run.yaml")
+    assert caught.value.found.startswith("name = ['x', 'x'") and len(caught.value.found) < 500

@@ -333,9 +333,15 @@ def digest(value: Any, length: int = 10) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
-def records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines; none of a line that was, or is being, cut short."""
-    lines = path.read_bytes().splitlines() if path.is_file() else []
+def records(path: Path, most_bytes: int = -1) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines; none of a line that was, or is being, cut short.
+
+    most_bytes: of its beginning alone.
+    """
+    if not path.is_file():
+        return []
+    with open(path, "rb") as file:
+        lines = file.read(most_bytes).splitlines()
     whole = []
     for line in lines:
         with suppress(ValueError):

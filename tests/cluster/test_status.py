@@ -19,7 +19,7 @@ from atoll.cluster.status import _progress, follow, status
 from atoll.errors import UserError
 from atoll.health.exclusions import Exclusion, exclude
 from atoll.health.faults import Fault, add_fault
-from atoll.health.restarts import add_restart
+from atoll.health.restarts import add_restart, count_anew, restarts
 from atoll.settings import dumped
 
 
@@ -373,3 +373,16 @@ def test_who_asks_often_asks_the_scheduler_once_a_minute(run_folder, scheduler, 
     run_dir.jobs_file(run_folder).write_text("slurm 9\nslurm 10\n")
     status_module.remembered_status(run_folder)
     assert len(states) == 4  # another job: what was said of the first says nothing of it
+
+
+def test_a_person_who_submits_a_run_again_counts_anew_and_takes_no_line_back(tmp_path):
+    count_anew(tmp_path)
+    assert not run_dir.restarts_file(tmp_path).exists()
+    add_restart(tmp_path, step=20)
+    before = run_dir.restarts_file(tmp_path).read_bytes()
+    count_anew(tmp_path)
+    assert restarts(tmp_path) == [] and run_dir.restarts_file(tmp_path).read_bytes().startswith(
+        before
+    )
+    add_restart(tmp_path, step=40)
+    assert [one["step"] for one in restarts(tmp_path)] == [40]

@@ -373,6 +373,17 @@ def test_an_update_that_was_taken_and_not_used_is_named(
     prove_campaign(store, 2)
     assert verify(store, "--quick") == 2
     assert "was made without south, whose update was taken" in capsys.readouterr().err
+    # what comes behind the stated lines is anybody's, and hides nothing
+    store.journal(2).append("left out", facility="south", reason="x")
+    assert verify(store, "--quick") == 2
+    assert "was made without south, whose update was taken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ['{"event": "received", "facility": "west"}', "{}", "[]"])
+def test_lines_behind_those_that_are_stated_change_nothing(store: CampaignStore, line: str) -> None:
+    with open(store.journal(1).path, "a") as file:
+        file.write(f"{line}\n")
+    assert verify(store, "--quick") == 0
 
 
 def test_a_model_that_was_held_with_updates_enough_is_named(

@@ -231,6 +231,15 @@ def test_settings_nested_without_end_are_not_read(
 
 
 @pytest.mark.login_node
+def test_scores_that_were_measured_later_are_told_and_are_no_fault(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir.scores_file(run_dir.export(folder)).write_text("{}")
+    assert verify(folder) == 0
+    assert "scores.json: who measured it, since the export was made" in capsys.readouterr().out
+
+
+@pytest.mark.login_node
 def test_a_run_that_is_called_a_campaign_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from atoll.cluster.summary import is_finished, summary
 from atoll.config.compose import Composition, config_tree
 from atoll.errors import UserError
 from atoll.health.exclusions import excluded
+from atoll.health.restarts import count_anew
 from atoll.images.digest import keep_image
 from atoll.settings import Run
 
@@ -120,7 +121,7 @@ def _queue(composition: Composition, environment: Mapping[str, str], entrypoint:
     run = composition.run
     known = run_dir.folder(run).exists()
     folder = write_run_folder(composition, entrypoint=entrypoint)
-    run_dir.restarts_file(folder).unlink(missing_ok=True)  # a person starts the count anew
+    count_anew(folder)
     try:
         job = queued(submission(run), without_outer_job(environment))
     except UserError as error:

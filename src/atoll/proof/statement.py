@@ -25,7 +25,7 @@ OWN = {CARD, CRATE, NAME, SIGNATURE}
 KINDS = ("run", "campaign")
 CHANGED = "changed since"  # of code: files differ from its commit
 MAX_BYTES = 1 << 26  # a longer statement is not read
-MAX_NAME, MAX_PART = 2000, 255  # of a file: characters, and bytes between slashes
+MAX_NAME, MAX_PART = 2000, 255  # of a file: bytes, and those between slashes
 # what JSON of others may end in: a size of 1e999 is an OverflowError
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, ArithmeticError)
 
@@ -157,7 +157,7 @@ def _check(entry: Resource) -> None:
     """A plain relative name, digests that are text, and facts under names."""
     name = entry["name"]
     parts = PurePosixPath(name).parts
-    is_long = len(name) > MAX_NAME or any(len(part.encode()) > MAX_PART for part in parts)
+    is_long = len(name.encode()) > MAX_NAME or any(len(part.encode()) > MAX_PART for part in parts)
     is_plain = name.isprintable() and not name.startswith("/")
     if not parts or ".." in parts or is_long or not is_plain:
         raise ValueError(f"the name {name!r}")

@@ -1,6 +1,7 @@
 """Plain values to a checked run, in two lines where they are wrong; and the names of settings."""
 
 import difflib
+import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
@@ -23,6 +24,10 @@ RENAMED_SETTINGS = {
 REWRITE = "repair it, or delete it and submit the run's line again, which writes it"
 # libyaml's, eight times faster, where PyYAML was built with it
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+DEEPEST = 40  # settings within settings
+SHORT = reprlib.Repr()  # of a value that somebody else wrote
+SHORT.maxlevel, SHORT.maxlist, SHORT.maxdict, SHORT.maxtuple = 4, 20, 20, 20
+SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 400
 # groups that the run.yaml of an older run has not
 ADDED_GROUPS = {"monitor": {"communication": True, "energy": True, "progress": True}}
 
@@ -46,7 +51,9 @@ def dumped(run: Run) -> dict[str, Any]:
 def load_run(path: Path) -> Run:
     """Read a `run.yaml` written by `atoll compose` or `atoll submit`."""
     try:
-        values = yaml.load(path.read_text(), SAFE_LOADER)
+        text = path.read_text()
+        _refuse_more_than_plain(path, text)
+        values = yaml.load(text, SAFE_LOADER)
     except FileNotFoundError:
         raise UserError(
             f"no run at {path.parent}: run.yaml is missing",
@@ -61,6 +68,18 @@ def load_run(path: Path) -> Run:
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no settings", REWRITE)
     return checked(ADDED_GROUPS | values)
+
+
+def _refuse_more_than_plain(path: Path, text: str) -> None:
+    """Names for what was said before, and lists in lists, may be all of a machine's memory."""
+    depth = 0
+    for event in yaml.parse(text, SAFE_LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        named = getattr(event, "anchor", None)
+        if named or depth > DEEPEST:
+            what = f"the anchor {named}" if named else f"lists in lists, more than {DEEPEST}"
+            raise UserError(f"{path}, line {event.start_mark.line + 1}: {what[:80]}", REWRITE)
 
 
 def setting_names(model: type[BaseModel] = Run, prefix: str = "") -> Iterator[str]:
@@ -133,7 +152,7 @@ def _explained(error: ValidationError) -> UserError:
     if kind == "value_error":
         found, *hint = first["ctx"]["error"].args
         return UserError(found, *(hint or ["change one of the named settings so that they agree"]))
-    found = f"{name} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    found = f"{name} = {SHORT.repr(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
     return UserError(found, _hint(_as_typed(name), first))
 
 

@@ -47,7 +47,8 @@ def made_it(
             yield Line("not at hand", f"round {number}: its model")
             continue
         if number and only_round in (None, number):
-            yield from _updates(store, number, allowed, _tokenizer(statement), counted)
+            came = taken(store, number, _stated_bytes(statement, store, number))
+            yield from _updates(store, number, came, allowed, _tokenizer(statement), counted)
         if number == 0:
             refuse_more_than_first(store.model(0), _names(statement))
         yield _model(store, number)
@@ -126,21 +127,30 @@ def _tokenizer(statement: dict[str, Any]) -> str:
     return str(digests.get(TOKENIZER, ""))
 
 
+def _stated_bytes(statement: dict[str, Any], store: CampaignStore, number: int) -> int:
+    """How much of a round's journal is stated; what follows is anybody's."""
+    name = f"campaign/{store.journal(number).path.relative_to(store.folder).as_posix()}"
+    stated = [entry for entry in logs_of(statement) if entry["name"] == name]
+    return int(stated[0]["annotations"]["bytes"]) if stated else 0
+
+
 def _updates(
     store: CampaignStore,
     number: int,
+    taken_ones: set[str],
     signers: Path | None,
     tokenizer: str,
     counted: dict[str, int],
 ) -> Iterator[Line]:
     """The files of a round's updates, as their manifests have them.
 
-    counted: the round of each update before, by its nonce; those of this one are added.
+    taken_ones: whose update came, as stated. counted: the round of each update before, by its
+    nonce; those of this one are added.
     """
     manifest = store.model_manifest(number)
     left_out = {**manifest["rejected"], **manifest.get("unreadable", {})}
     kept = {folder.parent.name: folder for folder in store.updates(number)}
-    came = taken(store, number) | kept.keys()
+    came = taken_ones | kept.keys()
     if "held" in manifest:
         yield _held(store, number, came, came - kept.keys())
     elif unused := came - manifest["weights"].keys() - left_out.keys():
@@ -193,11 +203,12 @@ def _refuse_other_request(
     counted[said.nonce] = number
 
 
-def taken(store: CampaignStore, number: int) -> set[str]:
-    """The facilities whose update came and stayed, as the round's journal tells."""
+def taken(store: CampaignStore, number: int, stated_bytes: int) -> set[str]:
+    """The facilities whose update came and stayed, as the stated part of a journal tells."""
     last = {
         record["facility"]: record["event"]
-        for record in store.journal(number).records("received", "wrong", "left out")
+        for record in run_dir.records(store.journal(number).path, stated_bytes)
+        if record["event"] in ("received", "wrong", "left out")
     }
     return {facility for facility, event in last.items() if event == "received"}
 
