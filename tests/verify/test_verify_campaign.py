@@ -416,6 +416,21 @@ def test_a_statement_that_was_changed_after_it_was_signed_is_named(
     assert f"{path} is not what provenance.json.sig signs" in capsys.readouterr().err
 
 
+def test_a_model_that_is_named_without_its_digest_is_not_stated(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing would be compared of what is then read."""
+    export = store.model(2) / "export"
+    content = json.loads((export / statement.NAME).read_text())
+    for entry in content["predicate"]["buildDefinition"]["resolvedDependencies"]:
+        if entry["name"] == "campaign/round-001/global/manifest.json":
+            del entry["digest"], entry["annotations"]
+    (export / statement.SIGNATURE).unlink()
+    (export / statement.NAME).write_text(json.dumps(content))
+    assert main(["verify", str(export), "--quick"]) == 2
+    assert "states the models of rounds 0, 2: not of each" in capsys.readouterr().err
+
+
 def test_a_campaign_that_knows_its_coordinator_asks_who_signed(
     store: CampaignStore, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ from atoll.campaign.signing import is_known, refuse_unsigned
 from atoll.campaign.store import CampaignStore, load_store, settings_file
 from atoll.errors import UserError
 from atoll.proof.made_with import TOKENIZER, in_words, made_with, tokenizer_of
-from atoll.proof.statement import NAME, UNREADABLE, logs_of, materials_of
+from atoll.proof.statement import NAME, UNREADABLE, is_file, logs_of, materials_of
 from atoll.settings.exchange import manifest_file, read_manifest, signature_file
 from atoll.verify.again import again, same_bytes
 from atoll.verify.export import files_in
@@ -58,7 +58,7 @@ def made_it(
 
 def rounds(statement: dict[str, Any]) -> list[int]:
     """The rounds whose models are stated: all of them, the first model's 0 among them."""
-    names = (OF_MODEL.fullmatch(entry["name"]) for entry in materials_of(statement))
+    names = map(OF_MODEL.fullmatch, (f"campaign/{name}" for name in _names(statement)))
     numbers = (int(name[1]) for name in names if name and name[1] == f"{int(name[1]):03d}")
     stated = sorted(numbers)
     if len(stated) < 2 or stated != list(range(len(stated))):
@@ -75,8 +75,10 @@ def _refuse_other_round(export: Path, folder: Path, last: int) -> None:
 
 
 def _names(statement: dict[str, Any]) -> set[str]:
-    """Of the campaign's files that are stated, below its folder."""
-    return {entry["name"].removeprefix("campaign/") for entry in materials_of(statement)}
+    """Of the campaign's files that are stated with their digest, below its folder."""
+    place = "campaign/"
+    named = (entry["name"] for entry in materials_of(statement) if is_file(entry))
+    return {name.removeprefix(place) for name in named if name.startswith(place)}
 
 
 def _stated(statement: dict[str, Any], folder: Path) -> CampaignStore:
