@@ -21,7 +21,6 @@ def qsub_argv(run: Run, batch_file: Path, run_folder: Path) -> list[str]:
         "A": run.facility.account,
         "j": "oe",
         "o": f"{run_folder}/pbs.out",
-        "k": "doe",  # written there while it is printed, not on the node until the end
         **run.facility.submit,
         "l": [*_resources(run)],
     }
