@@ -79,7 +79,9 @@ def _refuse_more_than_plain(path: Path, text: str) -> None:
         named = getattr(event, "anchor", None)
         if named or depth > DEEPEST:
             what = f"the anchor {named}" if named else f"lists in lists, more than {DEEPEST}"
-            raise UserError(f"{path}, line {event.start_mark.line + 1}: {what[:80]}", REWRITE)
+            mark = event.start_mark
+            line = "" if mark is None else f", line {mark.line + 1}"
+            raise UserError(f"{path}{line}: {what[:80]}", REWRITE)
 
 
 def setting_names(model: type[BaseModel] = Run, prefix: str = "") -> Iterator[str]:
