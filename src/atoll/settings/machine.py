@@ -125,9 +125,8 @@ class Queue(Settings):
     min_nodes: Count = 1  # the fewest of a job
     max_nodes: Count | None = None  # the most of a job; null: not stated
     max_walltime_minutes: Count | None = None  # the longest job; null: not stated
-    walltime_minutes_up_to_nodes: dict[Count, Count] = Field(
-        default={}, description="the longest job by its size: up to so many nodes, so many minutes"
-    )
+    # the longest job by its size: up to so many nodes, so many minutes
+    walltime_minutes_up_to_nodes: dict[Count, Count] = {}
 
 
 class Limits(Queue):
