@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import time
 from pathlib import Path
 
 from atoll import run_dir
@@ -38,6 +37,5 @@ def test_containers_see_the_node_file_and_ranks_count_their_own_threads(tmp_path
 
 def test_a_link_to_what_a_node_keeps_is_no_output_here(tmp_path: Path) -> None:
     (tmp_path / "pbs.out").write_text("words\n")
-    time.sleep(0.01)
     (tmp_path / "pbs-7.out").symlink_to("/var/spool/pbs/spool/7.OU")
     assert newest_output(tmp_path) == tmp_path / "pbs.out"
