@@ -25,7 +25,7 @@ DOCUMENTS, LONG = 110, 60  # from so many on a document takes a while
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, path = random.Random(3), tmp_path_factory.mktemp("text") / "text.txt"
     words = [" ".join(source.choice(small_run.WORDS) for _ in range(60)) for _ in range(DOCUMENTS)]
-    long = " ".join(source.choice(small_run.WORDS) + str(n) for n in range(400_000))
+    long = " ".join(source.choice(small_run.WORDS) + str(n) for n in range(100_000))
     path.with_name("short.txt").write_text("\n".join(words[65:]))
     path.write_text("\n".join(w if n < LONG else f"{w} {long}" for n, w in enumerate(words[:65])))
     return path

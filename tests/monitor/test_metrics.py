@@ -42,6 +42,14 @@ def test_flops_count_the_head_once_and_no_embedding(tied: bool) -> None:
     assert mfu.flops_per_token(shape_of(config.to_dict()), 10.0) == pytest.approx(expected)
 
 
+def test_weights_beside_adapters_count_no_gradients_of_their_own() -> None:
+    config, _ = meta("llama")
+    shape = shape_of(config.to_dict())
+    attention = mfu.flops_per_token(shape, 10.0) - 6 * shape.multiplied_parameters
+    expected = 4 * shape.multiplied_parameters + 6 * 500 + attention
+    assert mfu.flops_per_token(shape, 10.0, adapters=500) == pytest.approx(expected)
+
+
 def test_a_stated_peak_is_used_and_a_processor_is_measured() -> None:
     stated = Node(devices=1, device="cuda", peak_tflops=312.0)
     assert mfu.peak_tflops(stated, CPU, torch.float32) == (312.0, "facility.node.peak_tflops")

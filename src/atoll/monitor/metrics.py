@@ -11,6 +11,7 @@ from atoll.monitor.comm_profile import CommunicationProfile
 from atoll.monitor.mfu import MFU_FORMULA, flops_per_token, mean_context_tokens, peak_tflops
 from atoll.monitor.observers import Observer, Record, StepRecord, WatchedRun, Write
 from atoll.monitor.provenance import made_of
+from atoll.plan.adapters import adapter_parameters
 from atoll.plan.traffic import rounded, total
 from atoll.sharding.process_group import World, gathered, say, summed
 
@@ -27,7 +28,9 @@ class Metrics(Observer):
         node, world = watched.run.facility.node, watched.world
         self.watched, self.write, self.communication = watched, write, communication
         self.peak, self.peak_source = peak_tflops(node, world.device, watched.compute_dtype)
-        self.flops = flops_per_token(watched.shape, mean_context_tokens(watched.packing))
+        context = mean_context_tokens(watched.packing)
+        adapters = adapter_parameters(watched.run, watched.shape)
+        self.flops = flops_per_token(watched.shape, context, adapters)
         self.updates: list[StepRecord] = []
         self.started: float | None = None
         if self.peak is None:

@@ -9,7 +9,8 @@ from atoll.settings import Node
 
 MFU_FORMULA = (
     "tokens/s/device * (6*N + 12*L*d*C) / peak, N parameters without embeddings, L layers, "
-    "d hidden size, C mean context (half of it is masked, counted in full)"
+    "d hidden size, C mean context (half of it is masked, counted in full); "
+    "beside A parameters of adapters 4*N + 6*A, as frozen weights have no gradients"
 )
 
 # dense bf16 TFLOP/s from the vendors' data sheets; MI250X per GCD. V100: fp16, it has no bf16.
@@ -39,10 +40,14 @@ def peak_tflops(node: Node, device: torch.device, dtype: torch.dtype) -> tuple[f
     return None, f"the peak of {name} is not known: set facility.node.peak_tflops (dense bf16)"
 
 
-def flops_per_token(shape: Shape, mean_context_tokens: float) -> float:
-    """Forward and backward (Chowdhery et al. 2022, appendix B): 6 N + 12 L d C."""
+def flops_per_token(shape: Shape, mean_context_tokens: float, adapters: int = 0) -> float:
+    """Forward and backward (Chowdhery et al. 2022, appendix B): 6 N + 12 L d C.
+
+    Beside `adapters` parameters that learn, the rest has no gradients: 4 N + 6 A + 12 L d C.
+    """
     attention = 12 * shape.layers * shape.query_width * mean_context_tokens
-    return 6.0 * shape.multiplied_parameters + attention
+    passes = 4.0 if adapters else 6.0
+    return passes * shape.multiplied_parameters + 6.0 * adapters + attention
 
 
 def mean_context_tokens(packing: PackingPlan) -> float:
