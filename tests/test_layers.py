@@ -28,7 +28,7 @@ ROOMS = {
     "proof": BASE,
     "verify": BASE | {"proof", "campaign", "cluster"},
     "config": BASE | {"plan"},
-    "images": BASE,
+    "images": BASE | {"config"},
     "cluster": BASE | {"config", "images", "plan", "proof", "tables", "health"},
     "campaign": BASE | {"config", "cluster", "proof"},
     "report": BASE | {"config", "cluster", "campaign", "plan", "tables", "health"},

@@ -3,6 +3,7 @@
 A program stands in for Apptainer; it runs the command here, without the image.
 """
 
+import re
 import shlex
 import shutil
 import sys
@@ -13,6 +14,7 @@ import yaml
 from test_batch_file import Clone, only_run
 
 from atoll import run_dir
+from atoll.cluster import job_control
 
 APPTAINER = """\
 #!/bin/bash
@@ -174,6 +176,31 @@ def test_status_asks_the_machine_s_own_scheduler(clone):
     assert done.returncode == 0, done.stderr
     assert ": running, job 4711" in done.stdout
     assert ["squeue", "--noheader"] in [argv[:2] for argv in clone.called()]
+
+
+def test_status_finds_runs_where_your_own_settings_put_them(clone, tmp_path):
+    (tmp_path / "scratch").mkdir()
+    own = clone.root / "hydra_conf" / "local" / "default.yaml"
+    own.parent.mkdir(exist_ok=True)
+    own.write_text("# @package _global_\nfolders:\n  runs: ${oc.env:SCRATCH}/runs\n")
+    scratch = {"SCRATCH": str(tmp_path / "scratch")}
+    for program in ("squeue", "sacct"):
+        clone.add_program(program, "")
+    assert clone.type(*SLURM, "name=one", **scratch).returncode == 0
+    done = command(clone, "status", "one", **scratch)
+    assert done.stdout.startswith("one: "), done.stderr
+    asking = (tmp_path / "apptainer.log").read_text().splitlines()[-1]
+    assert f"--bind {tmp_path / 'scratch' / 'runs'} " in asking
+
+
+def test_every_program_that_a_command_asks_is_this_machine_s(clone):
+    script = (clone.root / "sbatch" / "atoll").read_text().replace("\\\n", "")
+    bridged = re.search(r"^for program in (.*); do$", script, re.MULTILINE)[1].split()
+    facilities = (clone.root / "hydra_conf" / "facility").glob("*.yaml")
+    budgets = [yaml.safe_load(file.read_text()).get("budget") or {} for file in facilities]
+    asked = {budget["command"][0] for budget in budgets if budget.get("command")}
+    assert asked and asked <= set(bridged)
+    assert set(job_control.ENDING.values()) <= set(bridged)
 
 
 def test_folders_elsewhere_are_there_while_an_image_composes(clone, tmp_path):

@@ -8,6 +8,7 @@ import yaml
 
 from atoll import run_dir
 from atoll.cluster import diff, job_control, listing
+from atoll.config import stated_folders
 from atoll.errors import UserError
 from atoll.settings import dumped
 
@@ -79,6 +80,44 @@ def test_runs_are_listed_from_inside_a_clone(submitted, programs, here, monkeypa
     monkeypatch.chdir(here / "sbatch")
     assert listing.status_of(["one"]) == 0
     assert capsys.readouterr().out.startswith("one: running")
+
+
+def own_settings(here, monkeypatch, text):
+    file = here / "hydra_conf" / "local" / "default.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    monkeypatch.setattr(stated_folders, "source_folder", lambda: here)
+
+
+def test_runs_are_found_where_your_own_settings_put_them(
+    submitted, programs, here, tmp_path, monkeypatch, capsys
+):
+    programs(squeue="9|9|RUNNING|None", sacct="", scancel="")
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
+    text = "folders:\n  runs: ${oc.env:SCRATCH}/runs\n  images: pictures\n"
+    own_settings(here, monkeypatch, text)
+    submitted("older")
+    submitted("one", f"folders.runs={tmp_path}/scratch/runs")
+    assert listing.status_of([]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert {row.split()[0] for row in rows} == {"older", "one"}
+    assert listing.status_of(["one"]) == 0
+    assert job_control.cancel(["one"]) == 0
+    assert "of one" in capsys.readouterr().out
+    (here / "pictures").mkdir()
+    (here / "pictures" / "cpu.sif").write_bytes(b"")
+    assert listing.main(["images"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["cpu", "0"]
+    missing = f"no run at two, nor in {tmp_path}/scratch/runs or in runs"
+    with pytest.raises(UserError, match=missing):
+        listing.status_of(["two"])
+
+
+@pytest.mark.parametrize("text", ["folders:\n  runs: ${oc.env:NOWHERE_SET}/runs\n", "runs: [\n"])
+def test_own_settings_that_cannot_be_read_are_named(text, here, monkeypatch):
+    own_settings(here, monkeypatch, text)
+    with pytest.raises(UserError, match=r"folders\.runs of .*default\.yaml: .*(NOWHERE_SET|flow)"):
+        listing.status_of([])
 
 
 @pytest.mark.parametrize("text", [b"a: [", b"\xff\xfe\x00", b"- 1", b""])

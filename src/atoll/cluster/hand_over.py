@@ -10,8 +10,11 @@ from pathlib import Path
 from atoll import run_dir
 from atoll.config.binds import own_folders
 from atoll.config.compose import combinations, compose, config_tree
+from atoll.config.stated_folders import stated_folder
 from atoll.errors import UserError
 from atoll.settings import Run
+
+OF_RUNS = "--runs"  # the folder of runs alone, for a command that takes no settings
 
 
 def hand_over(run: Run, file: Path, folder: Path, follows: Path | None = None) -> None:
@@ -48,4 +51,5 @@ def folders(overrides: Sequence[str]) -> list[str]:
 if __name__ == "__main__":
     file, *words = sys.argv[1:]
     settings = [word for word in words if not word.startswith("-") and "=" in word]
-    Path(file).write_text("".join(f"{folder}\0" for folder in folders(settings)))
+    named = [str(stated_folder("runs"))] if words == [OF_RUNS] else folders(settings)
+    Path(file).write_text("".join(f"{folder}\0" for folder in named))

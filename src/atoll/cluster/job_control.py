@@ -15,13 +15,14 @@ CANCEL = "End the jobs of a run; its state is saved first where there is time, a
 # scheduler -> the program that ends a job
 ENDING = {"slurm": "scancel", "pbs": "qdel"}
 ASK_SECONDS = 60.0
+OF_RUN = "the folder of a run, or its name in folders.runs"
 SEE = "atoll list jobs shows those of all runs of this folder"
 
 
 def logs(argv: list[str]) -> int:
     """Print a run's output."""
     parser = CommandParser("logs", LOGS)
-    parser.add_argument("run", metavar="RUN", help="the folder of a run, or its name in runs/")
+    parser.add_argument("run", metavar="RUN", help=OF_RUN)
     parser.add_argument("--follow", action="store_true", help="go on until the run has ended")
     arguments = parser.read(argv)
     folder = run_folder(arguments.run)
@@ -67,7 +68,7 @@ def _print_from(file: Path, start: int) -> int:
 def cancel(argv: list[str]) -> int:
     """End every job of a run that is queued or runs."""
     parser = CommandParser("cancel", CANCEL)
-    parser.add_argument("run", metavar="RUN", help="the folder of a run, or its name in runs/")
+    parser.add_argument("run", metavar="RUN", help=OF_RUN)
     folder = run_folder(parser.read(argv).run)
     jobs = [*queued_jobs(folder), *then_jobs(folder)]
     answers = ask(jobs)

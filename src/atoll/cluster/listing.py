@@ -8,10 +8,11 @@ from pathlib import Path
 from atoll import run_dir
 from atoll.cluster.accounting import keep_accounting
 from atoll.cluster.jobs import Job, JobId, ask
-from atoll.cluster.status import follow, queued_jobs, run_folder, runs_folder, status
+from atoll.cluster.status import follow, queued_jobs, run_folder, runs_folders, status
 from atoll.cluster.then import then_line
 from atoll.commands import CommandParser
 from atoll.config.compose import config_tree
+from atoll.config.stated_folders import stated_folder
 from atoll.errors import UserError
 from atoll.tables import table
 
@@ -139,8 +140,8 @@ def jobs() -> list[Row]:
 
 
 def images() -> list[Row]:
-    """The image files of this folder."""
-    files = sorted(Path("images").glob("*.sif"))
+    """The image files of `folders.images`."""
+    files = sorted(stated_folder("images").glob("*.sif"))
     return [
         {
             "name": file.stem,
@@ -159,8 +160,9 @@ HERE: Mapping[str, Callable[[], list[Row]]] = {
 
 
 def run_folders() -> list[Path]:
-    """The folders of runs/, in the order in which they were submitted."""
-    files = [path for path in runs_folder().glob("*") if run_dir.settings_file(path).is_file()]
+    """The folders of runs, in the order in which they were submitted."""
+    paths = [path for runs in runs_folders() for path in runs.glob("*")]
+    files = [path for path in paths if run_dir.settings_file(path).is_file()]
     return sorted(files, key=lambda path: run_dir.settings_file(path).stat().st_mtime)
 
 

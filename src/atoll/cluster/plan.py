@@ -11,7 +11,6 @@ from atoll.cluster.learning import forget
 from atoll.cluster.measuring import measure
 from atoll.cluster.record import record_of, record_text
 from atoll.cluster.scaling import GRAMMAR, simulate
-from atoll.cluster.status import runs_folder
 from atoll.config import certificate
 from atoll.config.compose import (
     AUTO,
@@ -22,6 +21,7 @@ from atoll.config.compose import (
     overrides_parser,
     shardings,
 )
+from atoll.config.stated_folders import stated_folder
 from atoll.plan.checkpoint_interval import daly_seconds, seconds_between_failures
 from atoll.plan.choose import USABLE, Option, options
 from atoll.plan.memory import gibibytes, why_unknown
@@ -71,9 +71,9 @@ def main(argv: list[str]) -> int:
     parser = overrides_parser("plan", ABOUT)
     parser.add_argument("--json", action="store_true", help="as a JSON object")
     parser.add_argument("--explain", action="store_true", help="what bounds a step, in three lines")
-    record = "errors of past predictions, of all runs in FOLDER; default: runs"
+    record = "errors of past predictions, of all runs in FOLDER; default: folders.runs"
     parser.add_argument(
-        "--record", nargs="?", type=Path, const=runs_folder(), metavar="FOLDER", help=record
+        "--record", nargs="?", type=Path, const=stated_folder("runs"), metavar="FOLDER", help=record
     )
     parser.add_argument("--simulate", metavar="nodes=N,…", help=f"scaling over nodes, {GRAMMAR}")
     parser.add_argument("--measure", action="store_true", help="a minute: what this node can do")

@@ -13,7 +13,7 @@ from atoll import run_dir
 from atoll.cluster.jobs import ASK, Job, JobId, ask, sacct
 from atoll.cluster.lease import Lease, lease_of
 from atoll.cluster.scheduler import answer_lines
-from atoll.config.paths import clone_around
+from atoll.config.stated_folders import own_place, stated_folder
 from atoll.errors import UserError
 from atoll.health.exclusions import excluded
 from atoll.health.faults import ENDING, faults, in_a_line
@@ -37,15 +37,14 @@ LAST_WORDS = [
 ]
 
 
-def runs_folder() -> Path:
-    """Where runs are by default: in the clone that this folder is in, else here."""
-    clone = clone_around(Path.cwd())
-    return Path("runs") if clone in (None, Path.cwd()) else clone / "runs"
+def runs_folders() -> list[Path]:
+    """Where runs are by default: as your own settings say, and in the clone, which is older."""
+    return list(dict.fromkeys([stated_folder("runs"), own_place("runs")]))
 
 
 def run_folder(name: str) -> Path:
-    """The folder of a run that is named by its path, or by its name in runs/."""
-    for folder in (Path(name), runs_folder() / name):
+    """The folder of a run that is named by its path, or by its name in `folders.runs`."""
+    for folder in (Path(name), *(runs / name for runs in runs_folders())):
         if run_dir.settings_file(folder).is_file():
             return folder
     if (Path(name) / "campaign.json").is_file():
@@ -53,7 +52,10 @@ def run_folder(name: str) -> Path:
             f"{name} is a campaign's, not a run's",
             f"atoll report {name}, or atoll federate --status with the words it was begun with",
         )
-    raise UserError(f"no run at {name}", "give the folder of a run, as runs/NAME")
+    looked = " or in ".join(map(str, runs_folders()))
+    raise UserError(
+        f"no run at {name}, nor in {looked}", "give the folder that was said when it was submitted"
+    )
 
 
 def status(folder: Path, answers: Mapping[JobId, Job] | None = None) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from atoll.commands import CommandParser, Finished, run_command
+from atoll.config.stated_folders import stated_folder
 from atoll.errors import UserError
 from atoll.images import recipe as image_recipe
 from atoll.images.check import check_inside
@@ -40,7 +41,7 @@ def build(arguments: argparse.Namespace) -> int:
     """Build an image unless there is one of the very same parts; name it by their digest."""
     compression = arguments.compression or default_compression(os.environ)
     recipe = image_recipe.recipe(CLONE, arguments.name, arguments.arch, compression)
-    folder = Path(arguments.images).resolve()
+    folder = _images(arguments).resolve()
     image = Path(arguments.cache or folder).resolve() / recipe.file_name
     if image.is_file():
         print(f"{image} is there already")
@@ -283,10 +284,14 @@ def _with_key(action: str, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _images(arguments: argparse.Namespace) -> Path:
+    return Path(arguments.images) if arguments.images else stated_folder("images")
+
+
 def _image(arguments: argparse.Namespace) -> Path:
     """A file as it is, a name as the image that was built last under it."""
     given = Path(arguments.name)
-    image = given if given.suffix == ".sif" else Path(arguments.images) / f"{arguments.name}.sif"
+    image = given if given.suffix == ".sif" else _images(arguments) / f"{arguments.name}.sif"
     if not image.is_file():
         raise UserError(f"no image {image}", f"build it: make image-{given.stem}")
     return image.resolve()
@@ -313,7 +318,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = CommandParser("image", __doc__)
     parser.add_argument("action", choices=list(ACTIONS))
     parser.add_argument("name", help="cpu, cuda, … or a .sif file (check: the folder of a run)")
-    parser.add_argument("--images", default="images", help="the folder of images")
+    parser.add_argument("--images", help="the folder of images; unset: folders.images")
     parser.add_argument("--cache", help="the folder of image files; unset: that of images")
     parser.add_argument("--arch", help="x86_64 or aarch64; unset: as this machine")
     parser.add_argument("--compression", help="zstd (unset), or gzip for older runtimes")
