@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from atoll.campaign.progress import progress_line
 from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.config.compose import campaign_values
@@ -44,3 +46,22 @@ def test_a_facility_elsewhere_has_its_state_and_no_time_is_guessed(tmp_path, mon
     line = progress_line(store, 1, 30.0)
     assert line.startswith("round 1/3: north ") and "east step 15/30" in line
     assert "north step" not in line and "left" not in line
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"event": "train", "step": "9"}', '{"event": "train"}', "[1]", "[" * 30_000,
+     '{"event": "train", "step": 1e999}', "7"],
+)  # fmt: skip
+def test_a_facility_may_have_written_anything_of_any_length(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = store_here()
+    write_steps(store, "north", 5)
+    file = next(Path("sites").rglob("metrics.jsonl"))
+    file.write_text(f"{file.read_text()}{line}\n")
+    assert "north step 5/30" in progress_line(store, 1, 30.0)
+    file.write_text('{"event": "train", "step": 1' + 4000 * "0" + "}\n")
+    assert "north step 30/30" in progress_line(store, 1, 30.0)
+    with open(file, "r+b") as content:
+        content.truncate(1 << 42)  # 4 TiB of nothing
+    assert "north step 0/30" in progress_line(store, 1, 30.0)

@@ -182,6 +182,34 @@ def test_what_is_ready_when_the_time_is_over_is_taken(
     assert set(store.left_out(1)) == {"south"}
 
 
+def test_a_workflow_and_what_follows_it_have_the_grace_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of(tmp_path, deadline_minutes=0.001, grace_minutes=10, engine="streamflow")
+    store = saying(store, tmp_path, north="exit 3", south="exit 3")
+    keep_settings(store)
+    monkeypatch.setattr(streamflow, "COLLECT_SECONDS", 1.0)
+    ends: list[float] = []
+
+    def asked(store: CampaignStore, number: int, end: float) -> None:
+        ends.append(end)
+        for site in store.campaign.sites:
+            store.leave_out(1, site, "late")
+
+    def carried_out(*_: Any) -> int:
+        now = time.time()
+        monkeypatch.setattr(streamflow.time, "time", lambda: now + 590.0)  # the grace, nearly
+        return 1
+
+    monkeypatch.setattr(streamflow, "found_program", lambda: "streamflow")
+    monkeypatch.setattr(streamflow, "carry_out", carried_out)
+    monkeypatch.setattr(streamflow, "_find_failing", lambda *_: None)
+    monkeypatch.setattr(streamflow, "collect_here", asked)
+    began = time.time()
+    streamflow.collect(store, 1)
+    assert len(ends) == 1 and ends[0] < began + 10 * 60 + 5.0
+
+
 def test_no_file_of_a_facility_comes_through_a_workflow(tmp_path: Path) -> None:
     """StreamFlow unpacks whatever is sent in its place, over any file of this machine's user."""
     store = store_of(tmp_path, engine="streamflow")

@@ -147,6 +147,15 @@ def test_what_floods_is_cut_off(tmp_path: Path) -> None:
     store = saying(store_of(tmp_path), tmp_path, north='yes \'{"state": "ready"}\'')
     go_on(store, 1, store.campaign.sites[0])
     assert "more than" in store.state(1, store.campaign.sites[0]).text
+    assert store.failures(1, store.campaign.sites[0]) == 1
+
+
+@pytest.mark.login_node
+def test_a_command_that_ends_as_timeout_does_is_a_failure_and_no_dead_line(tmp_path: Path) -> None:
+    store = saying(store_of(tmp_path), tmp_path, north="echo too slow >&2; exit 124")
+    go_on(store, 1, store.campaign.sites[0])
+    assert store.failures(1, store.campaign.sites[0]) == 1
+    assert "too slow" in store.state(1, store.campaign.sites[0]).text
 
 
 @pytest.mark.login_node
@@ -741,12 +750,12 @@ class FakeRun:
 
 
 def test_a_call_ends_with_what_it_runs(tmp_path: Path) -> None:
-    from atoll.campaign.calls import call
+    from atoll.campaign.calls import NO_ANSWER, call
 
     began = time.monotonic()
     done = call(["sh", "-c", "sleep 30 & echo words; exit 3"])
     assert (done.returncode, done.stdout) == (3, "words\n") and time.monotonic() - began < 10
-    assert call(["sh", "-c", "exec >&- 2>&-; sleep 30"], lambda _: True).returncode == 124
+    assert call(["sh", "-c", "exec >&- 2>&-; sleep 30"], lambda _: True).returncode == NO_ANSWER
     assert call([str(tmp_path / "none")]).returncode == 127
     assert call([sys.executable, "-c", "print('ü' * 9)"]).stdout == "ü" * 9 + "\n"
 

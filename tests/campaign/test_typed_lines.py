@@ -74,8 +74,12 @@ def test_what_can_never_be_is_told_at_once(
 
 def test_two_coordinators_of_one_campaign_are_one_after_the_other(tmp_path: Path) -> None:
     store = store_of(tmp_path)
-    with alone(store.folder), pytest.raises(UserError, match="another atoll federate is at"):
-        coordinator.run(store)
+    kept = json.dumps(settings_to_keep(store))
+    with alone(store.folder):  # while it makes its first model
+        settings_file(store.folder).write_text(kept)
+        with pytest.raises(UserError, match="another atoll federate is at"):
+            coordinator.run(retyped(store, codec="int4"))
+    assert settings_file(store.folder).read_text() == kept
 
 
 @pytest.mark.parametrize("dry", [["--dry-run"], []])

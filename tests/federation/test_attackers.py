@@ -127,6 +127,35 @@ def test_of_two_that_grow_behind_a_warm_up_none_becomes_too_long(tmp_path: Path)
         base = out
 
 
+@pytest.mark.parametrize("others", [(0.0,), (1e-9,), (5e-3,), (0.0, 0.0), (0.0, 0.0, 1e-9)])
+def test_zeros_beside_one_that_grows_do_not_make_it_too_long(
+    tmp_path: Path, others: tuple[float, ...]
+) -> None:
+    base, honest = made_up.first(tmp_path), made_up.weights(5, 1e-4)
+    for number in range(12):
+        given = [scaled(honest, factor) for factor in (2.0 * number + 1.0, *others)]
+        out = tmp_path / f"n{number}"
+        outcome = run(base, updates(tmp_path / str(number), base, given), out)
+        assert outcome.rejected == {}, number
+        base = out
+
+
+@pytest.mark.parametrize("factor", [2e-3, 5e-3, 2e-2])
+def test_a_short_one_alone_in_a_first_round_does_not_make_others_too_long(
+    tmp_path: Path, factor: float
+) -> None:
+    base, honest = made_up.first(tmp_path), made_up.weights(5, 1e-3)
+    short = scaled(honest, factor)
+    for number, given in enumerate([[short], [honest, short], [scaled(honest, 1.5), short]]):
+        out = tmp_path / f"n{number}"
+        outcome = run(base, updates(tmp_path / str(number), base, given), out)
+        assert outcome.rejected == {}, number
+        base = out
+    given = [honest, scaled(honest, 40.0)]
+    outcome = run(base, updates(tmp_path / "last", base, given), tmp_path / "last")
+    assert list(outcome.rejected) == ["f1"]
+
+
 def test_of_two_one_alone_does_not_change_what_is_usual(tmp_path: Path) -> None:
     """It grows by itself, round by round, or shrinks: the other one is judged as before."""
     base, honest = made_up.first(tmp_path), made_up.weights(5, 1e-3)
@@ -337,6 +366,9 @@ def test_what_is_usual_grows_slowly_and_of_few_rounds() -> None:
     assert bound.after([9.0]) == [1.0, 2.0], "on the word of one alone"
     assert bound.after([9.0, 5.0]) == [1.0, 5.0] and bound.after([9.0, 0.1]) == [1.0, 1.0]
     assert bound.after([]) == [1.0]
+    assert bound.after([9.0, 0.009]) == [1.0, 2.0], "who sends nothing does not say"
+    assert bound.after([9.0, 5.0, 0.0, 0.0]) == [1.0, 5.0]
+    assert Bound().after([9.0]) == [] and Bound().after([9.0, 5.0]) == [9.0]
     for _ in range(40):
         bound = Bound(bound.after([1.0]))
     assert len(bound.before) == 16

@@ -21,15 +21,18 @@ QUICK_QUESTIONS = 50  # of a facility in a round, where each answer is another: 
 Collect = Callable[[CampaignStore, int], None]
 
 
-def collect_here(store: CampaignStore, number: int) -> None:
+def collect_here(store: CampaignStore, number: int, end: float | None = None) -> None:
     """Ask every facility, again and again, until it has sent its update or the time is over.
 
-    Side by side: one that hangs takes nobody else's time.
+    Side by side: one that hangs takes nobody else's time. end: of the grace, where it was begun
+    elsewhere.
     """
     store.deadline(number)  # the clock starts
     waiting, stop = store.unsettled(number), threading.Event()
     with ThreadPoolExecutor(max(1, len(waiting))) as pool:
-        running = [pool.submit(_ask_until_settled, store, number, site, stop) for site in waiting]
+        running = [
+            pool.submit(_ask_until_settled, store, number, site, stop, end) for site in waiting
+        ]
         try:
             for each in as_completed(running):
                 each.result()
@@ -39,15 +42,23 @@ def collect_here(store: CampaignStore, number: int) -> None:
 
 
 def _ask_until_settled(
-    store: CampaignStore, number: int, site: Site, stop: threading.Event
+    store: CampaignStore,
+    number: int,
+    site: Site,
+    stop: threading.Event,
+    end: float | None = None,
 ) -> None:
-    for seconds in questions(store, number, site, lambda _: stop.is_set()):
+    for seconds in questions(store, number, site, lambda _: stop.is_set(), end):
         if stop.wait(seconds):
             return
 
 
 def questions(
-    store: CampaignStore, number: int, site: Site, stopped: Over = never
+    store: CampaignStore,
+    number: int,
+    site: Site,
+    stopped: Over = never,
+    end: float | None = None,
 ) -> Iterator[float]:
     """Ask a facility until it has sent its update or the time is over; the seconds between two.
 
@@ -56,7 +67,7 @@ def questions(
     quick = 0
     while not stopped(0.0):
         before = store.state(number, site).text
-        go_on(store, number, site, stopped)
+        go_on(store, number, site, stopped, end)
         state = store.state(number, site)
         deadline = store.deadline(number)  # it may have moved: see there
         if state.settled or time.time() > deadline:

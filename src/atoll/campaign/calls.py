@@ -6,10 +6,12 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 
-from atoll.commands import MISSING, TIMED_OUT, Finished
+from atoll.commands import MISSING, Finished
 from atoll.settings.exchange import MAX_ANSWER_BYTES
 
 LOOK_SECONDS = 0.2
+NO_ANSWER = -124  # we ended it; a program's own 124, as of timeout(1), is another matter
+FLOODED = 1
 TAIL_BYTES = 1 << 16  # of what is said of errors, the end
 PIECE = 1 << 16
 Over = Callable[[float], bool]  # after so many seconds without a word: does nobody wait any more
@@ -49,9 +51,9 @@ def call(argv: Sequence[str], over: Over = never, most_bytes: int = MAX_ANSWER_B
                         pipes.unregister(key.fileobj)
                 del errors[:-TAIL_BYTES]
                 if len(output) > most_bytes:
-                    return Finished(TIMED_OUT, "", f"it printed more than {most_bytes:,} bytes")
+                    return Finished(FLOODED, "", f"it printed more than {most_bytes:,} bytes")
                 if over(time.monotonic() - heard):
-                    return Finished(TIMED_OUT, "", "no answer in the time that it has")
+                    return Finished(NO_ANSWER, "", "no answer in the time that it has")
         code = _ended(process, heard, over)
         return Finished(code, output.decode(errors="replace"), errors.decode(errors="replace"))
     finally:
@@ -66,4 +68,4 @@ def _ended(process: subprocess.Popen[bytes], heard: float, over: Over) -> int:
             return process.wait(LOOK_SECONDS)
         except subprocess.TimeoutExpired:
             continue
-    return TIMED_OUT
+    return NO_ANSWER

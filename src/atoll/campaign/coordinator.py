@@ -21,6 +21,7 @@ from atoll.campaign.lasting_settings import (
     refuse_missing_keys,
     refuse_what_loses,
     settings_to_keep,
+    unwritable,
 )
 from atoll.campaign.progress import shown
 from atoll.campaign.prove import prove_campaign, sign_model
@@ -61,7 +62,6 @@ def main(argv: list[str]) -> int:
 
 def run(store: CampaignStore) -> int:
     """Every round that is not done yet, by the campaign's engine; one process at a time."""
-    store = keep_settings(store)
     with ExitStack() as stack:
         try:
             stack.enter_context(alone(store.folder, wait=False))
@@ -70,7 +70,9 @@ def run(store: CampaignStore) -> int:
                 f"another atoll federate is at {store.folder}",
                 "wait until it has ended, or end it: this line goes on from where it was",
             ) from None
-        return _run(store)
+        except OSError as error:
+            raise unwritable(store, error) from None
+        return _run(keep_settings(store))
 
 
 def _run(store: CampaignStore) -> int:

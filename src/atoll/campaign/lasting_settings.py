@@ -126,11 +126,14 @@ def keep_settings(store: CampaignStore) -> CampaignStore:
     try:
         run_dir.write_whole(settings_file(store.folder), json.dumps(now, indent=1))
     except OSError as error:
-        raise UserError(
-            f"{store.folder} cannot be written: {error.strerror}",
-            "give the campaign another place here: folder=FOLDER",
-        ) from None
+        raise unwritable(store, error) from None
     return CampaignStore(checked_campaign(now), store.folder)
+
+
+def unwritable(store: CampaignStore, error: OSError) -> UserError:
+    """What is said where a campaign's folder cannot be made or written."""
+    found = f"{store.folder} cannot be written: {error.strerror}"
+    return UserError(found, "give the campaign another place here: folder=FOLDER")
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:

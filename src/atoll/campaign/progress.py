@@ -1,5 +1,6 @@
 """How far a round is while its facilities train, and about how long the campaign still takes."""
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from atoll.errors import UserError
 from atoll.settings.federation import Site
 
 FIRST_PAUSE_SECONDS = 10.0
+TAIL_BYTES = 1 << 16
+MOST_STEPS = 1 << 53
 SHARE_OF_ELAPSED = 0.05  # a campaign of days says less often where it is
 
 
@@ -74,6 +77,21 @@ def _share(store: CampaignStore, number: int, site: Site) -> float | None:
         return 1.0
     asked = store.asked_round(number, site)  # it may still be at work that is late
     name = f"{store.campaign.name}-{round_name(asked)}-{site.name}"
-    records = run_dir.metrics(Path(site.folder) / "runs" / name)
-    steps = [line["step"] for line in records if line["event"] == "train"]
-    return min(1.0, steps[-1] / store.steps(asked, site)) if steps else 0.0
+    step = last_step(run_dir.metrics_file(Path(site.folder) / "runs" / name))
+    return min(1.0, step / store.steps(asked, site))
+
+
+def last_step(file: Path) -> int:
+    """The last step in a facility's metrics, which may be of any length and hold anything."""
+    if not file.is_file():
+        return 0
+    with open(file, "rb") as stream:
+        stream.seek(max(0, file.stat().st_size - TAIL_BYTES))
+        lines = stream.read(TAIL_BYTES).splitlines()
+    for line in reversed(lines):
+        with suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            is_train = isinstance(record, dict) and record.get("event") == "train"
+            if is_train and isinstance(record.get("step"), int):
+                return min(max(0, int(record["step"])), MOST_STEPS)
+    return 0

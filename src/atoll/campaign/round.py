@@ -62,12 +62,18 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def go_on(store: CampaignStore, number: int, site: Site, stopped: Over = never) -> None:
+def go_on(
+    store: CampaignStore,
+    number: int,
+    site: Site,
+    stopped: Over = never,
+    end: float | None = None,
+) -> None:
     """One question to one facility, and what its answer asks for.
 
-    stopped: nobody waits for any answer any more.
+    stopped: nobody waits for any answer any more. end: of the grace, where that has begun already.
     """
-    end = end_of(store, number)
+    end = end_of(store, number) if end is None else end
     over = time_of(store, number, end, stopped)
 
     def step() -> None:

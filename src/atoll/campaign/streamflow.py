@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -50,18 +51,20 @@ ONE_OR_MORE = ["int", {"type": "array", "items": "int"}]
 def collect(store: CampaignStore, number: int) -> None:
     """Start StreamFlow for those that are missing and answer, until the round is settled."""
     program, folder = found_program(), store.folder / "streamflow"
-    deadline = store.deadline(number)
+    deadline, grace = store.deadline(number), 60 * store.campaign.grace_minutes
+    last = max(deadline, time.time()) + grace  # had once, by the workflow and by what follows it
     end_older(folder)
     while waiting := store.unsettled(number):
         homes = _answering(store, number, waiting)
         if homes:
             write(store, number, homes, everyone=len(homes) == len(waiting))
-            end = deadline + 60 * store.campaign.grace_minutes
+            end = deadline + grace
             late = time.time() + WAIT_SECONDS + 2 * LATE_SECONDS
             if carry_out(program, folder, number, end, late) and time.time() < end:
                 _find_failing(store, number, homes, program, end)
         if time.time() > deadline:
-            collect_here(store, number)  # once more: what is ready is not lost
+            # once more: what is ready is not lost
+            collect_here(store, number, max(last, time.time() + COLLECT_SECONDS))
         elif store.unsettled(number):
             time.sleep(store.campaign.poll_seconds)
 
@@ -134,9 +137,9 @@ def _answering(store: CampaignStore, number: int, sites: list[Site]) -> dict[str
             ssh_options_of(store.campaign, site.host)
         homes[site.name] = home_of(store.campaign, site)
 
-    for site in sites:
-        at_the_seam(store, number, site, partial(look, site))
-    return homes
+    with ThreadPoolExecutor(max(1, len(sites))) as pool:  # who hangs takes nobody else's time
+        list(pool.map(lambda site: at_the_seam(store, number, site, partial(look, site)), sites))
+    return {site.name: homes[site.name] for site in sites if site.name in homes}
 
 
 def _find_failing(

@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from atoll.campaign.calls import Over, call, never
-from atoll.commands import TIMED_OUT, run_command
+from atoll.campaign.calls import NO_ANSWER, Over, call, never
+from atoll.commands import run_command
 from atoll.errors import UserError, printable
 from atoll.settings.exchange import SHOWN
 from atoll.settings.federation import Campaign, Site
@@ -150,7 +150,7 @@ def _output(campaign: Campaign, site: Site, argv: list[str], over: Over) -> str:
     if done.returncode == 0:
         return done.stdout
     failed = site.host is not None and done.returncode == SSH_FAILED
-    if failed or done.returncode == TIMED_OUT:
+    if failed or done.returncode == NO_ANSWER:
         words = [*ssh(campaign), "--", site.host or "", "true"] if site.host else argv
         hint, refused = f"try it: {shlex.join(words)}", _refusals(done.stderr)
         if failed and refused:
@@ -225,7 +225,7 @@ def _rsync(
     done = call([*argv, *words], over)
     if done.returncode == 0:
         return
-    if done.returncode == TIMED_OUT:
+    if done.returncode == NO_ANSWER:
         raise Unreachable(f"{site.name}: rsync: {done.stderr}", "it goes on from there later")
     lines = [printable(line, SHOWN) for line in _lines(done.stderr)]
     lines, refused = lines or [f"exit code {done.returncode}"], _refusals(done.stderr)

@@ -16,6 +16,7 @@ from atoll.settings.federation import Rule
 AGAINST = -0.1  # a cosine: who is opposed by one other alone is left out by nobody
 KEPT_NORMS = 16  # of so many rounds the usual length is kept
 TINY = 1e-6  # of the model's own length: an update so short says nothing of how long others may be
+SILENT = 1e-2  # of the usual length: so short an update does not say that others do not grow
 GROWTH = 2.0  # of the usual length in a round, on the word of one update alone
 
 
@@ -79,14 +80,20 @@ class Bound:
         """What the next round is to know: rounds in which nothing was learned say nothing.
 
         norms: of the updates that were taken. As updates grow, behind a warm-up, so does what is
-        usual; it never shrinks, so that nobody can make others too long.
+        usual, whoever sends next to nothing beside them; it never shrinks, so that nobody can make
+        others too long. In a first round one update alone says nothing: it may be too short.
         """
         usual = self.usual(norms)
-        if self.before and len(norms) == 2:  # both grew: one alone can say so of itself only
-            usual = max(usual, min(norms))
-        if self.before and len(norms) == 1:
-            usual = max(usual, min(norms[0], GROWTH * usual))
-        return [*self.before, *([usual] if usual > 0.0 else [])][-KEPT_NORMS:]
+        if not self.before:
+            return [usual] if usual > 0.0 and len(norms) > 1 else []
+        spoken = [norm for norm in norms if norm >= SILENT * usual]
+        if len(spoken) > 2:
+            usual = max(usual, self.usual(spoken))
+        if len(spoken) == 2:  # both grew: one alone can say so of itself only
+            usual = max(usual, min(spoken))
+        if len(spoken) == 1:
+            usual = max(usual, min(spoken[0], GROWTH * usual))
+        return [*self.before, usual][-KEPT_NORMS:]
 
 
 def judge(measured: Measured, names: Sequence[str], rule: Rule, bound: Bound) -> dict[str, str]:
