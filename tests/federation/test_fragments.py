@@ -218,11 +218,11 @@ def test_late_work_does_not_say_how_long_others_may_be(
     )
     rule = Rule(fragments=2, max_staleness=1, weigh="equal", min_cosine=-1.0)
     campaign = Campaign(tmp_path, rule)
-    campaign.average(1, [campaign.train("a", 1)])
+    campaign.average(1, [campaign.train("a", 1), campaign.train("c", 1)])
     late = campaign.train("b", 2)
-    campaign.average(2, [campaign.train("a", 2)])
+    campaign.average(2, [campaign.train("a", 2), campaign.train("c", 2)])
     known = read_global(campaign.model(2))["norms_before"]["1"]
-    outcome = campaign.average(3, [campaign.train("a", 3), late])
+    outcome = campaign.average(3, [campaign.train("a", 3), campaign.train("c", 3), late])
     assert outcome.weights["b"] > 0 and outcome.norms["b"] > 5 * known[-1]
     assert read_global(campaign.model(3))["norms_before"]["1"] == known
 

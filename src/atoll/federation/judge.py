@@ -93,7 +93,7 @@ class Bound:
             usual = max(usual, min(spoken))
         if len(spoken) == 1:
             usual = max(usual, min(spoken[0], GROWTH * usual))
-        return [*self.before, usual][-KEPT_NORMS:]
+        return [*self.before, *([usual] if usual > 0.0 else [])][-KEPT_NORMS:]
 
 
 def judge(measured: Measured, names: Sequence[str], rule: Rule, bound: Bound) -> dict[str, str]:
