@@ -18,7 +18,7 @@ from atoll.campaign import first_model
 from atoll.campaign.lasting_settings import keep_settings
 from atoll.campaign.prove import prove_campaign
 from atoll.campaign.signing import sign
-from atoll.campaign.store import CampaignStore, checked_campaign
+from atoll.campaign.store import NONCES, CampaignStore, checked_campaign
 from atoll.errors import UserError
 from atoll.proof.statement import SIGNATURE, described, read_statement
 from atoll.verify import again, command
@@ -95,6 +95,49 @@ def test_what_later_rounds_go_by_is_made_again(
     prove_campaign(store, 2)
     assert verify(store) == 2
     assert f"{store.model(1)}: the updates of round 1 make another" in capsys.readouterr().err
+
+
+def test_what_late_work_counts_for_is_the_same_to_the_last_digit(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = store.model(1) / "manifest.json"
+    claims = json.loads(path.read_text())["claims"]
+    forged = {of: [claim * (1 + 1e-6) for claim in each] for of, each in claims.items()}
+    assert forged != claims
+    rewritten(path, claims=forged)
+    prove_campaign(store, 2)
+    assert verify(store) == 2
+    assert "make another model: claims is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["master", "delta"])
+@pytest.mark.parametrize("name", ["README.md", "provenance.json"])
+def test_a_file_by_the_name_of_a_proof_s_is_named_where_none_is(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], part: str, name: str
+) -> None:
+    path = store.model(2) / part / name
+    path.write_text("{}")
+    assert verify(store) == 2
+    assert f"{path} is nothing that its updates make" in capsys.readouterr().err
+
+
+def test_the_list_of_updates_that_were_taken_is_stated(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nonces = store.folder / NONCES
+    run_dir.append_record(nonces, {"nonce": "a", "round": 1})
+    losses = store.round(1) / "losses" / "journal.jsonl"
+    losses.parent.mkdir()
+    run_dir.append_record(losses, {"event": "began"})
+    prove_campaign(store, 2)
+    run_dir.append_record(nonces, {"nonce": "b", "round": 3})  # as the campaign goes on
+    assert verify(store, "--quick") == 0
+    for path in (losses, nonces):
+        content = path.read_text()
+        path.write_text(content.replace("a", "z", 1))
+        assert verify(store, "--quick") == 2
+        assert f"{path} has changed" in capsys.readouterr().err
+        path.write_text(content)
 
 
 @pytest.mark.parametrize("claim", [{"campaign": "of-last-year"}, {"round": 7}, {"round": 1}])

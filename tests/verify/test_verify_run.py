@@ -104,6 +104,25 @@ def test_an_untouched_export_is_as_stated(folder: Path, capsys: pytest.CaptureFi
     assert verify(folder) == 0
 
 
+@pytest.mark.login_node
+def test_what_a_run_began_with_is_said_and_what_dpo_is_held_against_is_stated(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = load_run(run_dir.settings_file(folder))
+    model = run.model.model_copy(update={"source": "/scratch/me/llama", "revision": "abc"})
+    began = run.checkpoint.model_copy(update={"initial_load_path": Path("/x/step-00000007")})
+    changed = run.model_copy(update={"model": model, "checkpoint": began})
+    reference = run_dir.reference_file(folder)
+    reference.write_bytes(b"numbers")
+    of_run.prove_run(run_dir.export(folder), changed, folder, {"libraries": "torch 1"}, {})
+    assert verify(folder) == 0
+    said = "base: said to be model llama, revision abc, checkpoint step-00000007"
+    assert f"not at hand  {said}" in capsys.readouterr().out
+    change_byte(reference)
+    assert verify(folder) == 2
+    assert f"{reference} has changed" in capsys.readouterr().err
+
+
 def test_the_crate_is_one_graph_that_names_every_file(trained: Path) -> None:
     """What the public validator asks of a Process Run Crate (docs/provenance.md)."""
     export = trained / "runs" / "proof" / "export"

@@ -11,7 +11,7 @@ from atoll import run_dir
 from atoll.campaign.journal import round_name
 from atoll.campaign.model_card import campaign_card
 from atoll.campaign.signing import OF_MODELS, sign
-from atoll.campaign.store import CampaignStore, settings_file
+from atoll.campaign.store import NONCES, CampaignStore, settings_file
 from atoll.proof.prove import prove
 from atoll.proof.statement import NAME, SIGNATURE, Made, Resource, existing, grown, resource, said
 
@@ -65,7 +65,8 @@ def _first_export(store: CampaignStore) -> list[str]:
 
 def _journals(store: CampaignStore, last: int) -> list[Resource]:
     names = [f"{round_name(number)}/journal.jsonl" for number in range(1, last + 1)]
-    names.append(f"{round_name(last)}/losses/journal.jsonl")
+    names += [f"{round_name(number)}/losses/journal.jsonl" for number in range(1, last + 1)]
+    names.append(NONCES)
     return [grown("campaign", store.folder, name) for name in existing(store.folder, names)]
 
 

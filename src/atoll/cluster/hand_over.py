@@ -51,5 +51,5 @@ def folders(overrides: Sequence[str]) -> list[str]:
 if __name__ == "__main__":
     file, *words = sys.argv[1:]
     settings = [word for word in words if not word.startswith("-") and "=" in word]
-    named = [str(stated_folder("runs"))] if words == [OF_RUNS] else folders(settings)
+    named = [str(stated_folder("runs").absolute())] if words == [OF_RUNS] else folders(settings)
     Path(file).write_text("".join(f"{folder}\0" for folder in named))

@@ -24,7 +24,7 @@ from atoll.settings import Run
 CONFIG = "config.json"
 SBOM = Path("/opt/atoll/sbom/sbom.cdx.json")  # in an image: containers/post.sh
 # what later starts, and whoever looks at the run, write on
-SETTINGS = ("run.yaml", "image.json")
+SETTINGS = ("run.yaml", "image.json", "reference.npz")  # the last is what DPO is held against
 LOGS = ("jobs.txt", "metrics.jsonl", "faults.jsonl", "restarts.jsonl", "ledger.jsonl")
 
 
@@ -41,7 +41,7 @@ def prove_run(
     """
     materials = [resource("run", run_folder, name) for name in existing(run_folder, SETTINGS)]
     materials += _checkpoint(run_folder) + _prepared(run_dir.prepared(run)) + _sources(run)
-    materials += _named(made_of, run_folder)
+    materials += _named(made_of, run_folder) + _base(run)
     materials += [_sbom(run_folder)]
     records = run_dir.metrics(run_folder)
     result, config = (_json(file) for file in (run_dir.result_file(run_folder), export / CONFIG))
@@ -110,6 +110,19 @@ def _named(made_of: Mapping[str, str], run_folder: Path) -> list[Resource]:
         {**said("code"), **_of_code(made_of.get("commit", ""))},
         said("libraries", versions=made_of["libraries"]),
     ]
+
+
+def _base(run: Run) -> list[Resource]:
+    """What the weights were before, by name alone: its files are not looked at."""
+    model, began = run.model, dict[str, Any]()
+    if model.source is not None:
+        began = {"model": model.source, "revision": model.revision}
+    began["adapter"] = model.lora.start if model.lora is not None else None
+    began["checkpoint"] = run.checkpoint.initial_load_path
+    named = {
+        what: Path(x).name if Path(x).is_absolute() else str(x) for what, x in began.items() if x
+    }
+    return [said("base", **named)] if named else []
 
 
 def _of_code(commit: str) -> Resource:

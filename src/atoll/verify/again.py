@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,9 @@ from atoll.verify.lines import Line, differs
 # summed in another order on another processor
 ANEW, WHOM = ("weights", "rule", "digest", "base", "codec"), ("rejected", "unreadable")
 ALIKE = 1e-4  # of each number's size
-MEASURED = {
-    "norms": 0.0, "norms_before": 0.0, "claims": 0.0, "averaged_rounds": 0.0,
-    "changed_rounds": 0.0, "taken": 0.0, "refused": 0.0, "refused_rounds": 0.0,
-    "cosines": ALIKE,  # and so much more: of at most 1
-}  # fmt: skip
+MEASURED = {"norms": 0.0, "norms_before": 0.0, "cosines": ALIKE}  # so much more: of at most 1
+# of whole numbers, the same on every processor
+COUNTED = ("claims", "averaged_rounds", "changed_rounds", "taken", "refused", "refused_rounds")
 # of this Atoll alone: what a campaign names, as its image, is never run; and nothing is fetched
 HERE = ["env", "HF_HUB_OFFLINE=1", *atoll_here()]
 
@@ -88,7 +86,7 @@ def _compared(store: CampaignStore, number: int, out: Path, export: Path | None)
         if export is not None and name == own:
             there = export
         if there.is_dir():
-            _refuse_other_files(folder, there)
+            _refuse_other_files(folder, there, OWN if name == own else frozenset())
         else:
             gone.append(name)
     return gone
@@ -134,9 +132,9 @@ def _refuse_other_manifest(
         one["rule"].pop("below_quorum")
     same = {name: again.get(name) == stated.get(name) for name in ANEW}
     same |= {name: again.get(name, {}).keys() == stated.get(name, {}).keys() for name in WHOM}
-    for name, room in MEASURED.items():
+    for name in (*MEASURED, *COUNTED):
         if name in stated:
-            same[name] = _alike(again.get(name), stated[name], room)
+            same[name] = _is_same(name, again.get(name), stated[name])
         elif name in known_before:
             same[name] = False
         else:
@@ -148,6 +146,10 @@ def _refuse_other_manifest(
             f"{store.model(number)}: the updates of round {number} make another model: "
             f"{name} is {again.get(name)}, {stated.get(name, 'nothing')} was stated"
         )
+
+
+def _is_same(name: str, made: Any, stated: Any) -> bool:
+    return _alike(made, stated, MEASURED[name]) if name in MEASURED else bool(made == stated)
 
 
 def _alike(made: Any, stated: Any, room: float) -> bool:
@@ -163,10 +165,10 @@ def _alike(made: Any, stated: Any, room: float) -> bool:
     return bool(made == stated)
 
 
-def _refuse_other_files(made: Path, stated: Path) -> None:
-    """The files of a folder that was made again, and no other; but what proofs write there."""
+def _refuse_other_files(made: Path, stated: Path, beside: Set[str]) -> None:
+    """The files of a folder that was made again, and no other; but what a proof writes there."""
     ours, others = (
-        {path.relative_to(folder).as_posix() for path in files_in(folder)} - OWN
+        {path.relative_to(folder).as_posix() for path in files_in(folder)} - beside
         for folder in (made, stated)
     )
     for name in sorted(ours | others):
