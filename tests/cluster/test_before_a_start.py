@@ -8,6 +8,7 @@ import pytest
 from atoll.__main__ import main
 from atoll.cluster import start, submit_checks
 from atoll.cluster.device_here import SIGNS, check_device
+from atoll.cluster.hub_names import hub_names
 from atoll.config.compose import compose
 from atoll.errors import UserError
 from atoll.monitor.progress import Progress
@@ -44,6 +45,31 @@ def test_a_place_that_cannot_be_used_is_named(word, found, here, capsys):
     assert lines[0] == f"atoll: {found.replace('FILE', file)}" and len(lines) == 2
     if word.startswith("folders"):
         assert lines[1].strip() == f"give another place: {word.partition('=')[0]}=FOLDER"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["model=llama2_7b"], "model.source=meta-llama/Llama-2-7b-hf"),
+        (["data=hub", "data.hub=a/texts"], "data.hub=a/texts"),
+        (["tokenizer.path=some/words"], "tokenizer.path=some/words"),
+    ],
+)
+def test_nodes_without_a_network_find_what_has_a_name_of_the_hub_or_nothing_is_queued(
+    words, named, here
+):
+    shell = {"HF_HOME": str(here / "hf")}
+    run = compose(["facility=leonardo", "name=x", *words]).run
+    with pytest.raises(UserError, match="and nodes of leonardo have no network") as error:
+        submit_checks.check_hub(run, shell)
+    assert error.value.found.startswith(f"{named} is not in {here / 'hf' / 'hub'}")
+    assert "atoll prepare --into BUNDLE" in error.value.hint
+    for _, _, folder in hub_names(run):
+        (here / "hf" / "hub" / folder).mkdir(parents=True)
+    submit_checks.check_hub(run, shell)
+    own = compose(["facility=leonardo", f"folders.caches={{HF_HOME: {here / 'hf'}}}", *words]).run
+    submit_checks.check_hub(own, {})
+    submit_checks.check_hub(compose(["facility=lumi", *words]).run, {})  # its nodes fetch
 
 
 def test_an_environment_of_a_login_node_starts_no_training(here, monkeypatch, capsys):

@@ -138,6 +138,13 @@ def test_names_of_the_hub_want_a_cache_and_a_token(composed, site, tmp_path):
     assert "hf_secret" not in str(with_token)
 
 
+def test_its_job_asks_for_minutes_unless_more_are_typed(composed):
+    line = ("facility=leonardo", "facility.account=a", "nodes=2")
+    assert doctor.as_probe(composed(*line)).run.facility.walltime_minutes == 15
+    typed = composed(*line, "facility.walltime_minutes=40")
+    assert doctor.as_probe(typed).run.facility.walltime_minutes == 40
+
+
 def test_a_cache_that_no_container_sees_is_told(composed, site, tmp_path, monkeypatch):
     words = (*SLURM, "image=cpu", "model=from_path", "model.source=meta/llama")
     environment = site(apptainer="echo apptainer version 1.4.5")

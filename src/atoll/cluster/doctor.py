@@ -9,9 +9,10 @@ from atoll.cluster.start import start
 from atoll.cluster.submit import with_allocated_nodes
 from atoll.cluster.submit_checks import check
 from atoll.commands import CommandParser
-from atoll.config.compose import Composition, compose, overrides_parser
+from atoll.config.compose import COMMAND_LINE, Composition, compose, overrides_parser
 from atoll.tables import table
 
+PROBE_MINUTES = 15
 PROBE = "atoll.monitor.node_probe:main"
 ABOUT = """\
 Ask of a facility, on its login node, all that a run will need, and say how to fix what is wrong."""
@@ -47,11 +48,18 @@ def _parser() -> CommandParser:
 
 
 def as_probe(composition: Composition) -> Composition:
-    """The same run under a name of its own, so that it is in no run's way."""
+    """The same run under a name of its own, so that it is in no run's way; and a short one.
+
+    Its time is the facility's only where it was typed: a job of a day waits long.
+    """
     run = composition.run
     name = f"doctor-{run.facility.name}-{run.nodes}x{run.ranks_per_node}"
     binds = [*run.facility.binds, str(run.folders.facilities)]  # for its certificate
-    facility = run.facility.model_copy(update={"binds": binds})
+    minutes = run.facility.walltime_minutes
+    is_typed = composition.sources.get("facility.walltime_minutes") == COMMAND_LINE
+    if minutes is not None and not is_typed:
+        minutes = min(minutes, PROBE_MINUTES)
+    facility = run.facility.model_copy(update={"binds": binds, "walltime_minutes": minutes})
     update = {"name": name, "facility": facility}
     return Composition(run.model_copy(update=update), composition.sources)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.cluster import limits
+from atoll.cluster.hub_names import hub_cache, hub_home, hub_names
 from atoll.cluster.scheduler import answer_lines
 from atoll.commands import run_command
 from atoll.config import certificate
@@ -214,17 +215,14 @@ def partition(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
 
 def offline(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
     """What has a name of the hub must be in a cache that the nodes see, or the nodes be online."""
-    named = [("models", run.model.source), *(("datasets", data.hub) for data in run.data.each)]
-    hub = [(kind, name) for kind, name in named if name and not name.startswith("/")]
-    home = Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(environment.get("HF_HUB_CACHE") or home / "hub")
+    home, cache = hub_home(run, environment), hub_cache(run, environment)
+    hub = list(hub_names(run))
     own = [path for path in (*run.folders.caches.values(), Path.home()) if path.is_dir()]
     if run.image.file is not None and not any(cache.is_relative_to(path) for path in own):
         hint = f"folders.caches.HF_HOME={home}, or make the folder: a job then binds it"
         yield Finding(UNKNOWN, "hub cache", f"{cache} is not bound into the container", hint)
-    for kind, name in hub:
-        folder = cache / f"{kind}--{name.replace('/', '--')}"
-        if folder.is_dir():
+    for _, name, folder in hub:
+        if (cache / folder).is_dir():
             yield Finding(OK, "hub cache", f"{name} is in {cache}")
         else:
             hint = (

@@ -9,6 +9,7 @@ from atoll import run_dir
 from atoll.cluster import limits
 from atoll.cluster.device_here import check_device
 from atoll.cluster.fit import check_fit
+from atoll.cluster.hub_names import hub_cache, hub_names
 from atoll.cluster.start import runs_here
 from atoll.config.identity import check_same_run
 from atoll.errors import UserError
@@ -24,6 +25,7 @@ def check_before_start(run: Run, here: bool, environment: Mapping[str, str]) -> 
     check_image(run)
     check_environment(run)
     check_data(run)
+    check_hub(run, environment)
 
 
 def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
@@ -90,6 +92,21 @@ def _check_text(data: Data, files: str) -> None:
         if entries:
             paths = [path for entry in entries for _, path in named_files(entry, setting)]
             refuse_no_text(paths, setting)
+
+
+def check_hub(run: Run, environment: Mapping[str, str]) -> None:
+    """Refuse what has a name of the hub where nodes without a network would look for it in vain."""
+    if run.facility.node_network is not False or run.facility.scheduler == "none":
+        return
+    cache = hub_cache(run, environment)
+    for setting, name, folder in hub_names(run):
+        if not (cache / folder).is_dir():
+            raise UserError(
+                f"{setting}={name} is not in {cache}, and nodes of {run.facility.name} have no "
+                "network to fetch it",
+                "where there is one: atoll prepare --into BUNDLE and the words of this line; "
+                "then folders.bundle=BUNDLE here",
+            )
 
 
 def check_environment(run: Run) -> None:
