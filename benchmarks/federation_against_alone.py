@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import results
+
 from atoll import run_dir
 from atoll.campaign.store import CampaignStore, checked_campaign, load_store
 from atoll.config.compose import campaign_values, compose, path_word
@@ -47,6 +49,7 @@ def main() -> int:
     parser.add_argument(
         "--check", action="store_true", help="fail unless it holds what is promised"
     )
+    parser.add_argument("--record", action="store_true", help="keep the row in results/")
     parser.add_argument("settings", nargs="*", help="KEY=VALUE of the campaign")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -72,6 +75,8 @@ def main() -> int:
     print("4/4 every model on every text", flush=True)
     union = show(campaign, judged(campaign, models))
     show_rounds(load_store(home))
+    if arguments.record:
+        results.record("federation_against_alone", rows(campaign, union))
     return 1 if missed(union) and arguments.check else 0
 
 
@@ -79,6 +84,18 @@ def from_base(campaign: Campaign) -> str:
     """The `start` of a campaign that goes on from the base."""
     source = path_word("model.source", run_dir.export(folder_of(BASE)).absolute())
     return f"start={json.dumps([*campaign.start, 'model=from_path', source])}"
+
+
+def rows(campaign: Campaign, union: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Federated against one machine with all text, and against the best facility alone."""
+    about = f"{campaign.rounds} rounds of {campaign.steps} steps, perplexity on all held-out text"
+    best = min(value for name, value in union.items() if name.endswith(" alone"))
+    pairs = [(ONE_MACHINE, union[ONE_MACHINE], 1 + MOST_LOST), ("best alone", best, 1.0)]
+    ours = [union["federated"]]
+    return [
+        results.row(about, "perplexity", ours, peer, [value], "lower", target)
+        for peer, value, target in pairs
+    ]
 
 
 def missed(union: Mapping[str, float]) -> bool:

@@ -26,6 +26,13 @@ def campaign():
     return checked_campaign(campaign_values(lines))
 
 
+def test_its_rows_are_against_one_machine_and_the_best_alone(demo, campaign):
+    union = {"before": 40.0, "north alone": 36.0, "east alone": 35.0, "one machine": 33.0}
+    first, second = demo.rows(campaign, union | {"federated": 34.0})
+    assert (first["ours"], first["peers"], first["target"]) == (34.0, 33.0, 1.02)
+    assert (second["peer"], second["peers"], second["target"]) == ("best alone", 35.0, 1.0)
+
+
 def test_one_machine_has_all_training_text_and_nothing_held_out(demo, campaign, tmp_path):
     demo.write_union(campaign, tmp_path / "start", tmp_path)
     train, held_out = (

@@ -1,5 +1,6 @@
 """Scripted facilities that lie, hang, flood and claim: each is its own failure, nobody else's."""
 
+import argparse
 import hashlib
 import json
 import os
@@ -147,14 +148,14 @@ def test_what_floods_is_cut_off(tmp_path: Path) -> None:
     store = saying(store_of(tmp_path), tmp_path, north='yes \'{"state": "ready"}\'')
     go_on(store, 1, store.campaign.sites[0])
     assert "more than" in store.state(1, store.campaign.sites[0]).text
-    assert store.failures(1, store.campaign.sites[0]) == 1
+    assert store.state(1, store.campaign.sites[0]).failures == 1
 
 
 @pytest.mark.login_node
 def test_a_command_that_ends_as_timeout_does_is_a_failure_and_no_dead_line(tmp_path: Path) -> None:
     store = saying(store_of(tmp_path), tmp_path, north="echo too slow >&2; exit 124")
     go_on(store, 1, store.campaign.sites[0])
-    assert store.failures(1, store.campaign.sites[0]) == 1
+    assert store.state(1, store.campaign.sites[0]).failures == 1
     assert "too slow" in store.state(1, store.campaign.sites[0]).text
 
 
@@ -719,6 +720,21 @@ def test_a_facility_may_list_less_than_the_default(tmp_path: Path) -> None:
     refuse_settings(["training.steps=3"], tmp_path)
     with pytest.raises(UserError, match="change nodes to '2'"):
         refuse_settings(["nodes=2"], tmp_path)
+
+
+def test_a_request_that_was_kept_is_held_to_what_the_facility_allows_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job failed, or was killed; meanwhile the facility's owner allows less."""
+    for name in ("refuse_wrong_base", "prune_states"):
+        monkeypatch.setattr(site, name, lambda *_: None)
+    monkeypatch.setattr(site, "make_bases", lambda *_: 1)
+    monkeypatch.setattr(site, "_overrides", lambda *_: [])
+    kept = {"global_round": 1, "overrides": ["nodes=2"], "frozen": None, "signing_key": None}
+    (tmp_path / "site.allow").write_text("training.*\n")
+    how = argparse.Namespace(receive=False, measure=False)
+    with pytest.raises(UserError, match="change nodes to '2'"):
+        site._advance(tmp_path, 1, kept | {"keep_checkpoints": 2}, how)
 
 
 def test_round_1000_follows_round_999(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

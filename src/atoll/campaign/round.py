@@ -232,6 +232,7 @@ def _fetched(
     keep_only(partial, {*MANIFEST, *files})  # whole files of a transfer that was cut off
     for names in of_like_size({name: facts.bytes for name, facts in files.items()}):
         get(names, max(files[name].bytes for name in names))
+    keep_only(partial, {*MANIFEST, *files})  # older rsyncs take more than was asked for
     for path in _files(partial):  # rsync does not see to it
         run_dir.sync_file(path)
     run_dir.sync_folder(partial)

@@ -171,6 +171,8 @@ def _advance(
         refuse_other_frozen(folder, request, lines)
     if how.receive:
         return {"state": "received"}
+    refuse_settings(request["overrides"], folder)  # site.allow may be another since it was kept
+    refuse_key(request["signing_key"], folder)
     prune_states(folder, number, request["keep_checkpoints"])
     if not how.measure:
         begin = begins_with(folder, here, request, base)

@@ -63,8 +63,8 @@ class Rule(Settings):
     fragments: Annotated[int, Field(ge=1, le=1000)] = 1
     # which layers are in one: every so many-th, or neighbours
     fragment_pattern: FragmentPattern = "strided"
-    # rounds that a facility trains on before it takes the averaged fragment, so that sending and
-    # averaging cost no time of it; fewer than `fragments`
+    # rounds that a facility trains on before it takes the averaged fragment, so that waiting
+    # for others and averaging cost no time of it; fewer than `fragments`
     overlap_rounds: CountOrZero = 0
     # how much of its own value a facility keeps where it takes the averaged one; 0: none
     merge_alpha: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
