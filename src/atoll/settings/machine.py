@@ -21,9 +21,9 @@ from atoll.settings.fields import (
 # MYTOKEN, TOKEN2, APPKEY, AWS_ACCESS_KEYID, GITHUB_PAT, GHPAT, PGPASSFILE, MYSQL_PWD; but neither
 # NCCL_IB_PKEY, MONKEY, NCCL_IB_BYPASS, COMPASS, FI_CXI_COMPAT, PATH nor APPTAINER_PWD
 SECRET_NAME = re.compile(
-    r"SECRET|CREDENTIAL|PASSWO?R?D|PASSPHRASE|(^|_)CREDS\d*(_|$)"
+    r"SECRET|CREDENTIAL|PASSWO?R?D|PASSPHRASE|(PRIVATE|API|ACCESS)_?KEY|(^|_)CREDS\d*(_|$)"
     r"|(TOKEN|(?<!_P)(?<!^P)(?<!MON)(?<!DON)KEY|(?<!BY)(?<!COM)PASS)(S|ID|FILE|VALUE)*\d*(_|$)"
-    r"|(^|_|GH|GIT|HUB|LAB)PATS?\d*(_|$)|(SQL|DB|PG)_?PWD\d*$",
+    r"|(^|_|MY|GH|GIT|HUB|LAB|AZURE)PATS?\d*(_|$)|(SQL|DB|PG)_?PWD\d*$",
     re.IGNORECASE,
 )
 GIVEN = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=")  # NAME=VALUE, as --export and --env take it
