@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from atoll.config import stated_folders
 from atoll.config.compose import compose
 from atoll.config.paths import CACHES
 
@@ -19,6 +20,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     for name in CACHES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(stated_folders, "source_folder", lambda: folder)
     return folder
 
 

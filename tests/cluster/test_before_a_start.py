@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from atoll import run_dir
 from atoll.__main__ import main
 from atoll.cluster import start, submit_checks
 from atoll.cluster.device_here import SIGNS, check_device
@@ -64,12 +65,34 @@ def test_nodes_without_a_network_find_what_has_a_name_of_the_hub_or_nothing_is_q
         submit_checks.check_hub(run, shell)
     assert error.value.found.startswith(f"{named} is not in {here / 'hf' / 'hub'}")
     assert "atoll prepare --into BUNDLE" in error.value.hint
-    for _, _, folder in hub_names(run):
-        (here / "hf" / "hub" / folder).mkdir(parents=True)
+    for of in hub_names(run):
+        (here / "hf" / "hub" / f"{of.kind}--{of.name.replace('/', '--')}").mkdir(parents=True)
     submit_checks.check_hub(run, shell)
     own = compose(["facility=leonardo", f"folders.caches={{HF_HOME: {here / 'hf'}}}", *words]).run
     submit_checks.check_hub(own, {})
     submit_checks.check_hub(compose(["facility=lumi", *words]).run, {})  # its nodes fetch
+
+
+def test_what_a_job_does_not_read_of_the_hub_is_not_looked_for(here):
+    def of(*words):
+        run = compose(["facility=leonardo", "name=x", *words]).run
+        submit_checks.check_hub(run, {"HF_HOME": str(here / "hf")})
+        return run
+
+    hub = ("data=hub", "data.hub=a/texts", "tokenizer.path=some/words")
+    with pytest.raises(UserError, match="have no network"):
+        run = compose(["facility=leonardo", "name=x", *hub]).run
+        submit_checks.check_hub(run, {"HF_HOME": str(here / "hf")})
+    bundled = run.folders.model_copy(update={"bundle": here / "bundle"})
+    submit_checks.check_hub(run.model_copy(update={"folders": bundled}), {})
+    (here / "saved").mkdir()
+    of("data=hub", "data.hub=saved")
+    (here / "hf" / "datasets" / "a___texts").mkdir(parents=True)
+    of(*hub[:2])
+    tokens = run_dir.prepared(run)
+    tokens.mkdir(parents=True)
+    (tokens / "manifest.json").write_text("{}")
+    of(*hub)
 
 
 def test_an_environment_of_a_login_node_starts_no_training(here, monkeypatch, capsys):

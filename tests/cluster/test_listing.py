@@ -94,7 +94,9 @@ def test_runs_are_found_where_your_own_settings_put_them(
 ):
     programs(squeue="9|9|RUNNING|None", sacct="", scancel="")
     monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
-    text = "folders:\n  runs: ${oc.env:SCRATCH}/runs\n  images: pictures\n"
+    text = (
+        "folders:\n  runs: ${oc.env:SCRATCH}/runs\n  images: ${oc.env:SCRATCH}/../here/pictures\n"
+    )
     own_settings(here, monkeypatch, text)
     submitted("older")
     submitted("one", f"folders.runs={tmp_path}/scratch/runs")

@@ -116,7 +116,7 @@ def test_what_a_run_began_with_is_said_and_what_dpo_is_held_against_is_stated(
     reference.write_bytes(b"numbers")
     of_run.prove_run(run_dir.export(folder), changed, folder, {"libraries": "torch 1"}, {})
     assert verify(folder) == 0
-    said = "base: said to be model llama, revision abc, checkpoint step-00000007"
+    said = "base: said to be model me/llama, revision abc, checkpoint x/step-00000007"
     assert f"not at hand  {said}" in capsys.readouterr().out
     change_byte(reference)
     assert verify(folder) == 2

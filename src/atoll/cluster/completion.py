@@ -1,9 +1,11 @@
 """`atoll completion SHELL`: the script by which bash, zsh or fish complete what is typed."""
 
+import re
 import shlex
 from collections.abc import Callable
 
 from atoll.cluster import listing
+from atoll.cluster.status import runs_folders
 from atoll.commands import COMMANDS, GROUPS, JOBS_OWN, CommandParser
 from atoll.config.compose import config_tree, groups
 from atoll.settings import setting_names
@@ -23,7 +25,8 @@ _atoll() {
     case "$before " in
         *"atoll ") words=@COMMANDS@ ;;
         *"atoll list ") words=@KINDS@ ;;
-        @OF_RUNS@) words=$(cd runs 2> /dev/null && printf '%s ' *) ;;
+        @OF_RUNS@) 
+            words=$(for folder in @RUNS@; do (cd "$folder" 2> /dev/null && printf '%s ' *); done) ;;
     esac
     mapfile -t COMPREPLY < <(compgen -W "$words" -- "$word")
     [[ ${COMPREPLY[*]} != *= ]] || compopt -o nospace
@@ -38,7 +41,7 @@ _atoll() {
     elif [[ $service == atoll && ${words[2]} == list ]]; then
         compadd -- @KINDS@
     elif [[ $service == atoll && ${words[2]} == (@OF_RUNS@) ]]; then
-        compadd -- runs/*(N:t)
+        compadd -- @RUNS@
     else
         compadd -- @CHOICES@
         compadd -S '' -- @SETTINGS@
@@ -49,7 +52,7 @@ compdef _atoll atoll train.sbatch
 """
 FISH = """\
 complete -c atoll -n __fish_use_subcommand -f -a @COMMANDS@
-complete -c atoll -n '__fish_seen_subcommand_from @OF_RUNS@' -f -a '(path basename runs/*)'
+complete -c atoll -n '__fish_seen_subcommand_from @OF_RUNS@' -f -a '(path basename @RUNS@)'
 complete -c atoll -n '__fish_seen_subcommand_from list' -f -a @KINDS@
 complete -c atoll -n '__fish_seen_subcommand_from @OTHERS@' -a @WORDS@
 complete -c train.sbatch -a @WORDS@
@@ -91,13 +94,15 @@ def bash() -> str:
     words = shlex.quote(" ".join([*choices(), *settings()]))
     of_runs = " | ".join(f'*"atoll {name} "*' for name in OF_RUNS)
     typed, listed = (shlex.quote(" ".join(words)) for words in (commands(), kinds()))
-    return _filled(BASH, WORDS=words, COMMANDS=typed, KINDS=listed, OF_RUNS=of_runs)
+    runs = shlex.join(map(str, runs_folders()))
+    return _filled(BASH, WORDS=words, COMMANDS=typed, KINDS=listed, OF_RUNS=of_runs, RUNS=runs)
 
 
 def zsh() -> str:
     every = {"COMMANDS": commands(), "KINDS": kinds(), "CHOICES": choices(), "SETTINGS": settings()}
     texts = {name: shlex.join(words) for name, words in every.items()}
-    return _filled(ZSH, **texts, OF_RUNS="|".join(OF_RUNS))
+    runs = " ".join(f"{shlex.quote(str(folder))}/*(N:t)" for folder in runs_folders())
+    return _filled(ZSH, **texts, OF_RUNS="|".join(OF_RUNS), RUNS=runs)
 
 
 def fish() -> str:
@@ -105,7 +110,10 @@ def fish() -> str:
     typed, listed = (shlex.quote(" ".join(words)) for words in (commands(), kinds()))
     others = " ".join(name for name in commands() if name not in (*OF_RUNS, "list", "completion"))
     texts = {"WORDS": words, "COMMANDS": typed, "KINDS": listed, "OTHERS": others}
-    return _filled(FISH, **texts, OF_RUNS=" ".join(OF_RUNS))
+    # inside quotes: a folder of other letters is left out
+    plain = [str(folder) for folder in runs_folders() if re.fullmatch(r"[\w./+-]+", str(folder))]
+    runs = " ".join(f"{folder}/*" for folder in plain)
+    return _filled(FISH, **texts, OF_RUNS=" ".join(OF_RUNS), RUNS=runs)
 
 
 def _filled(script: str, **texts: str) -> str:

@@ -13,6 +13,7 @@ from atoll.config.compose import COMMAND_LINE, Composition, compose, overrides_p
 from atoll.tables import table
 
 PROBE_MINUTES = 15
+PROBE_NOTICE_SECONDS = 30  # it has nothing to save
 PROBE = "atoll.monitor.node_probe:main"
 ABOUT = """\
 Ask of a facility, on its login node, all that a run will need, and say how to fix what is wrong."""
@@ -60,7 +61,8 @@ def as_probe(composition: Composition) -> Composition:
     if minutes is not None and not is_typed:
         minutes = min(minutes, PROBE_MINUTES)
     facility = run.facility.model_copy(update={"binds": binds, "walltime_minutes": minutes})
-    update = {"name": name, "facility": facility}
+    restart = run.restart.model_copy(update={"notice_seconds": PROBE_NOTICE_SECONDS})
+    update = {"name": name, "facility": facility, "restart": restart}
     return Composition(run.model_copy(update=update), composition.sources)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.cluster import limits
-from atoll.cluster.hub_names import hub_cache, hub_home, hub_names
+from atoll.cluster.hub_names import hub_cache, hub_home, hub_names, is_cached
 from atoll.cluster.scheduler import answer_lines
 from atoll.commands import run_command
 from atoll.config import certificate
@@ -221,15 +221,15 @@ def offline(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
     if run.image.file is not None and not any(cache.is_relative_to(path) for path in own):
         hint = f"folders.caches.HF_HOME={home}, or make the folder: a job then binds it"
         yield Finding(UNKNOWN, "hub cache", f"{cache} is not bound into the container", hint)
-    for _, name, folder in hub:
-        if (cache / folder).is_dir():
-            yield Finding(OK, "hub cache", f"{name} is in {cache}")
+    for each in hub:
+        if is_cached(each, run, environment):
+            yield Finding(OK, "hub cache", f"{each.name} is in {cache}")
         else:
             hint = (
                 "atoll prepare --into BUNDLE … where there is a network, then folders.bundle=BUNDLE"
             )
             verdict = WRONG if run.facility.node_network is False else UNKNOWN
-            yield Finding(verdict, "hub cache", f"{name} is not in {cache}", hint)
+            yield Finding(verdict, "hub cache", f"{each.name} is not in {cache}", hint)
     if hub:
         token = "HF_TOKEN" in environment or (home / "token").exists()
         found = "a token is set (its value is never shown)" if token else "no token is set"

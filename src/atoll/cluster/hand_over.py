@@ -14,7 +14,7 @@ from atoll.config.stated_folders import stated_folder
 from atoll.errors import UserError
 from atoll.settings import Run
 
-OF_RUNS = "--runs"  # the folder of runs alone, for a command that takes no settings
+OF_RUNS = "--runs"  # the folders of runs and images alone, for a command that takes no settings
 
 
 def hand_over(run: Run, file: Path, folder: Path, follows: Path | None = None) -> None:
@@ -51,5 +51,6 @@ def folders(overrides: Sequence[str]) -> list[str]:
 if __name__ == "__main__":
     file, *words = sys.argv[1:]
     settings = [word for word in words if not word.startswith("-") and "=" in word]
-    named = [str(stated_folder("runs").absolute())] if words == [OF_RUNS] else folders(settings)
+    of_runs = [str(stated_folder(name).absolute()) for name in ("runs", "images")]
+    named = of_runs if words == [OF_RUNS] else folders(settings)
     Path(file).write_text("".join(f"{folder}\0" for folder in named))

@@ -18,8 +18,8 @@ from atoll.tables import table
 
 ABOUT = "List what a run may be made of, or what this folder holds; without WHAT: its runs."
 STATUS = """\
-Say of each run (its folder, or its name in runs/) where it stands, and why; without RUN of all runs
-of this folder: state, last step, its loss and age, and the job."""
+Say of each run (its folder, or its name in folders.runs) where it stands, and why; without RUN of
+all runs there: state, last step, its loss and age, and the job."""
 # what a person types -> the group of the configuration tree
 GROUPS = {
     "facilities": "facility",

@@ -59,6 +59,7 @@ WHOSE = {
     BY_DOCTOR: "stated peaks and measured links",
     MEASURED_HERE: "measured rates",
 }
+OF_RUNS = ""  # no folder was named
 CHOSEN = "sharding="  # by the planner, whatever was typed
 SCALED = (
     CHOSEN,
@@ -72,9 +73,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="as a JSON object")
     parser.add_argument("--explain", action="store_true", help="what bounds a step, in three lines")
     record = "errors of past predictions, of all runs in FOLDER; default: folders.runs"
-    parser.add_argument(
-        "--record", nargs="?", type=Path, const=stated_folder("runs"), metavar="FOLDER", help=record
-    )
+    parser.add_argument("--record", nargs="?", const=OF_RUNS, metavar="FOLDER", help=record)
     parser.add_argument("--simulate", metavar="nodes=N,…", help=f"scaling over nodes, {GRAMMAR}")
     parser.add_argument("--measure", action="store_true", help="a minute: what this node can do")
     forgets = "drop what finished runs taught the facility's predictions"
@@ -83,7 +82,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--facilities", metavar="NAME,…", help=several)
     arguments = parser.read(argv)
     if arguments.record is not None:
-        rows = record_of(arguments.record)
+        is_named = arguments.record != OF_RUNS
+        rows = record_of(Path(arguments.record) if is_named else stated_folder("runs"))
         print(json.dumps(rows, indent=1) if arguments.json else record_text(rows))
         return 0
     overrides = [word for word in arguments.overrides if word != AUTO]

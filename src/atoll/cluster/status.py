@@ -39,12 +39,15 @@ LAST_WORDS = [
 
 def runs_folders() -> list[Path]:
     """Where runs are by default: as your own settings say, and in the clone, which is older."""
-    return list(dict.fromkeys([stated_folder("runs"), own_place("runs")]))
+    folders = [stated_folder("runs"), own_place("runs")]
+    return list({folder.resolve(): folder for folder in reversed(folders)}.values())[::-1]
 
 
 def run_folder(name: str) -> Path:
     """The folder of a run that is named by its path, or by its name in `folders.runs`."""
-    for folder in (Path(name), *(runs / name for runs in runs_folders())):
+    if run_dir.settings_file(Path(name)).is_file():
+        return Path(name)
+    for folder in (runs / name for runs in runs_folders()):
         if run_dir.settings_file(folder).is_file():
             return folder
     if (Path(name) / "campaign.json").is_file():

@@ -9,7 +9,7 @@ from atoll import run_dir
 from atoll.cluster import limits
 from atoll.cluster.device_here import check_device
 from atoll.cluster.fit import check_fit
-from atoll.cluster.hub_names import hub_cache, hub_names
+from atoll.cluster.hub_names import hub_cache, hub_names, is_cached
 from atoll.cluster.start import runs_here
 from atoll.config.identity import check_same_run
 from atoll.errors import UserError
@@ -98,12 +98,11 @@ def check_hub(run: Run, environment: Mapping[str, str]) -> None:
     """Refuse what has a name of the hub where nodes without a network would look for it in vain."""
     if run.facility.node_network is not False or run.facility.scheduler == "none":
         return
-    cache = hub_cache(run, environment)
-    for setting, name, folder in hub_names(run):
-        if not (cache / folder).is_dir():
+    for each in hub_names(run):
+        if not is_cached(each, run, environment):
             raise UserError(
-                f"{setting}={name} is not in {cache}, and nodes of {run.facility.name} have no "
-                "network to fetch it",
+                f"{each.setting}={each.name} is not in {hub_cache(run, environment)}, and nodes of "
+                f"{run.facility.name} have no network to fetch it",
                 "where there is one: atoll prepare --into BUNDLE and the words of this line; "
                 "then folders.bundle=BUNDLE here",
             )

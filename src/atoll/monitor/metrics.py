@@ -29,7 +29,8 @@ class Metrics(Observer):
         self.watched, self.write, self.communication = watched, write, communication
         self.peak, self.peak_source = peak_tflops(node, world.device, watched.compute_dtype)
         context = mean_context_tokens(watched.packing)
-        adapters = adapter_parameters(watched.run, watched.shape)
+        learning = adapter_parameters(watched.run, watched.shape)
+        adapters = learning if watched.run.model.lora is not None else None
         self.flops = flops_per_token(watched.shape, context, adapters)
         self.updates: list[StepRecord] = []
         self.started: float | None = None

@@ -40,14 +40,14 @@ def peak_tflops(node: Node, device: torch.device, dtype: torch.dtype) -> tuple[f
     return None, f"the peak of {name} is not known: set facility.node.peak_tflops (dense bf16)"
 
 
-def flops_per_token(shape: Shape, mean_context_tokens: float, adapters: int = 0) -> float:
+def flops_per_token(shape: Shape, mean_context_tokens: float, adapters: int | None = None) -> float:
     """Forward and backward (Chowdhery et al. 2022, appendix B): 6 N + 12 L d C.
 
-    Beside `adapters` parameters that learn, the rest has no gradients: 4 N + 6 A + 12 L d C.
+    Beside A `adapters`, which alone learn, the rest has no gradients: 4 N + 6 A + 12 L d C.
     """
     attention = 12 * shape.layers * shape.query_width * mean_context_tokens
-    passes = 4.0 if adapters else 6.0
-    return passes * shape.multiplied_parameters + 6.0 * adapters + attention
+    passes = 6.0 if adapters is None else 4.0
+    return passes * shape.multiplied_parameters + 6.0 * (adapters or 0) + attention
 
 
 def mean_context_tokens(packing: PackingPlan) -> float:

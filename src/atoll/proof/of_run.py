@@ -119,10 +119,13 @@ def _base(run: Run) -> list[Resource]:
         began = {"model": model.source, "revision": model.revision}
     began["adapter"] = model.lora.start if model.lora is not None else None
     began["checkpoint"] = run.checkpoint.initial_load_path
-    named = {
-        what: Path(x).name if Path(x).is_absolute() else str(x) for what, x in began.items() if x
+    named = {what: Path(name) for what, name in began.items() if name is not None}
+    # of a path the end alone: RUN/export, BUNDLE/model
+    shown = {
+        what: "/".join(path.parts[-2:]) if path.is_absolute() else str(path)
+        for what, path in named.items()
     }
-    return [said("base", **named)] if named else []
+    return [said("base", **shown)] if named else []
 
 
 def _of_code(commit: str) -> Resource:

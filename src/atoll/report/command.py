@@ -17,14 +17,14 @@ from atoll.report.run import RunMetrics, read
 from atoll.report.tables import STYLES, comma_separated
 from atoll.report.watch import DEFAULT_PORT, serve
 
-ABOUT = """Tables of runs (folders, or names in runs/): losses, tokens/s, time, energy, the best
-first, under the settings in which they differ; the bytes a rank sent in a step, expected from
+ABOUT = """Tables of runs (folders, or names in folders.runs): losses, tokens/s, time, energy, the
+best first, under the settings in which they differ; the bytes a rank sent in a step, expected from
 shapes and mesh, observed on the wire and at the collectives; of one job at several sizes, speed-up
 and efficiency over the one of fewest devices. The first line of a run is left out of all rates: it
 warms up. A run without a step is named with what ended it. Of a campaign (its folder, or its name
 in campaigns/): what each facility did in each round, seconds, bytes, losses, weights, and who was
 left out and why. Of a file that `atoll plan --simulate --json` printed: scaling on paper. Beside
-them report.html, in the folder of the first: one file of figures and
+them report.html, in the folder of the smallest: one file of figures and
 tables that opens anywhere, offline."""
 
 
