@@ -25,7 +25,7 @@ _atoll() {
     case "$before " in
         *"atoll ") words=@COMMANDS@ ;;
         *"atoll list ") words=@KINDS@ ;;
-        @OF_RUNS@) 
+        @OF_RUNS@)
             words=$(for folder in @RUNS@; do (cd "$folder" 2> /dev/null && printf '%s ' *); done) ;;
     esac
     mapfile -t COMPREPLY < <(compgen -W "$words" -- "$word")

@@ -23,9 +23,8 @@ def own_place(name: str) -> Path:
 def _start(name: str) -> Path:
     """Where a relative folder begins, as where a run is composed."""
     here = Path.cwd()
-    return (
-        clone_around(here) or (clone_around(Path(__file__)) if name == "images" else None) or here
-    )
+    of_code = clone_around(Path(__file__)) if name == "images" else None
+    return clone_around(here) or of_code or here
 
 
 def stated_folder(name: str) -> Path:
