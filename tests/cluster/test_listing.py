@@ -1,6 +1,7 @@
 """`atoll list`, `logs`, `cancel` and `diff`: what there is, and what becomes of it."""
 
 import json
+import shutil
 import stat
 
 import pytest
@@ -8,7 +9,7 @@ import yaml
 
 from atoll import run_dir
 from atoll.cluster import diff, job_control, listing
-from atoll.config import stated_folders
+from atoll.config import compose, stated_folders
 from atoll.errors import UserError
 from atoll.settings import dumped
 
@@ -113,6 +114,30 @@ def test_runs_are_found_where_your_own_settings_put_them(
     missing = f"no run at two, nor in {tmp_path}/scratch/runs or in runs"
     with pytest.raises(UserError, match=missing):
         listing.status_of(["two"])
+
+
+def test_a_run_is_listed_once_and_found_by_its_folder_whatever_is_stated(
+    submitted, programs, here, monkeypatch, capsys
+):
+    programs(squeue="9|9|RUNNING|None", sacct="")
+    folder = submitted("one")
+    own_settings(here, monkeypatch, "folders: {runs: runs}\n")
+    assert listing.status_of([]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    (here / "hydra_conf" / "local" / "default.yaml").write_text("folders: {runs: '${x.y}'}\n")
+    assert listing.status_of([str(folder)]) == 0
+
+
+def test_own_folders_may_follow_from_other_settings(tmp_path, monkeypatch):
+    tree = tmp_path / "hydra_conf"
+    shutil.copytree(compose.config_tree(), tree, ignore=shutil.ignore_patterns("local"))
+    (tree / "local").mkdir()
+    text = "# @package _global_\ndefaults:\n  - override /facility: lumi\n"
+    text += f"folders:\n  runs: {tmp_path}/${{facility.name}}\n"
+    (tree / "local" / "default.yaml").write_text(text)
+    monkeypatch.setattr(stated_folders, "source_folder", lambda: tmp_path)
+    monkeypatch.setattr(compose, "source_folder", lambda: tmp_path)
+    assert stated_folders.stated_folder("runs") == tmp_path / "lumi"
 
 
 @pytest.mark.parametrize("text", ["folders:\n  runs: ${oc.env:NOWHERE_SET}/runs\n", "runs: [\n"])
