@@ -193,6 +193,17 @@ def test_status_finds_runs_where_your_own_settings_put_them(clone, tmp_path):
     assert f"--bind {tmp_path / 'scratch' / 'runs'} " in asking
 
 
+def test_a_scheduler_that_is_asked_in_vain_keeps_nobody_waiting(clone):
+    """How long it would wait is asked for a few seconds; then the job is queued all the same."""
+    (clone.programs / "sbatch").rename(clone.programs / "queue")
+    slow = '[[ " $* " != *" --test-only "* ]] || exec sleep 6\nexec "${0%/*}/queue" "$@"\n'
+    (clone.programs / "sbatch").write_text(f"#!/bin/bash\n{slow}")
+    (clone.programs / "sbatch").chmod(0o755)
+    done = clone.type(*SLURM)
+    assert done.returncode == 0, done.stderr
+    assert "job 4711" in done.stdout
+
+
 def test_every_program_that_a_command_asks_is_this_machine_s(clone):
     script = (clone.root / "sbatch" / "atoll").read_text().replace("\\\n", "")
     bridged = re.search(r"^for program in (.*); do$", script, re.MULTILINE)[1].split()

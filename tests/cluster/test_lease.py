@@ -125,6 +125,10 @@ def test_processes_that_outlive_their_job_s_shell_hold_the_run(folder, programs)
     assert job(folder, "none", "").communicate("\n", timeout=10)[0] == "holds\n"
 
 
+# OpenPBS's; its S is no state
+PBS_HEADER = 'echo "Job id Name User Time Use S Queue"; echo "------ ---- ---- -------- - -----"'
+
+
 @pytest.mark.parametrize(
     ("scheduler", "says", "taken"),
     [
@@ -133,7 +137,10 @@ def test_processes_that_outlive_their_job_s_shell_hold_the_run(folder, programs)
         ("slurm", {"squeue": "echo COMPLETED"}, True),
         ("slurm", {"squeue": "echo PENDING"}, True),
         ("slurm", {"squeue": "echo slurm_load_jobs error: Invalid job id specified; exit 1"}, True),
+        ("slurm", {"squeue": "echo welcome to this machine; echo RUNNING"}, False),
         ("pbs", {"qstat": "echo 7.host name user 0 R prod"}, False),
+        ("pbs", {"qstat": f"{PBS_HEADER}; echo 7.host name user 0 R prod"}, False),
+        ("pbs", {"qstat": f"{PBS_HEADER}; echo 7.host name user 0 Q prod"}, True),
         ("pbs", {"qstat": "echo 7.host name user 0 S prod"}, False),
         ("pbs", {"qstat": "echo qstat: Unknown Job Id 7.host; exit 153"}, True),
         ("pbs", {"qstat": "echo qstat: 7.host Job has finished; exit 35"}, True),

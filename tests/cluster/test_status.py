@@ -13,7 +13,7 @@ import yaml
 
 from atoll import run_dir
 from atoll.cluster import status as status_module
-from atoll.cluster.jobs import Job
+from atoll.cluster.jobs import Job, pbs_jobs
 from atoll.cluster.listing import status_of as main
 from atoll.cluster.status import _progress, follow, status
 from atoll.errors import UserError
@@ -46,6 +46,17 @@ def scheduler(tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", str(tmp_path))
 
     return say
+
+
+def test_one_job_that_pbs_knows_no_more_hides_no_other(scheduler, tmp_path):
+    """`qstat -x 7 9` tells of 9, and fails for 7."""
+    scheduler()
+    qstat = tmp_path / "qstat"
+    qstat.write_text(
+        '#!/bin/sh\n[ "$1" = -x ] && echo "9.host name user 00:00 F batch"\nexit 153\n'
+    )
+    answers = pbs_jobs(["7.host", "9.host"])
+    assert answers["9.host"].code == "F" and answers["7.host"].code == ""
 
 
 CASES = [

@@ -9,7 +9,7 @@ import yaml
 
 from atoll import run_dir
 from atoll.cluster import job_control, listing, submit, then
-from atoll.cluster.job_script import then_head
+from atoll.cluster.job_script import NODE_FILE, then_head
 from atoll.errors import UserError
 from atoll.settings import dumped
 
@@ -47,6 +47,31 @@ def queued(composed, here):
         return run, folder
 
     return write
+
+
+def test_a_job_that_was_refused_is_not_what_it_waits_for(queued, programs):
+    """Typed by hand beside the chain: 13 trains, 12 was told that 13 holds the run."""
+    log = programs(squeue="RUNNING", sbatch="Submitted batch job 14")
+    _, folder = queued()
+    run_dir.jobs_file(folder).write_text("slurm 11\nslurm 13\nslurm 12\nslurm 12 refused\n")
+    script = ["bash", str(run_dir.then_script(folder))]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert "--jobs=13" in log.read_text(), done.stderr
+    assert "the run goes on in job 13" in done.stdout
+
+
+def test_behind_a_run_of_pbs_containers_see_the_node_file(composed, tmp_path, here):
+    run = composed("facility=polaris", "facility.account=a", "name=x").run
+    copy = NODE_FILE.format(file=tmp_path / "then_nodes.txt")
+    assert copy in then_head(run, tmp_path)
+    (tmp_path / "spool").write_text("x1\nx2\n")
+    done = subprocess.run(
+        ["bash", "-c", f'{copy}echo "$PBS_NODEFILE"; cat "$PBS_NODEFILE"'],
+        env={"PATH": "/usr/bin:/bin", "PBS_NODEFILE": str(tmp_path / "spool")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == [str(tmp_path / "then_nodes.txt"), "x1", "x2"]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,10 @@ CASES = [
     ([CODE], (0, 0), [], False, []),
     ([NAN], (10, 20), [], False, []),
     ([SLOW, NAN], (10, 20), [], False, []),
+    # a slow rank ended nothing: a full disk did, or what no fault tells
+    ([SLOW], (10, 20), [], False, []),
+    ([SLOW, SLOW], (20, 20), [MOVED], False, []),
+    ([NODE, SLOW], (10, 20), [], True, ["n2", "n4"]),
     # twice in a row without a step saved
     ([NODE], (20, 20), [STUCK], False, []),
     ([NODE], (20, 20), [MOVED], True, ["n2"]),

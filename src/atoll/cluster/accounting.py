@@ -25,8 +25,11 @@ Record = dict[str, Any]
 def keep_accounting(run_folder: Path) -> None:
     """Keep the records of a finished run's jobs, once all have ended, and state them in its proof.
 
-    Nothing is kept where there is no accounting: the proof names that gap.
+    Nothing is kept where there is no accounting: the proof names that gap; nor in somebody else's
+    folder, which may be looked at all the same.
     """
+    if not os.access(run_folder, os.W_OK):
+        return
     file = run_dir.accounting_file(run_folder)
     if not run_dir.result_file(run_folder).is_file():
         return

@@ -44,6 +44,8 @@ scheduler_says() { # SCHEDULER JOB: alive, dead or unknown
         pbs) answer=$(qstat "$2" 2>&1) || code=$? ;;
         *) answer='' code=1 ;;
     esac
+    # a greeting comes before it, and so does a header with letters of its own
+    ((code != 0)) || answer=${answer##*$'\n'}
     case $1:$code:$answer in
         pbs:153:* | pbs:35:* | *:*nvalid\ job\ id* | *:*nknown\ [Jj]ob* | *:*has\ finished*) echo dead ;;
         slurm:0:RUNNING | slurm:0:S[UTI]* | slurm:0:RESIZING) echo alive ;;
@@ -366,7 +368,8 @@ leave() { # NODE of the shell, SECONDS of silence, TOLD_TO_END: fails where the 
     words+=("--nodes=$1,$(nodes_of_job | paste -sd, -)" --time-is-over)
     if [[ $(atoll go-on "$run_folder" "${words[@]}") == *"@atoll again"* ]]; then
         excluded=$(left_out)
-        requeue || true
+        # in another job: this one is cancelled, which would take one that waits again with it
+        (scontrol() { [[ $1 != requeue ]] && command scontrol "$@"; }; requeue) || true
     fi
     scancel "$job"
 }

@@ -72,11 +72,16 @@ def cancel(argv: list[str]) -> int:
     folder = run_folder(parser.read(argv).run)
     jobs = [*queued_jobs(folder), *then_jobs(folder)]
     answers = ask(jobs)
-    alive = [job for job in jobs if job in answers and answers[job].state in LIVE]
+    known = [job for job in jobs if job in answers and answers[job].state in LIVE]
+    # of which nobody knows whether they are: last, and a scheduler may know them no more
+    unknown = {job for job in known if answers[job].state == "unknown"}
+    alive = sorted(known, key=lambda job: job in unknown)
     if not alive:
         raise UserError(f"run {folder.name} has no job to cancel: {_how_it_is(folder)}", SEE)
     for scheduler, job in alive:
         done = run_command([ENDING[scheduler], job])
+        if done.returncode and (scheduler, job) in unknown and len(unknown) < len(alive):
+            continue
         if done.returncode:
             raise UserError(f"{ENDING[scheduler]} {job}: {done.last_line}", SEE)
         print(f"cancelled {scheduler} job {job} of {folder.name}; the same line again goes on")

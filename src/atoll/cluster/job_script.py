@@ -50,10 +50,22 @@ def launch_script(
     )
 
 
+# containers do not see the folder that PBS keeps it in
+NODE_FILE = """\
+unset OMP_NUM_THREADS
+if [[ -f ${{PBS_NODEFILE:-}} ]]; then
+    cp "$PBS_NODEFILE" {file}
+    export PBS_NODEFILE={file}
+fi
+"""
+
+
 def then_head(run: Run, run_folder: Path) -> str:
     """How `then.sh` begins: as launch.sh does, without what only a training job has."""
     header = "#!/bin/bash\n# What follows this run. Written when it was submitted.\n"
-    return header + _modules(run) + STRICT + ALONE + _lines(preparation(run, run_folder))
+    nodes = NODE_FILE.format(file=shlex.quote(str(run_folder / "then_nodes.txt")))
+    own = nodes if run.facility.scheduler == "pbs" else ""
+    return header + _modules(run) + STRICT + ALONE + own + _lines(preparation(run, run_folder))
 
 
 def _modules(run: Run) -> str:

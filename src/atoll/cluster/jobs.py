@@ -107,7 +107,8 @@ def pbs_jobs(ids: Sequence[str]) -> dict[str, Job]:
     letters = _letters(done.stdout.splitlines())
     ended = [job for job in ids if _number(job) not in letters]
     if ended:
-        letters |= _letters(answer_lines(["qstat", "-x", *ended]))
+        # it fails where it knows one of them no more, and tells of the others
+        letters |= _letters(run_command(["qstat", "-x", *ended]).stdout.splitlines())
     return {job: _pbs_job(job, letters.get(_number(job))) for job in ids}
 
 

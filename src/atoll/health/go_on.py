@@ -50,12 +50,17 @@ class Decision:
 def decide(rules: Restart, start: Start, earlier: Sequence[Mapping[str, Any]]) -> Decision:
     """What follows a failed start. `earlier`: the restarts since a person submitted the run.
 
-    The last fault is the one that ended it. Nodes alone are left out, for faults that speak against
+    The last fault is the one that ended it, but for a slow rank, which ends nothing: of an end that
+    no fault explains, as a full disk, nothing is known that another start would mend. Nodes alone
+    are left out, for faults that speak against
     them; an exception is tried again only if steps advanced, data never.
     """
     if not start.faults:
         return Decision(False, "")
-    cause = start.faults[-1]
+    causes = [fault for fault in start.faults if fault.kind != "slow"]
+    if not causes:
+        return Decision(False, "it was slow, and the job's output says what ended the ranks")
+    cause = causes[-1]
     if cause.blame == "data":
         return Decision(False, "the same data would come again")
     if cause.blame == "code" and not start.advanced:

@@ -102,8 +102,11 @@ def forget(folder: Path, node_rank: int) -> None:
 
 
 def read_nodes(folder: Path) -> list[NodeRecord]:
-    """The records of all nodes that wrote one, in order."""
-    contents = [json.loads(file.read_text()) for file in sorted(folder.glob("node-*.json"))]
+    """The records of all nodes that wrote one, in order; one that a crash left empty is none."""
+    contents = []
+    for file in sorted(folder.glob("node-*.json")):
+        with suppress(ValueError, OSError):
+            contents.append(json.loads(file.read_text()))
     return [
         NodeRecord(**{**content, "ranks": [RankState(**state) for state in content["ranks"]]})
         for content in contents

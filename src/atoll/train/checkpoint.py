@@ -322,8 +322,8 @@ def _publish(partial: Path, content: dict[str, Any], keep: int) -> None:
     os.rename(partial, final)
     run_dir.sync_folder(final.parent)
     steps = sorted(n for n in os.listdir(final.parent) if run_dir.CHECKPOINT_NAME.match(n))
-    for old in steps[:-keep]:
-        shutil.rmtree(final.parent / old)
+    for old in steps[:-keep]:  # somebody else may be at it: the new one is there all the same
+        shutil.rmtree(final.parent / old, ignore_errors=True)
 
 
 def _manifest(path: Path) -> dict[str, Any]:
