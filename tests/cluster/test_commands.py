@@ -259,7 +259,8 @@ def test_pbs_s_time_is_watched_by_the_job_itself(composed):
     assert f"\nsource /runs/x/job.sh /runs/x pbs {59 * 60 - 180}\n" in text
     words = shlex.join(qsub_argv(run, Path("b"), RUN)[1:])
     assert f'    note_job "$(qsub -W depend=afterany:"$job" {words})"\n' in text
-    endless = launch_script(changed(run, walltime_minutes=None), RUN)
+    words = ("facility=testbed_pbs", "name=x", "facility.submit.l=['select=1']")
+    endless = launch_script(changed(composed(*words).run, walltime_minutes=None), RUN)
     assert "\nsource /runs/x/job.sh /runs/x pbs\n" in endless
     assert '    note_job "$(false)"\n' in endless
 

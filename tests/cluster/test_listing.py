@@ -187,6 +187,20 @@ def test_cancel_ends_the_job_that_lives(submitted, programs, capsys):
     assert "cancelled slurm job 9 of one" in capsys.readouterr().out
 
 
+def test_a_job_that_nobody_knows_any_more_keeps_no_other_from_its_end(
+    submitted, programs, tmp_path, capsys
+):
+    words = programs(squeue="9|9|RUNNING|None", sacct="")  # no accounting: of 7 nobody knows
+    end = f'#!/bin/sh\necho "$@" >> {tmp_path}/words\n[ "$1" != 7 ] || exit 1\n'
+    (tmp_path / "scancel").write_text(end)
+    (tmp_path / "scancel").chmod(0o755)
+    folder = submitted("one")
+    run_dir.jobs_file(folder).write_text("slurm 7\nslurm 9\n")
+    assert job_control.cancel(["one"]) == 0
+    assert words.read_text().splitlines()[-2:] == ["9", "7"]
+    assert capsys.readouterr().out.count("cancelled slurm job 9 of one") == 1
+
+
 def test_nothing_to_cancel_is_said(submitted, programs):
     programs(squeue="", sacct="9|COMPLETED|0:0|n1")
     submitted("one")

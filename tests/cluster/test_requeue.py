@@ -109,3 +109,16 @@ def test_pbs_looks_at_the_clock_and_chains_a_job(job):
     [chained] = [line for line in log.read_text().splitlines() if line.startswith("qsub ")]
     assert chained.startswith("qsub -W depend=afterany:7 ")
     assert "walltime=00:1:00" in chained
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [("select=1", 3 * 3600), ("select=1,walltime=01:00:00", 3600), ("walltime=30:00", 1800)],
+)
+def test_the_clock_is_that_of_the_job_whoever_states_its_time(composed, words, seconds, tmp_path):
+    """A time limit among the words of `-l` is the job's, whatever walltime_minutes says."""
+    line = ("facility=testbed_pbs", "name=x", "facility.walltime_minutes=180")
+    run = composed(*line, f"facility.submit.l=['{words}']").run
+    script = launch_script(run, tmp_path, None)
+    [source] = [text for text in script.splitlines() if text.startswith("source ")]
+    assert source.split()[-1] == str(seconds - run.restart.notice_seconds)

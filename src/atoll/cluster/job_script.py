@@ -99,11 +99,13 @@ def training(run: Run, run_folder: Path) -> list[list[str]]:
 
 def _around(run: Run, run_folder: Path) -> str:
     """The line that reads job.sh; PBS warns nobody of the time limit, so its clock is there."""
-    facility, minutes = run.facility, run.facility.walltime_minutes
-    timed = facility.scheduler == "pbs" and minutes is not None
-    seconds = [str(60 * (minutes or 0) - run.restart.notice_seconds)] if timed else []
+    scheduler = run.facility.scheduler
+    limit_seconds = pbs.walltime_seconds(run) if scheduler == "pbs" else None
+    clock = (
+        [] if limit_seconds is None else [str(max(1, limit_seconds - run.restart.notice_seconds))]
+    )
     script = str(run_dir.job_script(run_folder))
-    return _lines([["source", script, str(run_folder), facility.scheduler, *seconds]])
+    return _lines([["source", script, str(run_folder), scheduler, *clock]])
 
 
 def _lines(commands: list[list[str]]) -> str:

@@ -1,10 +1,13 @@
 """Talk to PBS: the qsub command of a run, and how it goes on in another job after its time."""
 
+import re
 import shlex
 from pathlib import Path
 
 from atoll.settings import Run
 from atoll.settings.machine import SubmitFlag
+
+WALLTIME = re.compile(r"\bwalltime=(\d+(?::\d+){0,2})\b")  # [[hours:]minutes:]seconds
 
 # PBS cannot requeue a running job: the run goes on in a job that waits for this one.
 REQUEUE = """\
@@ -51,11 +54,24 @@ def requeue_function(run: Run, run_folder: Path, batch_file: Path | None) -> str
     return REQUEUE.format(chain=chain)
 
 
+def walltime_seconds(run: Run) -> int | None:
+    """Of a job: as one of the facility's `-l` words has it, else the setting; None: unlimited."""
+    stated = next(filter(None, map(WALLTIME.search, _stated(run))), None)
+    if stated is not None:
+        parts = [int(part) for part in stated[1].split(":")]
+        return sum(part * 60**place for place, part in enumerate(reversed(parts)))
+    minutes = run.facility.walltime_minutes
+    return None if minutes is None else 60 * minutes
+
+
+def _stated(run: Run) -> list[str]:
+    given = run.facility.submit.get("l")
+    return [str(word) for word in (given if isinstance(given, list) else [given]) if word]
+
+
 def _resources(run: Run) -> list[str]:
     """The `-l` words of the facility, and the wall time unless one of them states it."""
-    given = run.facility.submit.get("l")
-    words = [str(word) for word in (given if isinstance(given, list) else [given]) if word]
-    minutes = run.facility.walltime_minutes
+    words, minutes = _stated(run), run.facility.walltime_minutes
     if minutes is None or any("walltime=" in word for word in words):
         return words
     return [*words, f"walltime={minutes // 60:02}:{minutes % 60:02}:00"]
