@@ -101,9 +101,8 @@ def _around(run: Run, run_folder: Path) -> str:
     """The line that reads job.sh; PBS warns nobody of the time limit, so its clock is there."""
     scheduler = run.facility.scheduler
     limit_seconds = pbs.walltime_seconds(run) if scheduler == "pbs" else None
-    clock = (
-        [] if limit_seconds is None else [str(max(1, limit_seconds - run.restart.notice_seconds))]
-    )
+    notice_seconds = run.restart.notice_seconds
+    clock = [] if limit_seconds is None else [str(max(1, limit_seconds - notice_seconds))]
     script = str(run_dir.job_script(run_folder))
     return _lines([["source", script, str(run_folder), scheduler, *clock]])
 

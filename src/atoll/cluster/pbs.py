@@ -58,8 +58,8 @@ def walltime_seconds(run: Run) -> int | None:
     """Of a job: as one of the facility's `-l` words has it, else the setting; None: unlimited."""
     stated = next(filter(None, map(WALLTIME.search, _stated(run))), None)
     if stated is not None:
-        parts = [int(part) for part in stated[1].split(":")]
-        return sum(part * 60**place for place, part in enumerate(reversed(parts)))
+        parts = [int(part) for part in str(stated[1]).split(":")]
+        return sum(part * int(60**place) for place, part in enumerate(reversed(parts)))
     minutes = run.facility.walltime_minutes
     return None if minutes is None else 60 * minutes
 
