@@ -7,7 +7,7 @@ from atoll.data.sources.hub_reach import use_cache_if_unreachable
 from atoll.errors import UserError, first_line
 from atoll.settings import Model
 
-HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
+HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 EVERY_FILE = (*HUB_FILES, "pytorch_model*.bin")
 
 
