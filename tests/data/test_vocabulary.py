@@ -120,6 +120,20 @@ def test_another_tokenizer_under_the_same_path_is_noticed(tmp_path: Path) -> Non
         assert open_prepared(run).vocabulary_tokens == count
 
 
+@pytest.mark.parametrize(
+    "file", ["chat_template.jinja", "chat_template.json", "additional_chat_templates/tools.jinja"]
+)
+def test_another_chat_template_beside_a_tokenizer_is_noticed(tmp_path: Path, file: str) -> None:
+    words(200, eos_token="</s>").save_pretrained(tmp_path / "given")
+    run, found = run_with(tmp_path, tmp_path / "given"), set[str]()
+    path = tmp_path / "given" / file
+    path.parent.mkdir(exist_ok=True)
+    for text in ("{{ messages[0].content }}", "{{ messages[-1].content }}"):
+        path.write_text(text)
+        found.add(vocabulary.fingerprint(run))
+    assert len(found) == 2
+
+
 def test_large_vocabularies_take_four_bytes_a_token(tmp_path: Path) -> None:
     words(70_000, eos_token="</s>").save_pretrained(tmp_path / "given")
     run = run_with(tmp_path, tmp_path / "given")

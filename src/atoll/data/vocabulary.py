@@ -18,6 +18,7 @@ PIECES = "tokenizer.model"
 # What a tokenizer is read from, in all the forms the hub knows.
 FILES = (
     "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model",
+    "chat_template*", "additional_chat_templates/*",
 )  # fmt: skip
 
 
@@ -57,7 +58,7 @@ def fingerprint(run: Run) -> str:
     files = sorted({file for pattern in FILES for file in path.glob(pattern) if file.is_file()})
     hasher = hashlib.sha256()
     for file in files:
-        hasher.update(f"{file.name} {sha256_of(file)}\n".encode())
+        hasher.update(f"{file.relative_to(path)} {sha256_of(file)}\n".encode())
     return hasher.hexdigest()
 
 
