@@ -4,6 +4,7 @@ import gzip
 import json
 import threading
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,7 +17,7 @@ from data_runs import make_run
 from atoll.config.compose import compose
 from atoll.data.sources import blocks, corpus
 from atoll.data.sources.corpus import Corpus
-from atoll.data.sources.hub import load
+from atoll.data.sources.hub import fingerprint, load
 from atoll.errors import UserError
 from atoll.settings import Data
 
@@ -296,3 +297,12 @@ def test_a_saved_data_set_has_no_files_of_others(tmp_path: Path, is_dict: bool) 
     data = compose(["data=hub", f"data.hub={tmp_path / 'theirs'}", "facility=laptop"]).run.data
     with pytest.raises(UserError, match="which is no file of that data set"):
         load(data, "train", "data.hub_split")
+
+
+def test_rows_that_hold_a_time_have_a_fingerprint() -> None:
+    found = set()
+    for year in (2020, 2021, 2021):
+        message = {"role": "user", "content": "x", "at": datetime(year, 2, 22, tzinfo=UTC)}
+        rows = datasets.Dataset.from_list([{"messages": [message]}])
+        found.add(fingerprint(rows, "messages"))
+    assert len(found) == 2

@@ -50,7 +50,8 @@ def fingerprint(rows: Any, field: str) -> str:
     """A digest of the size and of evenly taken rows; the same on every machine."""
     numbers = range(0, len(rows), max(1, len(rows) // SAMPLED_ROWS))
     sampled = [rows[number][field] for number in numbers]
-    text = json.dumps([len(rows), rows.column_names, field, sampled])
+    # a time is neither text nor number
+    text = json.dumps([len(rows), rows.column_names, field, sampled], default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
