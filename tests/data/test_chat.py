@@ -239,6 +239,7 @@ BAD = [
         "rows.jsonl:3: turn 2 calls",
     ),
     ("{", "rows.jsonl:3: not JSON"),
+    ({"messages": [TALK[0], turn("assistant", "\ud83d")]}, "rows.jsonl:3: holds half of a char"),
 ]
 
 

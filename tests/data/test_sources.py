@@ -120,6 +120,8 @@ def test_missing_unknown_and_empty_files_are_named(
         ("[1, 2]", r"rows.jsonl:2: not a JSON object"),
         ('{"title": "x", "n": 1}', r"rows.jsonl:2: .*'text'.*: title, n"),
         ('{"text": 5}', r"rows.jsonl:2: .*'text'"),
+        (r'{"text": "a \ud83d b"}', r"rows.jsonl:2: holds half of a character .*\\ud83d"),
+        (r'{"text": "a \uDE00 b"}', r"rows.jsonl:2: holds half of a character .*\\ude00"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: str, found: str) -> None:
@@ -128,6 +130,16 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str, found: str) -> Non
     text = corpus.train_corpus(settings(tmp_path, files=[str(path)]))
     with pytest.raises(UserError, match=found):
         documents(text)
+
+
+def test_half_a_character_in_bytes_is_named_and_whole_ones_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(r'{"text": "\ud83d\ude00 \ud5c8 허", "other": "\ud83d"}' + "\n")
+    text = corpus.train_corpus(settings(tmp_path, files=[str(path)]))
+    assert documents(text) == ["😀 허 허"]
+    path.write_bytes(b'{"text": "\xed\xa0\xbd"}\n')
+    with pytest.raises(UserError, match=r"rows.jsonl:1: holds half of a character"):
+        documents(corpus.train_corpus(settings(tmp_path, files=[str(path)])))
 
 
 def test_columns_of_parquet_are_named_where_the_field_is_missing(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def _row(part: Part, place: str, line: bytes) -> Row:
         ) from None
     if not isinstance(fields, dict):
         raise UserError(f"{place}: not a JSON object", 'each line is one: {"messages": [ … ]}')
+    text_files.refuse_half_characters(place, line, fields)
     return Row(place, fields)
 
 

@@ -26,6 +26,8 @@ BLANK_LINES_BYTES = re.compile(BLANK_LINES.pattern.encode())
 SCAN_BYTES = 16 << 20
 NUL_SAMPLE_BYTES = 4096
 DELIMITERS = {"csv": ",", "tsv": "\t"}
+# what a line has that holds half of a character, and others have too: \ud5c8 is a whole one
+MAY_BE_HALF = (b"\\ud", b"\\uD", b"\xed")
 
 
 def file_ends(part: Part) -> Ends:
@@ -134,6 +136,20 @@ def read_bytes(part: Part, span: Span) -> bytes:
         return file.read(span.stop - span.start)
 
 
+def refuse_half_characters(where: str, line: bytes, read: Any) -> None:
+    """Raise `UserError` where what was read of a line of JSON is no text that UTF-8 can hold."""
+    if not any(mark in line for mark in MAY_BE_HALF):
+        return
+    try:
+        json.dumps(read, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])[1:-1]
+        raise UserError(
+            f"{where}: holds half of a character (a lone surrogate, {half})",
+            "fix or delete the line",
+        ) from None
+
+
 def _text(part: Part, span: Span) -> str:
     content = read_bytes(part, span)
     try:
@@ -195,7 +211,9 @@ def _jsonl_row(part: Part, number: int, line: bytes) -> tuple[Any, ...]:
                 f"its fields are: {', '.join(row) or 'none'}",
                 "set data.text_field (or data.classes) to the fields that are there",
             )
-    return tuple(row[field] for field in part.fields)
+    values = tuple(row[field] for field in part.fields)
+    refuse_half_characters(where, line, values)
+    return values
 
 
 def _csv_reader(lines: Iterator[str], format: str) -> Any:
