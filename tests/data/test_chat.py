@@ -198,6 +198,11 @@ def test_calls_of_tools_are_learned_and_what_they_give_is_not(
         assert len(texts) == 3 and not any('knots"' in text for text in texts)
 
 
+def test_an_empty_list_of_calls_is_none() -> None:
+    talk = [turn(m["role"], m["content"], tool_calls=[]) for m in TALK]
+    assert conversation_of("row 1", {"messages": talk}).messages == TALK
+
+
 @pytest.mark.parametrize("long", ["cut", "drop"])
 def test_long_conversations_are_cut_at_a_turn_or_left_out(
     tmp_path: Path, tokenizer: Path, long: str

@@ -175,12 +175,7 @@ def _message(place: str, number: int, turn: Any) -> Message:
             f"{place}: turn {number} has the role {turn.get('role', turn.get('from'))!r}",
             f"roles are: {', '.join(ROLES)}, and as others call them: {', '.join(OTHER_NAMES)}",
         )
-    message = {
-        name: value
-        for name, value in turn.items()
-        if value is not None and name not in ("role", "from", "value", "content")
-    }
-    message = {"role": role} | message
+    message = {"role": role} | _others(turn)
     content = turn.get("content", turn.get("value"))
     if turn.get("from") == "function_call":
         message["tool_calls"] = [_called(place, number, content)]
@@ -193,6 +188,19 @@ def _message(place: str, number: int, turn: Any) -> Message:
             f"{place}: turn {number} ({role}) has no content", "fix the record, or take it out"
         )
     return message
+
+
+def _others(turn: Message) -> Message:
+    """What a turn says beside its role and its content."""
+    others = {
+        name: value
+        for name, value in turn.items()
+        if value is not None and name not in ("role", "from", "value", "content")
+    }
+    # templates ask by the key alone whether there are calls
+    if not others.get("tool_calls"):
+        others.pop("tool_calls", None)
+    return others
 
 
 def _text(place: str, number: int, content: Any) -> str:
