@@ -145,6 +145,10 @@ def test_a_mistake_is_named_with_its_mend(overrides, found, hint, composed):
         ({"model_type": "t5"}, "no parts are known for models of type 't5'"),
         ({"model_type": "gpt2", "n_positions": 64}, r"data.sequence_tokens \(\d+\) .* \(64\)"),
         ({"model_type": "llama", "max_position_embeddings": 32}, r"\(512\) .* \(32\)"),
+        (
+            {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}},
+            r"the weights of .* are quantised \(fp8\)",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused_where_it_is_typed(

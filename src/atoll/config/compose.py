@@ -57,7 +57,14 @@ from atoll.plan.shapes import (
     known_config,
     shape_of,
 )
-from atoll.settings import Run, check_positions, checked, dumped, is_setting
+from atoll.settings import (
+    Run,
+    check_positions,
+    check_stored_weights,
+    checked,
+    dumped,
+    is_setting,
+)
 from atoll.settings.check import SAFE_LOADER
 from atoll.settings.suggestions import (
     HYDRA_FLAGS,
@@ -217,6 +224,8 @@ def path_word(name: str, path: Path) -> str:
 def check_model(run: Run) -> None:
     """Refuse what cannot be trained or divided, where this machine knows the model's shape."""
     config = known_config(run.model)
+    if config is not None and run.model.source is not None:
+        check_stored_weights(run.model.source, config.get("quantization_config"))
     if config is not None and "model_type" in config:
         shape = shape_of(config)
         scaling = run.model.rope_scaling

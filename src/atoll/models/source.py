@@ -5,7 +5,7 @@ from typing import Any
 
 from atoll.data.sources.hub_reach import use_cache_if_unreachable
 from atoll.errors import UserError, first_line
-from atoll.settings import Model
+from atoll.settings import Model, check_stored_weights
 
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 EVERY_FILE = (*HUB_FILES, "pytorch_model*.bin")
@@ -72,10 +72,18 @@ def load_config(model: Model, special_ids: dict[str, int]) -> Any:
             raise UserError(
                 f"model.config makes no model: {reason}", "correct model.config"
             ) from error
-    folder = local_folder(model.source, model.revision)
+    config = _config_of_folder(local_folder(model.source, model.revision), overrides)
+    check_stored_weights(model.source, getattr(config, "quantization_config", None))
+    return config
+
+
+def _config_of_folder(folder: Path, overrides: dict[str, Any]) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
     if not (folder / "config.json").is_file():
         raise UserError(f"no config.json in {folder}", "give the folder of a Hugging Face model")
-    overrides.pop("model_type", None)
+    overrides = {name: value for name, value in overrides.items() if name != "model_type"}
     overrides["trust_remote_code"] = False
     try:
         return AutoConfig.from_pretrained(folder, **overrides)

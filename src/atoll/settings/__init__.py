@@ -29,6 +29,7 @@ from atoll.settings.learning import (
     Tokenizer,
     Training,
     check_positions,
+    check_stored_weights,
 )
 from atoll.settings.machine import Facility, Folders, Image, Launcher, Limits, Node, Queue
 from atoll.settings.run import Run
@@ -62,6 +63,7 @@ __all__ = [
     "Training",
     "Validation",
     "check_positions",
+    "check_stored_weights",
     "checked",
     "dumped",
     "is_setting",

@@ -139,6 +139,20 @@ def check_positions(positions: int, sequence_tokens: int) -> None:
         )
 
 
+def check_stored_weights(source: str, quantised: Any) -> None:
+    """Refuse weights that are codes of few bits: read as numbers, without scales, they are noise.
+
+    quantised: the `quantization_config` of the source's config.json. Raises `UserError`.
+    """
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise UserError(
+            f"the weights of {source} are quantised ({method or 'it does not say how'}), and only "
+            "whole ones are read",
+            "begin from the same model in bf16; model.quantisation quantises it for adapters",
+        )
+
+
 class Task(Settings):
     """What is learned."""
 
