@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from chat_templates import (
+    CALL,
     NO_SYSTEM,
     SPECIAL,
     SYSTEM,
@@ -21,11 +22,14 @@ from data_runs import make_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from atoll.config.chat_templates import TEMPLATES as NAMED
 from atoll.data.chat_template import ChatTemplate
 from atoll.data.encode_chat import ChatEncoder
 from atoll.data.sources.conversations import Conversation
 from atoll.data.sources.rows import Row
 from atoll.errors import UserError
+
+CHATML = NAMED["chatml"]
 
 
 @cache
@@ -114,6 +118,56 @@ def test_what_a_template_cannot_write_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         ChatTemplate(speaking(template)).rendered(Conversation(talk, None), "row 7")
+
+
+TOOL = {"type": "function", "function": {"name": "wind", "parameters": {}}}
+WITH_TOOLS = "{%- if tools %}{{ '<tools>' + (tools | tojson) + '</tools>' }}{%- endif %}"
+CALLED = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+
+
+@pytest.mark.parametrize("template", [TEMPLATES["chatml"], CHATML])
+@pytest.mark.parametrize(
+    ("talk", "what"),
+    [(Conversation(CALLED, None), "tool calls"), (Conversation(TALK, [TOOL]), "tools")],
+)
+def test_tools_that_a_template_does_not_write_are_refused(
+    template: str, talk: Conversation, what: str
+) -> None:
+    with pytest.raises(UserError, match=f"row 7: .* writes nothing of {what}\n") as caught:
+        ChatTemplate(speaking(template)).rendered(talk, "row 7")
+    assert "tokenizer.chat_template=FILE.jinja" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", sorted(TOOLS))
+@pytest.mark.parametrize("function", [TOOL, TOOL["function"]])
+def test_tools_that_a_template_writes_are_taken(name: str, function: dict[str, Any]) -> None:
+    template = ChatTemplate(speaking(WITH_TOOLS + TEMPLATES[name]))
+    for tools in (None, [function]):
+        text = template.rendered(Conversation(CALLED, tools), "row 1").text
+        assert text.count("wind") == (1 if tools is None else 2)
+
+
+def test_calls_in_a_template_s_escapes_are_taken() -> None:
+    escaped = "{{ messages[0].content }}{% generation %}{{ calls }}{% endgeneration %}"
+    calls = "(messages[1].tool_calls | tojson(ensure_ascii=true))"
+    template = speaking(escaped.replace("calls", calls))
+    assert "wind" in ChatTemplate(template).rendered(Conversation(CALLED, None), "row 1").text
+
+
+def test_tools_that_the_system_s_words_describe_are_taken() -> None:
+    talk = [turn("system", "You may call wind."), *TALK]
+    text = ChatTemplate(speaking(CHATML)).rendered(Conversation(talk, [TOOL]), "row 1").text
+    assert "You may call wind." in text
+
+
+def test_one_template_for_tools_does_not_answer_for_another() -> None:
+    tokenizer = speaking(None)
+    tool_use = WITH_TOOLS + TEMPLATES["qwen2_5"]
+    tokenizer.chat_template = {"default": CHATML, "tool_use": tool_use}
+    template = ChatTemplate(tokenizer)
+    assert template.rendered(Conversation(CALLED, [TOOL]), "row 1").text.count("wind") == 2
+    with pytest.raises(UserError, match=r"row 2: .* writes nothing of tool calls"):
+        template.rendered(Conversation(CALLED, None), "row 2")
 
 
 def test_no_template_is_refused() -> None:

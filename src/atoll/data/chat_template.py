@@ -6,6 +6,7 @@ that are left out, a system prompt that moves to the last turn), by rendering an
 place. What cannot be found so is refused, never guessed.
 """
 
+import json
 import re
 import threading
 from itertools import takewhile
@@ -51,7 +52,7 @@ class ChatTemplate:
         """The text, and what of it the assistant says.
 
         Raises `UserError` with the record's place where the template refuses it, passes over one
-        of its roles, or an answer cannot be told from the rest.
+        of its roles, its tools or their calls, or an answer cannot be told from the rest.
         """
         try:
             self._refuse_passed_over(conversation, place)
@@ -168,12 +169,23 @@ class ChatTemplate:
         for role in {message["role"] for message in messages} - self._written - {"assistant"}:
             probed = [m | {"content": MARK} if m["role"] == role else m for m in messages]
             if MARK not in self._render(Conversation(probed, tools))[0]:
-                raise UserError(
-                    f"{place}: the chat template writes nothing of the role {role!r}",
-                    "take those messages out, or give a template that has it: "
-                    "tokenizer.chat_template=FILE.jinja",
-                )
+                raise _passed_over(place, f"the role {role!r}")
             self._written.add(role)
+        called = [_with_marked_calls(message) for message in messages]
+        if called != messages:
+            self._refuse_unmarked("tool calls", Conversation(called, tools), place)
+        if tools and not _are_told(conversation):
+            marked = Conversation(messages, [_marked(tool) for tool in tools])
+            self._refuse_unmarked("tools", marked, place)
+
+    def _refuse_unmarked(self, what: str, probed: Conversation, place: str) -> None:
+        """Refuse a template without a trace of the marks, once: some have another for tools."""
+        known = f"{what}, {'no' if probed.tools is None else 'with'} tools"
+        if known in self._written or (text := self._attempt(probed)) is None:
+            return
+        if MARK not in text and json.dumps(MARK)[1:-1] not in text:
+            raise _passed_over(place, what)
+        self._written.add(known)
 
 
 def turn_end_id(tokenizer: Any) -> int | None:
@@ -184,6 +196,34 @@ def turn_end_id(tokenizer: Any) -> int | None:
 
 def _answer(content: str) -> Message:
     return {"role": "assistant", "content": content}
+
+
+def _passed_over(place: str, what: str) -> UserError:
+    return UserError(
+        f"{place}: the chat template writes nothing of {what}",
+        "take them out, or give a template that has them: tokenizer.chat_template=FILE.jinja",
+    )
+
+
+def _marked(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool, or a call of one, by another name."""
+    function = tool.get("function")
+    if isinstance(function, dict):
+        return tool | {"function": function | {"name": MARK}}
+    return tool | {"name": MARK}
+
+
+def _with_marked_calls(message: Message) -> Message:
+    calls = [_marked(call) for call in message.get("tool_calls") or []]
+    return message | {"tool_calls": calls} if calls else message
+
+
+def _are_told(conversation: Conversation) -> bool:
+    """Whether the system's words name every tool: then it needs no template for them."""
+    messages, tools = conversation
+    said = [m.get("content") or "" for m in messages if m["role"] in ("system", "developer")]
+    names = [(tool.get("function") or tool).get("name") for tool in tools or []]
+    return all(any(str(name) in words for words in said) for name in names)
 
 
 def _in_common(text: str, other: str) -> int:
