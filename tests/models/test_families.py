@@ -134,3 +134,10 @@ def test_what_cannot_pack_is_refused_with_a_sentence(family: str) -> None:
     with pytest.raises(UserError, match=r"atoll models|asks its attention for s_aux"):
         settings = Model(name="x", config={"model_type": family})
         self_check.self_check(build_config(settings, 128, 32, {}))
+
+
+def test_what_reads_more_than_text_is_refused() -> None:
+    settings = Model(name="tiny", config={"model_type": "gemma3"})
+    with pytest.raises(UserError, match="gemma3 has no vocabulary of its own") as caught:
+        build_config(settings, families.VOCABULARY, tiny.SEQUENCE, {})
+    assert caught.value.hint == "choose the text model of the family"

@@ -75,6 +75,19 @@ def _checked_config(
     check_family(config)
     if model.rope_scaling is not None:
         scale_positions(config, model.rope_scaling)
+    _fit_vocabulary(config, vocabulary_tokens, added_tokens)
+    if (positions := getattr(config, "max_position_embeddings", None)) is not None:
+        check_positions(positions, sequence_tokens)
+    return config
+
+
+def _fit_vocabulary(config: Any, vocabulary_tokens: int, added_tokens: int) -> None:
+    """Let embeddings grow by the tokens that are added; refuse a tokenizer with more."""
+    if not hasattr(config, "vocab_size"):
+        raise UserError(
+            f"{config.model_type} has no vocabulary of its own: it reads more than text",
+            "choose the text model of the family",
+        )
     if 0 < vocabulary_tokens - config.vocab_size <= added_tokens:
         config.vocab_size = vocabulary_tokens
     if vocabulary_tokens > config.vocab_size:
@@ -83,9 +96,6 @@ def _checked_config(
             f"{config.vocab_size}",
             f"set model.config.vocab_size={vocabulary_tokens}, or use the model's own tokenizer",
         )
-    if (positions := getattr(config, "max_position_embeddings", None)) is not None:
-        check_positions(positions, sequence_tokens)
-    return config
 
 
 def build_model(
