@@ -103,11 +103,11 @@ def test_a_move_is_cheap() -> None:
 
 
 def seconds_of_moves(own: heartbeat.Heartbeat, moves: int = 2000) -> float:
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(moves):
         with own.at("compute"):
             pass
-    return (time.perf_counter() - began) / moves
+    return (time.process_time() - began) / moves
 
 
 def read(folder: Path, rank: int) -> heartbeat.Record:
