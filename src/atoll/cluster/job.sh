@@ -369,6 +369,7 @@ leave() { # NODE of the shell, SECONDS of silence, TOLD_TO_END: fails where the 
     if [[ $(atoll go-on "$run_folder" "${words[@]}") == *"@atoll again"* ]]; then
         excluded=$(left_out)
         # in another job: this one is cancelled, which would take one that waits again with it
+        # shellcheck disable=SC2329 # requeue calls it
         (scontrol() { [[ $1 != requeue ]] && command scontrol "$@"; }; requeue) || true
     fi
     scancel "$job"
