@@ -19,7 +19,7 @@ from atoll.health.faults import Fault, add_fault, faults
 SRUN = """#!/bin/bash
 if [[ $* == *outlive* ]]; then
     # it outlives the job's processes from when the log has it
-    exec setsid bash -c 'printf "beside %s\\n" "$0" >> {log}; exec "$@"' "$6" "${{@:8}}"
+    exec setsid bash -c 'printf "beside %s\\n" "$0" >> {log}; exec "$@"' "$6" "${{@:9}}"
 fi
 echo srun "$@" >> {log}
 source {starts}/$(grep -c ^srun {log})
@@ -265,6 +265,11 @@ def test_a_time_limit_after_an_exclusion_queues_another_job(job):
     assert "--exclude=n1" in it.logged("sbatch")[0]
 
 
+STEPS = """#!/bin/bash
+[[ $* == *--steps* ]] && printf '7.0 outlive\\n7.1 bash\\n7.batch batch\\n' || echo RUNNING
+"""
+
+
 def test_a_launcher_that_waits_for_a_lost_node_is_killed(job):
     it = job("spare_nodes=1")
     it.script = it.script.replace("run_ranks ", "ending_seconds=3\nrun_ranks ")
@@ -272,12 +277,14 @@ def test_a_launcher_that_waits_for_a_lost_node_is_killed(job):
     text = (it.starts / "1").read_text().replace("exit 9", "exec sleep 99")
     (it.starts / "1").write_text(text)
     it.start(2)
+    it.program("squeue", STEPS)
     begun = time.monotonic()
     code, output = it.end()
     assert code == 0, output
     assert time.monotonic() - begun < 30
     assert "their launcher is killed" in output
     assert "--nodelist=n1,n3 " in it.logged("srun")[1]
+    assert it.logged("scancel") == ["scancel --signal=KILL 7.1"], "the step of keep_beside stays"
 
 
 # squeue shows a job that ends with those of its nodes that still do

@@ -144,6 +144,37 @@ def test_large_vocabularies_take_four_bytes_a_token(tmp_path: Path) -> None:
     assert (folder / "train" / "00000.ds.metadata").read_text().split("\n")[0].endswith("|4")
 
 
+def of_images_too() -> PreTrainedTokenizerFast:
+    """As Gemma 3's: behind all words a token that stands for an image."""
+    tokenizer = words(200, eos_token="</s>")
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<begin_image>"]})
+    model = tokenizer.backend_tokenizer
+    special = {"image_token": "<image>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model, eos_token="</s>", extra_special_tokens=special
+    )
+
+
+def test_what_stands_for_an_image_needs_no_row_of_a_model_that_reads_text(tmp_path: Path) -> None:
+    """The hub's Gemma 3 with 270M and 1B have one row less than their tokenizer has tokens."""
+    tokenizer = of_images_too()
+    tokenizer.save_pretrained(tmp_path / "given")
+    assert len(tokenizer) == 202
+    run = run_with(tmp_path, tmp_path / "given")
+    folder = prepare(run, quiet)
+    assert open_prepared(run).vocabulary_tokens == 201
+    assert len(AutoTokenizer.from_pretrained(folder / "tokenizer")) == 202
+
+
+def test_a_text_with_what_stands_for_an_image_is_refused(tmp_path: Path) -> None:
+    of_images_too().save_pretrained(tmp_path / "given")
+    run = run_with(tmp_path, tmp_path / "given")
+    with (tmp_path / "text.txt").open("a") as file:
+        file.write("a cat as in <image> here\n" * 4)
+    with pytest.raises(UserError, match=r"'<image>', token 201 .* only 201 are of text"):
+        prepare(run, quiet)
+
+
 def test_a_word_piece_tokenizer_numbers_the_texts_of_a_pair(tmp_path: Path) -> None:
     vocabulary.wordpiece([prose(n, 9) for n in range(20)], 300).save_pretrained(tmp_path)
     pair = AutoTokenizer.from_pretrained(tmp_path)("the sea", "an island")

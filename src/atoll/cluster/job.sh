@@ -259,7 +259,7 @@ fault_count() { # [PATTERN]
 # Beside the ranks: a launcher may wait for the tasks of a node that is gone. What it leaves of its
 # step holds nodes that are well, so that the next one has to share them.
 end_launcher() { # PID KNOWN
-    local since='' id
+    local since='' id name
     while kill -0 "$1" 2> /dev/null; do
         sleep 2 > /dev/null 2>&1
         (($(fault_count "$ending_faults") > $2)) || continue
@@ -267,9 +267,9 @@ end_launcher() { # PID KNOWN
         ((SECONDS - since >= ending_seconds)) || continue
         printf 'atoll: the ranks have not ended %s s after the fault; their launcher is killed\n' \
             "$ending_seconds" >&2
-        for id in $(squeue --noheader --steps "--jobs=$job" --format=%i 2> /dev/null || true); do
-            [[ ! $id =~ ^[0-9]+\.[0-9]+$ ]] || scancel --signal=KILL "$id" || true
-        done
+        while read -r id name; do # all but the one of keep_beside
+            [[ ! $id =~ ^[0-9]+\.[0-9]+$ || $name == outlive ]] || scancel --signal=KILL "$id" || true
+        done < <(squeue --noheader --steps "--jobs=$job" --format='%i %j' 2> /dev/null)
         kill -KILL "$1" || true
         return
     done
@@ -383,7 +383,7 @@ keep_beside() { # NODES of the job
     (
         unset "${!SLURM_GPUS@}" "${!SLURM_NTASKS@}" "${!SLURM_TRES@}"
         exec srun --overlap --nodes=1 --ntasks=1 --mem=0 --gres=none "--nodelist=$other" --output=none \
-            bash -c "$(declare -f "${functions[@]}")"$'\n'"$(declare -p "${names[@]}" began)"$'\noutlive "$@"' \
+            --job-name=outlive bash -c "$(declare -f "${functions[@]}")"$'\n'"$(declare -p "${names[@]}" began)"$'\noutlive "$@"' \
             outlive "$lease" "$node"
     ) > /dev/null 2>&1 {pipe}>&- &
 }

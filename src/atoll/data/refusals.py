@@ -5,7 +5,7 @@ from pathlib import Path
 
 from atoll.data import shards
 from atoll.data.encode import CorpusBlocks
-from atoll.data.shards import TokenManifest
+from atoll.data.shards import TokenManifest, TokenPlan
 from atoll.errors import UserError
 from atoll.settings import Run
 
@@ -48,6 +48,20 @@ def refuse_too_long(manifest: TokenManifest, run: Run) -> None:
                 f"has more than {run.data.sequence_tokens} tokens, to its first answer or in all",
                 "set data.sequence_tokens higher, or data.long_conversations=cut",
             )
+
+
+def refuse_other_media(folder: Path, plan: TokenPlan, largest_token: int) -> None:
+    """Find what stands for an image or a sound: a model that reads text has no row for it."""
+    if largest_token < plan.vocabulary_tokens:
+        return
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(shards.tokenizer_folder(folder) / "tokenizer.json"))
+    raise UserError(
+        f"the text has {tokenizer.id_to_token(largest_token)!r}, token {largest_token} of the "
+        f"tokenizer: it stands for what is no text, and only {plan.vocabulary_tokens} are of text",
+        "take it out of the text",
+    )
 
 
 def least_bytes(corpora: list[CorpusBlocks]) -> int:

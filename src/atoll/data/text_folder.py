@@ -288,6 +288,7 @@ def _write_shard(
             for split, block in token_blocks.items():
                 writers[split].add(block)
         for writer in writers.values():
+            refusals.refuse_other_media(folder, plan, writer.largest)
             writer.finish()
 
 

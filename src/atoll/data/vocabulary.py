@@ -15,6 +15,8 @@ END_OF_TEXT = "<|endoftext|>"
 # How tokenizers call the end of a text, where only their tokenizer.json is there to say it.
 ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 PIECES = "tokenizer.model"
+# Stand for what is no text; Gemma 3's is beyond the rows of its models that read text alone.
+OTHER_MEDIA = ("image_token", "audio_token", "video_token")
 # What a tokenizer is read from, in all the forms the hub knows.
 FILES = (
     "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model",
@@ -23,7 +25,7 @@ FILES = (
 
 
 class Vocabulary(NamedTuple):
-    """What the tokens of a run mean: `tokens` is the largest possible id + 1."""
+    """What the tokens of a run mean: `tokens` is the largest id of a text's tokens + 1."""
 
     tokens: int
     begin_id: int | None  # nothing is put before documents where the tokenizer puts nothing
@@ -192,9 +194,15 @@ def describe(folder: Path, bos: str = "auto") -> Vocabulary:
             f"give it one: tokenizer.eos_token = '{END_OF_TEXT}', then save_pretrained",
         )
     pad_id = (end_id or 0) if saved.pad_token_id is None else saved.pad_token_id
-    tokens = max(saved.get_vocab().values()) + 1
-    begin_id = _begin_id(folder, bos)
-    return Vocabulary(tokens, begin_id, end_id, pad_id, sha256_of(folder / "tokenizer.json"))
+    begin_id, digest = _begin_id(folder, bos), sha256_of(folder / "tokenizer.json")
+    return Vocabulary(_tokens_of_text(saved), begin_id, end_id, pad_id, digest)
+
+
+def _tokens_of_text(tokenizer: Any) -> int:
+    """The largest id + 1, without those at the end that stand for other media."""
+    ids = tokenizer.get_vocab()
+    no_text = {ids.get(getattr(tokenizer, name, None)) for name in OTHER_MEDIA}
+    return max(id for id in ids.values() if id not in no_text) + 1
 
 
 def _begin_id(folder: Path, bos: str) -> int | None:
