@@ -10,6 +10,7 @@ from atoll import run_dir
 from atoll.cluster import before_queue, pbs, slurm, then
 from atoll.cluster.job_script import around_job, launch_script, then_head
 from atoll.cluster.lease import lease_of
+from atoll.cluster.pass_on import run_to_its_end
 from atoll.cluster.scheduler import queued, without_outer_job
 from atoll.cluster.summary import is_finished, summary
 from atoll.config.compose import Composition, config_tree
@@ -101,11 +102,11 @@ def start(
             return subprocess.run(["bash", str(script)]).returncode if script else 0
     folder = write_run_folder(composition, here, entrypoint)
     print(f"run {run.name} in {folder}", flush=True)
-    if follows is not None and (script := write_then(*follows)):
-        command = ["bash", "-c", 'bash "$0" && exec bash "$1"', command[1], str(script)]
-    if last:
+    script = None if follows is None else write_then(*follows)
+    if last and script is None:
         os.execvp(command[0], command)  # signals reach the run, its exit code is ours
-    return subprocess.run(command).returncode
+    code = run_to_its_end(command)
+    return run_to_its_end(["bash", str(script)]) if script and code == 0 else code
 
 
 def _made(run: Run) -> str:

@@ -200,8 +200,8 @@ def describe(folder: Path, bos: str = "auto") -> Vocabulary:
 
 def _tokens_of_text(tokenizer: Any) -> int:
     """The largest id + 1, without those at the end that stand for other media."""
-    ids = tokenizer.get_vocab()
-    no_text = {ids.get(getattr(tokenizer, name, None)) for name in OTHER_MEDIA}
+    ids: dict[str, int] = tokenizer.get_vocab()
+    no_text = {ids.get(getattr(tokenizer, name, None) or "") for name in OTHER_MEDIA}
     return max(id for id in ids.values() if id not in no_text) + 1
 
 
