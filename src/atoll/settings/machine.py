@@ -281,7 +281,7 @@ class Launcher(Settings):
 class Restart(Settings):
     """How a run goes on by itself: after its wall time, and after a fault while steps advance."""
 
-    # after faults; two in a row without progress end the run before that
+    # after faults and time limits; two faults in a row without progress end the run before that
     max_restarts: CountOrZero = 20
     exclude: bool = Field(
         default=True, description="leave out a node that the evidence of a fault speaks against"
