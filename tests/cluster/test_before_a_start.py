@@ -73,6 +73,19 @@ def test_nodes_without_a_network_find_what_has_a_name_of_the_hub_or_nothing_is_q
     submit_checks.check_hub(compose(["facility=lumi", *words]).run, {})  # its nodes fetch
 
 
+@pytest.mark.parametrize("setting", ["model.source", "tokenizer.path"])
+def test_a_folder_that_is_not_there_is_refused_before_a_job_waits_for_it(setting, here):
+    words = ["facility=generic_slurm", "facility.account=a", "name=x", f"{setting}={here}/modle"]
+    with pytest.raises(UserError, match=f"no such folder: {setting}={here}/modle"):
+        submit_checks.check_before_start(compose(words).run, False, {})
+
+
+def test_what_an_earlier_job_makes_may_be_missing_yet(here):
+    words = ["facility=generic_slurm", "facility.account=a", "name=x", "image=none"]
+    words += [f"model.source={here}/export", "+facility.submit.dependency=afterok:7"]
+    submit_checks.check_before_start(compose(words).run, False, {})
+
+
 def test_what_a_job_does_not_read_of_the_hub_is_not_looked_for(here):
     def of(*words):
         run = compose(["facility=leonardo", "name=x", *words]).run

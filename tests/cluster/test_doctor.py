@@ -119,6 +119,16 @@ def test_an_image_without_a_runtime(composed, site, tmp_path):
     assert found(run, site(), "image").hint.startswith("build it: make image-cpu")
 
 
+def test_a_runtime_that_the_job_does_not_call_is_none(composed, site, tmp_path):
+    environment = site(singularity="echo singularity-ce version 4.1.5")
+    words = (*SLURM, "image=cpu", f"folders.images={tmp_path / 'none'}")
+    finding = found(composed(*words).run, environment, "container")
+    assert (finding.state, finding.found) == (WRONG, "no apptainer here")
+    assert finding.hint == "facility.container=singularity"
+    own = composed(*words, "facility.container=singularity").run
+    assert found(own, environment, "container").state == OK
+
+
 def test_limits_are_asked_as_at_submission(composed, site):
     run = composed(*SLURM, "nodes=16", "facility.limits.max_nodes=8").run
     finding = found(run, site(), "nodes")

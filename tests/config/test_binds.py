@@ -55,6 +55,51 @@ def test_the_hub_s_caches_are_bound_and_exported(composed, tmp_path, monkeypatch
     assert run.name == composed(*LINE, "folders.caches.HF_HOME=/tmp").run.name
 
 
+@pytest.mark.parametrize("name", ["XDG_CACHE_HOME", "HUGGINGFACE_HUB_CACHE", None])
+def test_a_cache_that_is_elsewhere_by_another_word_or_a_link_is_bound(
+    name, composed, tmp_path, monkeypatch
+):
+    real = tmp_path / "work" / "hf"
+    real.mkdir(parents=True)
+    home = tmp_path / "home"
+    (home / ".cache").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    if name is None:
+        (home / ".cache" / "huggingface").symlink_to(real)
+    else:
+        (tmp_path / "work" / "huggingface").symlink_to(real)
+        folder = real if name.endswith("HUB_CACHE") else tmp_path / "work"
+        monkeypatch.setenv(name, str(folder))
+    run = composed(*LINE).run
+    assert str(real) in binds(run)
+    assert list(run.folders.caches.values()) == [real]
+
+
+def test_what_links_in_a_given_folder_lead_to_is_bound(composed, tmp_path):
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "abc"
+    texts, book = tmp_path / "texts", tmp_path / "elsewhere" / "book.txt"
+    for folder in (blobs, snapshot, texts, book.parent):
+        folder.mkdir(parents=True)
+    (blobs / "123").touch()
+    (snapshot / "model.safetensors").symlink_to("../../blobs/123")
+    book.write_text("words")
+    (texts / "a.txt").symlink_to(book)
+    words = ("data=text_files", f"data.files={texts}/*.txt", f"model.source={snapshot}")
+    found = binds(composed(*LINE, *words).run)
+    assert {str(blobs), str(snapshot), str(texts), str(book.parent)} <= set(found)
+
+
+def test_a_data_set_in_a_folder_is_bound_wherever_it_is_named_from(composed, tmp_path, monkeypatch):
+    (tmp_path / "ds").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = composed(*LINE, "data=hub", "data.hub=ds").run
+    assert run.data.hub == str(tmp_path / "ds") and run.data.hub in binds(run)
+    sources = "data.sources=[{name: one, hub: ds, weight: 1}]"
+    [data] = composed(*LINE, "data=mixture", sources).run.data.each
+    assert data.hub == str(tmp_path / "ds")
+    assert composed(*LINE, "data=hub", "data.hub=ds/of_the_hub").run.data.hub == "ds/of_the_hub"
+
+
 def test_without_an_image_nothing_is_hidden(composed):
     composed("facility=generic_slurm", "facility.binds=[/opt]")
 

@@ -44,6 +44,16 @@ def sif(path: Path, architecture: bytes = b"02") -> Path:
     return path
 
 
+def test_an_image_is_for_all_to_read_whatever_the_umask_of_its_builder(tmp_path):
+    before = os.umask(0o077)
+    try:
+        clone = clone_of(tmp_path)
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in (clone, *clone.rglob("*"))}
+    assert modes == {0o755, 0o644}
+
+
 def test_every_base_answers_what_the_recipe_asks():
     assert NAMES == ["cpu", "cuda", "cuda12", "cuda_compat", "lumi", "rocm"]
     asked = set(re.findall(r"{{ (\w+) }}", (ROOT / "containers" / "atoll.def").read_text()))

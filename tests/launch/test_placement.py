@@ -302,11 +302,19 @@ def test_more_ranks_than_devices(visible: int) -> None:
 def test_threads_are_shared_among_the_ranks_of_a_node() -> None:
     local = Placement(0, 4, 0, 4, 0, 1, "127.0.0.1", 1, "local")
     step = Placement(0, 4, 0, 4, 0, 1, "127.0.0.1", 1, "slurm")
-    assert threads_per_rank(local, 32, None) == 8
-    assert threads_per_rank(local, 2, None) == 1
-    assert threads_per_rank(local, 32, "32") == 8
-    assert threads_per_rank(step, 8, "8") == 8
-    assert threads_per_rank(step, 32, None) == 8
+    assert threads_per_rank(local, 32, 32) == 8
+    assert threads_per_rank(local, 2, 2) == 1
+    assert threads_per_rank(local, 32, 32, "32") == 8
+    assert threads_per_rank(step, 8, 32, "8") == 8
+    assert threads_per_rank(step, 32, 32) == 8
+
+
+def test_ranks_that_mpiexec_bound_to_cores_of_their_own_share_none() -> None:
+    """Polaris: --cpu-bind list:24-31:16-23:8-15:0-7 on 64 hardware threads."""
+    bound = Placement(0, 4, 0, 4, 0, 1, "127.0.0.1", 1, "pals")
+    assert threads_per_rank(bound, 8, 64) == 8
+    assert threads_per_rank(bound, 64, 64) == 16
+    assert threads_per_rank(bound, 2, 2) == 1
 
 
 def proxied(**other: str) -> dict[str, str]:

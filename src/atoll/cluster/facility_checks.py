@@ -41,12 +41,16 @@ def runtime(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
     if run.image.args_file is None and run.image.file is None:
         yield Finding(OK, "container", "none is used: image=none")
         return
+    # some facilities have it on the nodes only, as a module
+    state = UNKNOWN if run.facility.modules.load else WRONG
+    name = run.facility.container
     try:
-        name = container_runtime(environment)
+        found = container_runtime(environment)
     except UserError as error:
-        # some facilities have it on the nodes only, as a module
-        state = UNKNOWN if run.facility.modules.load else WRONG
         yield Finding(state, "container", error.found, error.hint)
+        return
+    if shutil.which(name, path=environment.get("PATH")) is None:
+        yield Finding(state, "container", f"no {name} here", f"facility.container={found}")
         return
     version = answer_lines([name, "--version"], environment)
     yield Finding(OK, "container", version[0] if version else name)

@@ -11,6 +11,7 @@ from atoll.config.bundle import read_manifest
 from atoll.config.compose import compose, overrides_parser
 from atoll.errors import UserError
 from atoll.images.check import check_image
+from atoll.settings import Run
 
 ABOUT = """\
 Where there is a network: fetch the model, its tokenizer and the data of a run, convert and tokenise
@@ -34,13 +35,21 @@ def main(argv: list[str]) -> int:
     check_image(run)
     _refuse_another_request(folder, composition.as_yaml())
     run_dir.write_whole(run_dir.bundle_request(folder), composition.as_yaml())
-    if code := subprocess.run([*atoll_command(run), "fetch", str(folder)]).returncode:
+    if code := subprocess.run(
+        [*atoll_command(_seeing(run, folder)), "fetch", str(folder)]
+    ).returncode:
         return code
     words = [word for word in overrides if not word.startswith("folders.")]
     line = shlex.join(["sbatch/train.sbatch", *words, f"folders.bundle={folder}"])
     print(f"the bundle is whole: {folder}\nat the facility: {line}")
     _advise(striping.before_copying(read_manifest(folder)["files"]))
     return 0
+
+
+def _seeing(run: Run, bundle: Path) -> Run:
+    """The run whose container sees the bundle, and no folder that only a job would make."""
+    update = dict.fromkeys(("runs", "prepared", "bundle"), bundle)
+    return run.model_copy(update={"folders": run.folders.model_copy(update=update)})
 
 
 def verify(folder: Path) -> int:

@@ -24,6 +24,8 @@ def check_before_start(run: Run, here: bool, environment: Mapping[str, str]) -> 
     check_device(run)
     check_image(run)
     check_environment(run)
+    if not _waits_for_another(run):
+        check_source(run)
     check_data(run)
     check_hub(run, environment)
 
@@ -43,7 +45,7 @@ def check(run: Run, here: bool, environment: Mapping[str, str]) -> None:
 
 
 def check_source(run: Run) -> None:
-    """Refuse a folder that is not on this machine, where the run takes place on it."""
+    """Refuse a folder of a model, a checkpoint or tasks that is not there."""
     source = run.model.source
     if source is not None and source.startswith("/"):
         if not Path(source).is_dir():
@@ -62,6 +64,12 @@ def check_source(run: Run) -> None:
             raise UserError(f"no such folder: checkpoint.{name}={origin}", "check the path")
 
 
+def _waits_for_another(run: Run) -> bool:
+    """Whether its job comes behind another one, which may make what it begins with."""
+    words = run.facility.submit
+    return words.get("dependency") is not None or "depend=" in str(words.get("W", ""))
+
+
 def check_data(run: Run) -> None:
     """Refuse text files that are not there before a job waits for them, or holds none.
 
@@ -69,6 +77,9 @@ def check_data(run: Run) -> None:
     """
     if run.folders.bundle is not None or (run_dir.prepared(run) / "manifest.json").is_file():
         return
+    words = run.tokenizer.path
+    if words is not None and words.startswith("/") and not Path(words).exists():
+        raise UserError(f"no such folder: tokenizer.path={words}", "check the path")
     for data in run.data.each:
         setting = f"source {data.name}: files" if run.data.sources else "data.files"
         _check_text(data, setting)

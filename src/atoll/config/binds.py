@@ -1,6 +1,7 @@
 """Which of the host's folders a container sees; none may hide what its image needs."""
 
 import os
+from glob import glob
 from pathlib import Path, PurePosixPath
 
 from atoll.errors import UserError
@@ -30,6 +31,7 @@ def own_folders(run: Run) -> list[Path]:
         run.folders.prepared,
         *run.folders.caches.values(),
         *_given_files(run),
+        *_behind_links(run),
     ]
 
 
@@ -72,14 +74,28 @@ def _covers(folder: str, path: str) -> bool:
 
 
 def _given_files(run: Run) -> list[Path]:
-    """The folders of the model, tokenizer and text files that a run names by path."""
+    """The folders of the model, tokenizer, text files and data sets that a run names by path."""
+    return [path if path.is_dir() else _first_folder(path) for path in _named(run)]
+
+
+def _behind_links(run: Run) -> list[Path]:
+    """Where the files that a run names, or those right in a folder of it, are links to."""
+    named = [*_named(run), *run.folders.caches.values()]
+    seen = [path / "*" if path.is_dir() else path for path in named]
+    links = [Path(file) for path in seen for file in glob(str(path)) if os.path.islink(file)]
+    real = [link.resolve() for link in links]
+    return [path if path.is_dir() else path.parent for path in real if path.exists()]
+
+
+def _named(run: Run) -> list[Path]:
+    """The absolute paths among what a run names; each may be a pattern."""
     named = [run.model.source, run.tokenizer.path, run.evaluation.tasks_folder]
     named += [file for data in run.data.each for file in (*data.files, *data.validation.files)]
+    named += [data.hub for data in run.data.each]
     saved = run.checkpoint
     others = (run.folders.bundle, saved.initial_load_path, saved.optimizer_load_path)
     named += [str(path) for path in others if path]
-    paths = [Path(name) for name in named if name and name.startswith("/")]
-    return [path if path.is_dir() else _first_folder(path) for path in paths]
+    return [Path(name) for name in named if name and name.startswith("/")]
 
 
 def _first_folder(path: Path) -> Path:

@@ -143,6 +143,9 @@ def stage(clone: Path, folder: Path) -> None:
     (build / "certificates").touch()
     (folder / "atoll" / "tests").mkdir()
     shutil.copy(clone / "containers" / "atoll.def", folder / "atoll.def")
+    for path in (folder / "atoll").rglob("*"):  # whatever the builder's umask: all users read it
+        path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
+    (folder / "atoll").chmod(0o755)
 
 
 def _is_left_out(name: str) -> bool:

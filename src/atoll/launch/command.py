@@ -50,14 +50,20 @@ def main(argv: list[str]) -> int:
         return _call_in_place(placement, arguments)
 
 
-def threads_per_rank(placement: Placement, core_count: int, cpus_per_task: str | None) -> int:
+def threads_per_rank(
+    placement: Placement, core_count: int, node_cores: int, cpus_per_task: str | None = None
+) -> int:
     """Share the cores this process may use among the ranks that use the same ones.
 
-    A Slurm step that was given `--cpus-per-task` has bound each task to cores of its own.
+    A Slurm step that was given `--cpus-per-task` has bound each task to cores of its own. So has
+    PALS with `--cpu-bind`: seen where all ranks of the node find room beside each other.
     """
+    ranks = placement.local_world_size
     if placement.source == "slurm" and cpus_per_task:
         return max(1, min(core_count, int(cpus_per_task)))
-    return max(1, core_count // placement.local_world_size)
+    if placement.source == "pals" and core_count * ranks <= node_cores:
+        return core_count
+    return max(1, core_count // ranks)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -235,9 +241,8 @@ def _enter(placement: Placement, task_folders: Sequence[str]) -> None:
     """Put the placement where torch looks for it; nothing else writes the ranks' environment."""
     os.environ.update(placement.environment())
     _make_task_folders(placement, task_folders)
-    threads = threads_per_rank(
-        placement, len(os.sched_getaffinity(0)), os.environ.get("SLURM_CPUS_PER_TASK")
-    )
+    own, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    threads = threads_per_rank(placement, own, all_cores, os.environ.get("SLURM_CPUS_PER_TASK"))
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 

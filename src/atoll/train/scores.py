@@ -55,7 +55,8 @@ def _score(arguments: argparse.Namespace, asked: Evaluation, placement: Placemen
     """As the one process, or as one of the ranks of a job step."""
     logging.disable_progress_bar()
     if placement.world_size > 1:
-        torch.set_num_threads(threads_per_rank(placement, len(os.sched_getaffinity(0)), None))
+        own, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+        torch.set_num_threads(threads_per_rank(placement, own, all_cores))
     try:
         with beside_each_other(placement, _device(placement)) as world:
             figures = scores_of(arguments.where, asked, world, _bundled(arguments))
