@@ -17,8 +17,9 @@ from atoll.errors import UserError
 from atoll.images import build as image
 from atoll.images import check as image_check
 from atoll.images import package_sources
+from atoll.images import sif as image_sif
 from atoll.images.digest import image_digest, keep_image
-from atoll.images.recipe import build_arguments, recipe, stage
+from atoll.images.recipe import build_arguments, recipe, source_digest, stage
 from atoll.settings import dumped
 
 ROOT = Path(__file__).parents[2]
@@ -311,6 +312,59 @@ def test_an_image_must_be_there_and_for_the_nodes(composed, tmp_path):
     sif(file, b"04")
     with pytest.raises(UserError, match="is for aarch64, the nodes are x86_64"):
         image_check.check_image(run)
+
+
+def labelled(path: Path, **labels: str) -> Path:
+    """As Apptainer writes it: a descriptor of some other kind, then that of its labels."""
+    named = {name.replace("_", "."): text for name, text in labels.items()}
+    text = json.dumps({"data": {"attributes": {"labels": named}}}).encode()
+    numbers = (0, 0, 46, 48, 4096, 48 * 585, 40_000, 0)
+    header = image_sif.HEADER.pack(b"", b"SIF_MAGIC", b"01", b"02", b"", *numbers)
+    kinds = ((0x4001, b"Bootstrap"), (0x4006, text))
+    descriptors = [
+        image_sif.DESCRIPTOR.pack(kind, True, 1, 1, 0, 40_000 + 100 * number, len(data))
+        for number, (kind, data) in enumerate(kinds)
+    ]
+    table = b"".join(words.ljust(585, b"\0") for words in descriptors)
+    start = (header.ljust(4096, b"\0") + table).ljust(40_000, b"\0")
+    path.write_bytes(start + kinds[0][1].ljust(100, b"\0") + text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("facility", "image", "labels", "driver"),
+    [
+        ("leonardo", "cuda", {"atoll_cuda": "13.3"}, "535.274.02"),
+        ("lumi", "rocm", {"atoll_rocm": "7.2.1"}, "6.3"),
+    ],
+)
+def test_an_image_that_the_driver_cannot_run_is_refused_before_a_job_waits(
+    facility, image, labels, driver, composed, tmp_path
+):
+    file = labelled(tmp_path / "x.sif", **labels)
+    words = (f"facility={facility}", f"image={image}", f"image.file={file}")
+    run = composed(*words, f"facility.driver='{driver}'").run
+    with pytest.raises(UserError, match=r"the image has (CUDA 13.3, which|ROCm 7.2; the driver)"):
+        image_check.check_image(run)
+    labelled(tmp_path / "x.sif", atoll_cuda="12.8", atoll_rocm="6.4.1")
+    image_check.check_image(run)
+
+
+def test_what_is_no_table_of_labels_has_none(tmp_path):
+    assert image_sif.labels(sif(tmp_path / "x.sif")) == {}
+    whole = labelled(tmp_path / "y.sif", atoll_cuda="13.3").read_bytes()
+    for cut in (0, 60, 4100, 4700, len(whole) - 3):
+        (tmp_path / "y.sif").write_bytes(whole[:cut])
+        assert image_sif.labels(tmp_path / "y.sif") == {}
+
+
+def test_an_image_of_other_sources_is_told(composed, tmp_path):
+    file = labelled(tmp_path / "x.sif", atoll_source="0123")
+    words = ("facility=generic_slurm", "image=cpu", f"image.file={file}")
+    assert image.made_of_others(composed(*words).run).endswith("runs those: make image-cpu")
+    assert image.made_of_others(composed(*words, "image.bind_source=true").run) == ""
+    labelled(file, atoll_source=source_digest(ROOT))
+    assert image.made_of_others(composed(*words).run) == ""
 
 
 def test_an_image_without_a_file_is_the_newest_of_its_name(composed, tmp_path):

@@ -13,7 +13,7 @@ from atoll.cluster.scheduler import answer_lines
 from atoll.commands import run_command
 from atoll.config import certificate
 from atoll.errors import UserError
-from atoll.images.build import container_runtime
+from atoll.images.build import container_runtime, made_of_others
 from atoll.images.check import check_image
 from atoll.settings import Run
 
@@ -71,8 +71,12 @@ def fuse(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
 
 def image(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
     """The image file, for the nodes' architecture."""
-    if run.image.file is not None:
-        yield _checked("image", str(run.image.file), check_image, run)
+    if run.image.file is None:
+        return
+    yield _checked("image", str(run.image.file), check_image, run)
+    if older := made_of_others(run):
+        found, _, hint = older.rpartition(": ")
+        yield Finding(UNKNOWN, "image", found, hint)
 
 
 def node(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -26,6 +26,7 @@ from atoll.commands import CommandParser
 from atoll.config.compose import Composition, compose_all, counted, overrides_parser
 from atoll.errors import UserError, printable
 from atoll.health.exclusions import excluded
+from atoll.images.build import made_of_others
 from atoll.settings import Run
 
 ABOUT = """\
@@ -125,6 +126,8 @@ def _submit_one(
     if wait is not None:
         before_queue.keep_expected_wait(run, wait)
     # once it is queued: what the scheduler refuses is two lines
+    if older := made_of_others(run):
+        print(f"atoll: {older}", file=sys.stderr)
     print(unknown_fit(run), end="", file=sys.stderr)
     print(_left_out(run), end="", file=sys.stderr)
     return 0

@@ -18,9 +18,17 @@ from atoll.commands import CommandParser, Finished, run_command
 from atoll.config.stated_folders import stated_folder
 from atoll.errors import UserError
 from atoll.images import recipe as image_recipe
+from atoll.images import sif
 from atoll.images.check import check_inside
 from atoll.images.package_sources import debian_mirror, pip_sources
-from atoll.images.recipe import ARCHITECTURES, COMPRESSIONS, PACKAGE_FOLDERS, Recipe
+from atoll.images.recipe import (
+    ARCHITECTURES,
+    COMPRESSIONS,
+    PACKAGE_FOLDERS,
+    Recipe,
+    source_digest,
+)
+from atoll.settings import Run
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # an installed package carries what it needs of its clone
@@ -153,6 +161,20 @@ def inspect(arguments: argparse.Namespace) -> int:
     width = max(map(len, known))
     print("\n".join(f"{name:{width}}  {text}" for name, text in sorted(known.items())))
     return 0
+
+
+def made_of_others(run: Run) -> str:
+    """A line where a run's image was built from other sources than those here; else empty."""
+    image = run.image
+    if image.file is None or image.bind_source:
+        return ""
+    inside = sif.labels(image.file).get("atoll.source")
+    if inside in (None, source_digest(CLONE)):
+        return ""
+    return (
+        f"{image.file} was built from other sources than those here, and runs those: "
+        f"make image-{image.name}"
+    )
 
 
 def labels(image: Path, runtime: str) -> dict[str, str]:

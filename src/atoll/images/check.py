@@ -3,11 +3,13 @@
 import json
 import platform
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from atoll import run_dir
 from atoll.commands import run_command
 from atoll.errors import UserError
+from atoll.images import sif
 from atoll.settings import Run, load_run
 from atoll.settings.capability import runs_on
 
@@ -42,6 +44,8 @@ def check_image(run: Run) -> None:
     check_architecture(inside, run.facility.node.architecture, str(image.file))
     if image.verify_key and not image.verify_key.is_file():
         raise UserError(f"no key {image.verify_key}", "image.verify_key=FILE, the public key")
+    if run.facility.driver:
+        check_for_driver(run, sif.labels(image.file), run.facility.driver)
 
 
 def check_architecture(inside: str, wanted: str, image: str) -> None:
@@ -62,11 +66,17 @@ def check_inside(run_folder: Path) -> None:
     device = nvidia_capability() or node.compute_capability
     if device and labels.get("atoll.devices"):
         check_devices(device, labels["atoll.devices"].split())
-    cuda, driver = labels.get("atoll.cuda"), nvidia_driver() or run.facility.driver
-    if run.image.device == "cuda" and cuda and driver:
+    driver = (run.image.device == "cuda" and nvidia_driver()) or run.facility.driver
+    if driver:
+        check_for_driver(run, labels, driver)
+
+
+def check_for_driver(run: Run, labels: Mapping[str, str], driver: str) -> None:
+    """Refuse an image whose CUDA or ROCm, by its labels, the driver does not run."""
+    if run.image.device == "cuda" and (cuda := labels.get("atoll.cuda")):
         check_driver(cuda, driver, compatible=labels.get("atoll.cuda.compat") == "yes")
-    if run.image.device == "rocm" and labels.get("atoll.rocm") and run.facility.driver:
-        check_rocm(labels["atoll.rocm"], run.facility.driver)
+    if run.image.device == "rocm" and (rocm := labels.get("atoll.rocm")):
+        check_rocm(rocm, driver)
 
 
 def check_devices(device: str, built_for: list[str]) -> None:
