@@ -4,6 +4,7 @@ import io
 import json
 
 import pytest
+import yaml
 
 from atoll import run_dir
 from atoll.__main__ import main
@@ -13,6 +14,7 @@ from atoll.cluster.hub_names import hub_names
 from atoll.config.compose import compose
 from atoll.errors import UserError
 from atoll.monitor.progress import Progress
+from atoll.settings import dumped
 
 LAPTOP = ("facility=laptop", "name=x")
 
@@ -78,6 +80,25 @@ def test_a_folder_that_is_not_there_is_refused_before_a_job_waits_for_it(setting
     words = ["facility=generic_slurm", "facility.account=a", "name=x", f"{setting}={here}/modle"]
     with pytest.raises(UserError, match=f"no such folder: {setting}={here}/modle"):
         submit_checks.check_before_start(compose(words).run, False, {})
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_dpo_begins_with_a_checkpoint_of_its_own_kind(fits, here):
+    """The reference is the model's source: what a run of another kind learned would be no part."""
+    words = ["facility=laptop", "model=from_path", f"model.source={here}"]
+    words += ["data=text_files", "data.files=x.jsonl", "data.format=preference", "task=preference"]
+    origin = compose([*(words if fits else ["facility=laptop"]), "name=before"]).run
+    folder = run_dir.checkpoint(run_dir.folder(origin), 5)
+    folder.mkdir(parents=True)
+    file = run_dir.settings_file(run_dir.folder(origin))
+    run_dir.write_whole(file, yaml.safe_dump(dumped(origin)))
+    run = compose([*words, f"checkpoint.initial_load_path={folder}", "training.steps=9"]).run
+    if fits:
+        submit_checks.check_reference(run)
+        return
+    with pytest.raises(UserError, match=r"the reference of DPO would be model\.source=") as refused:
+        submit_checks.check_reference(run)
+    assert refused.value.hint.endswith("before/export")
 
 
 def test_what_an_earlier_job_makes_may_be_missing_yet(here):

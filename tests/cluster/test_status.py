@@ -20,7 +20,7 @@ from atoll.errors import UserError
 from atoll.health.exclusions import Exclusion, exclude
 from atoll.health.faults import Fault, add_fault
 from atoll.health.restarts import add_restart, count_anew, restarts
-from atoll.settings import dumped
+from atoll.settings import dumped, load_run
 
 
 @pytest.fixture
@@ -185,9 +185,13 @@ def test_a_result_counts_more_than_the_scheduler(run_folder, scheduler, capsys):
     scheduler(sacct="9|FAILED|1:0|n1")
     run_dir.jobs_file(run_folder).write_text("slurm 9\n")
     run_dir.export(run_folder).mkdir()
-    run_dir.result_file(run_folder).write_text(json.dumps({"steps": 6, "perplexity": 3.5}))
+    steps = load_run(run_dir.settings_file(run_folder)).training.steps
+    result = {"steps": steps, "perplexity": 3.5, "ema": {"perplexity": 3.25}}
+    run_dir.result_file(run_folder).write_text(json.dumps(result))
     assert main(["one"]) == 0
-    assert capsys.readouterr().out == "one: finished, 6 steps, perplexity 3.5\n"
+    assert capsys.readouterr().out == f"one: finished, {steps} steps, perplexity 3.5\n"
+    run_dir.result_file(run_folder).write_text(json.dumps(result | {"steps": 40}))
+    assert status(run_folder)[0] == "failed", "it was given more steps since"
 
 
 def test_a_run_that_no_scheduler_knows(run_folder, scheduler):

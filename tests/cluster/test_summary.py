@@ -4,13 +4,15 @@ import json
 import sys
 
 import pytest
+import yaml
 
 from atoll import run_dir
 from atoll.__main__ import main
 from atoll.cluster import start, summary
 from atoll.config.compose import compose
+from atoll.settings import dumped
 
-WORDS = ("facility=laptop", "name=done")
+WORDS = ("facility=laptop", "name=done", "training.steps=60")
 
 
 def event(kind, **figures):
@@ -72,6 +74,10 @@ def test_a_finished_run_is_shown_and_not_started_again(finished, capsys, monkeyp
 
     monkeypatch.setattr(start.os, "execvp", started)
     loaded = set(sys.modules)
+    more = compose([*WORDS, "training.steps=80"]).run
+    run_dir.write_whole(run_dir.settings_file(finished), yaml.safe_dump(dumped(more)))
+    assert not summary.is_finished(more), "its result is of fewer steps"
+    run_dir.write_whole(run_dir.settings_file(finished), yaml.safe_dump(dumped(compose(WORDS).run)))
     assert main(["submit", *WORDS]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("run done is finished; here is what it made\n\ndef reads_like_python")

@@ -93,6 +93,7 @@ CASES = [
     ),
     (["optimizer=muon", "sharding=deepspeed_zero3"], "optimizer=muon with sharding", "adamw"),
     (["optimizer=muon", "model.lora.rank=8"], "optimizer=muon with model.lora", "without adapters"),
+    (["optimizer=adamw_8bit", "sharding=deepspeed_zero1"], "optimizer=adamw_8bit with", "adamw"),
     (["data.validation.split=test"], "data.validation.fraction", "settings"),
     (["model=gpt2", "export.gguf=true"], "export.gguf of a model of type 'gpt2'", "one of llama"),
     (["export.gguf=q4"], "export.gguf", "f32, f16, bf16, q8_0"),

@@ -148,6 +148,8 @@ def eight_bit(world: World, sharded: bool) -> tuple[list[float], int]:
     assert set(counts.values()) == {8}
     load_step_counts(optimizer, dict.fromkeys(counts, 9))
     assert set(step_counts(optimizer).values()) == {9}
+    load_step_counts(optimizer, {"of_the_first_stage.weight": 7})
+    assert set(step_counts(optimizer).values()) == {7}, "a later stage counts as the first one"
     held = sum(t.numel() * t.element_size() for t in optimizer_state_dict(optimizer).values())
     assert all(isinstance(p, DTensor) == sharded for p in net.parameters())
     return losses, held

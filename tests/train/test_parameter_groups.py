@@ -15,7 +15,7 @@ from atoll import run_dir
 from atoll.errors import UserError
 from atoll.settings import Optimizer
 from atoll.train.optimizer import make_optimizer, take_step
-from atoll.train.parameter_groups import freeze
+from atoll.train.parameter_groups import freeze, optimizer_groups
 
 
 def settings(*groups: dict[str, Any], **values: Any) -> Optimizer:
@@ -58,6 +58,14 @@ def test_a_group_has_its_own_weight_decay() -> None:
     chosen = settings({"names": "down.*", "weight_decay": 0.0}, weight_decay=0.5)
     groups = make_optimizer(chosen, model()).inner.param_groups
     assert [(len(g["params"]), g["weight_decay"]) for g in groups] == [(1, 0.5), (5, 0.0)]
+
+
+def test_a_copy_on_another_stage_learns_as_what_it_is_a_copy_of() -> None:
+    """An embedding that is the head too, at the two ends of a pipeline: they have to stay alike."""
+    group = {"names": "embed.*", "learning_rate_factor": 0.3, "weight_decay": 0.2}
+    weight, copied = nn.Parameter(torch.zeros(2, 2)), {"hf.head.weight": "hf.embed.weight"}
+    [made] = optimizer_groups(settings(group), [("hf.head.weight", weight)], copied=copied)
+    assert (made["learning_rate_factor"], made["weight_decay"]) == (0.3, 0.2)
 
 
 @pytest.mark.parametrize(

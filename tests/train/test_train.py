@@ -289,9 +289,14 @@ def test_a_finished_run_started_again_changes_nothing(
 
 def test_a_run_goes_on_when_steps_are_added(ranks: RankPool, folder: Path, whole: Path) -> None:
     copied(whole, small_run.settings(folder, 2))
-    run_folder = trained(ranks, small_run.settings(folder, 2, training__steps=8))
+    more = small_run.settings(folder, 2, training__steps=8)
+    before = [file.read_bytes() for file in weight_files(small_run.ready(more))]
+    ranks.run(stop_after, more, 6, world=2)
+    assert not run_dir.result_file(run_dir.folder(more)).exists(), "it is not finished any more"
+    run_folder = trained(ranks, more)
     assert sorted(small_run.losses(run_folder)) == list(range(1, 9))
     assert json.loads(run_dir.result_file(run_folder).read_text())["steps"] == 8
+    assert [file.read_bytes() for file in weight_files(run_folder)] != before
 
 
 def test_a_run_that_holds_its_peak_is_cooled_down_by_another_one(

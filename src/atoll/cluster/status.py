@@ -13,6 +13,7 @@ from atoll import run_dir
 from atoll.cluster.jobs import ASK, Job, JobId, ask, sacct
 from atoll.cluster.lease import Lease, lease_of
 from atoll.cluster.scheduler import answer_lines
+from atoll.cluster.summary import result_of
 from atoll.config.stated_folders import own_place, stated_folder
 from atoll.errors import UserError
 from atoll.health.exclusions import excluded
@@ -118,8 +119,8 @@ def _without_scheduler(folder: Path) -> tuple[str, str] | None:
     """State and reason of a run that is finished, or that no scheduler knows of; else None."""
     run = load_run(run_dir.settings_file(folder))
     exported = run_dir.export(folder).is_dir() or run.training.steps == 0
-    if run_dir.result_file(folder).is_file() and exported:
-        return "finished", _result(folder)
+    if exported and (result := result_of(run, folder)) is not None:
+        return "finished", _figures(result)
     if queued_jobs(folder):
         return None
     lease = lease_of(folder)
@@ -254,9 +255,10 @@ def _last_step(folder: Path, with_age: bool) -> str:
     return f"{text}, {minutes} min {seconds} s ago" if minutes else f"{text}, {seconds} s ago"
 
 
-def _result(folder: Path) -> str:
-    result = json.loads(run_dir.result_file(folder).read_text())
-    figures = {name: value for name, value in result.items() if name not in ("steps", "targets")}
+def _figures(result: Mapping[str, Any]) -> str:
+    """Of the weights themselves, not of their average."""
+    no_figures = ("steps", "targets", "ema")
+    figures = {name: value for name, value in result.items() if name not in no_figures}
     listed = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
     return f"{result['steps']} steps, {listed}"
 

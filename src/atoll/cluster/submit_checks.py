@@ -14,7 +14,7 @@ from atoll.cluster.start import runs_here
 from atoll.config.identity import check_same_run
 from atoll.errors import UserError
 from atoll.images.check import check_image
-from atoll.settings import Data, Run
+from atoll.settings import Data, Run, load_run
 from atoll.settings.named_files import named_files, refuse_no_text
 
 
@@ -26,6 +26,7 @@ def check_before_start(run: Run, here: bool, environment: Mapping[str, str]) -> 
     check_environment(run)
     if not _waits_for_another(run):
         check_source(run)
+    check_reference(run)
     check_data(run)
     check_hub(run, environment)
 
@@ -62,6 +63,20 @@ def check_source(run: Run) -> None:
         origin = getattr(run.checkpoint, name)
         if origin is not None and not origin.is_dir():
             raise UserError(f"no such folder: checkpoint.{name}={origin}", "check the path")
+
+
+def check_reference(run: Run) -> None:
+    """Refuse another kind of run's weights for DPO: it would be held against the model's source."""
+    origin = run.checkpoint.initial_load_path
+    if origin is None or run.task.loss != "dpo":
+        return
+    settings = run_dir.settings_file(origin.parent.parent)
+    if settings.is_file() and load_run(settings).task.name != "preference":
+        raise UserError(
+            f"checkpoint.initial_load_path={origin} is of a run that compared no answers: the "
+            f"reference of DPO would be model.source={run.model.source}",
+            f"begin with what that run exported: model.source={run_dir.export(settings.parent)}",
+        )
 
 
 def _waits_for_another(run: Run) -> bool:

@@ -1,5 +1,6 @@
 """What a finished run made, in one box: losses before and after, speed, and where everything is."""
 
+import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -17,12 +18,23 @@ NO_FIGURES = ("step", "time", "targets", "seconds")  # of an evaluation's record
 def is_finished(run: Run) -> bool:
     """Whether this very run has trained, exported and sampled, so that nothing is left to do."""
     folder = run_dir.folder(run)
-    made = [run_dir.settings_file(folder), run_dir.result_file(folder), run_dir.export(folder)]
+    made = [run_dir.settings_file(folder), run_dir.export(folder)]
     if writes_text(run):
         made.append(run_dir.sample_file(folder))
     if run.training.steps == 0 or not all(path.exists() for path in made):
         return False
+    if result_of(run, folder) is None:
+        return False
     return dumped(load_run(run_dir.settings_file(folder))) == dumped(run)
+
+
+def result_of(run: Run, folder: Path) -> dict[str, Any] | None:
+    """What a run came to; nothing where it has none yet, or that of fewer steps it had before."""
+    file = run_dir.result_file(folder)
+    result: dict[str, Any] | None = json.loads(file.read_text()) if file.is_file() else None
+    if result is None or run.training.steps not in (None, result["steps"]):
+        return None
+    return result
 
 
 def writes_text(run: Run) -> bool:

@@ -276,6 +276,7 @@ def write_adapter(
         model.lora,
         sorted({name.rpartition(".")[2] for name in adapters}),
         base_model_name_or_path=model.source or "..",
+        revision=model.revision,
         inference_mode=True,
         **task,
     )

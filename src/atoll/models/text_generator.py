@@ -112,9 +112,10 @@ def _stops(generator: TextGenerator) -> dict[str, list[int]]:
 
 def _base_model_folder(adapter: Path) -> Path:
     """The folder of the model that an adapter belongs to."""
-    name = json.loads(adapter.read_text()).get("base_model_name_or_path") or ""
+    config = json.loads(adapter.read_text())
+    name = config.get("base_model_name_or_path") or ""
     beside = (adapter.parent / name).resolve() if name else adapter.parent
-    return beside if beside.is_dir() else local_folder(name, None)
+    return beside if beside.is_dir() else local_folder(name, config.get("revision"))
 
 
 def _refuse_other_kinds(folder: Path) -> None:

@@ -232,6 +232,16 @@ class Run(Settings):
         return self
 
     @model_validator(mode="after")
+    def _eight_bits_have_their_engine(self) -> "Run":
+        if self.optimizer.name == "adamw_8bit" and self.sharding.engine == "deepspeed":
+            raise ValueError(
+                f"optimizer=adamw_8bit with sharding={self.sharding.name}: DeepSpeed keeps the "
+                "optimizer's state",
+                "choose full_shard, ddp or single, or optimizer=adamw",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _average_has_its_engine(self) -> "Run":
         if self.optimizer.ema_decay is not None and self.sharding.engine != "plain":
             raise ValueError(

@@ -99,7 +99,7 @@ def _groups(
         chosen = [own for name, own in learning.items() if (name in matrices) == orthogonal]
         for same in by_mesh(chosen):
             named = [(names[id(own)], own) for own in same]
-            made = optimizer_groups(settings, named, of_width)
+            made = optimizer_groups(settings, named, of_width, copied_names(model))
             groups += [group | {"orthogonal": orthogonal} for group in made]
     return groups
 
@@ -261,8 +261,9 @@ def step_counts(optimizer: NamedOptimizer) -> dict[str, int]:
 
 
 def load_step_counts(optimizer: NamedOptimizer, counts: dict[str, int]) -> None:
-    for name, count in counts.items():
-        optimizer.inner.state[optimizer.parameters[name][1]]["step"] = count
+    """Set the counters; those noted are the first rank's, and of its stage of a pipeline alone."""
+    for name, (_, own) in optimizer.parameters.items() if counts else ():
+        optimizer.inner.state[own]["step"] = counts.get(name, max(counts.values()))
 
 
 def _make_state(optimizer: NamedOptimizer) -> None:

@@ -44,15 +44,18 @@ def optimizer_groups(
     settings: Optimizer,
     named: Sequence[tuple[str, Tensor]],
     of_width: Mapping[str, float] | None = None,
+    copied: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Groups as torch's optimizers take them; vectors (norms, biases) are not decayed.
 
     of_width: parameter -> what muP multiplies its rate with; what a step decays stays the same.
+    copied: parameter -> the one that it is a copy of, on another stage, and learns as.
     """
     decay = settings.weight_decay
     groups: dict[tuple[float, float], list[Tensor]] = {(1.0, decay): [], (1.0, 0.0): []}
     for name, parameter in named:
-        group, scale = group_of(settings.groups, name), (of_width or {}).get(name, 1.0)
+        group = group_of(settings.groups, (copied or {}).get(name, name))
+        scale = (of_width or {}).get(name, 1.0)
         own_decay = decay if parameter.ndim >= 2 else 0.0
         if group is not None and group.weight_decay is not None:
             own_decay = group.weight_decay

@@ -1,6 +1,7 @@
 """The trainer, top to bottom: join, build, resume, evaluate, loop, evaluate, export."""
 
 import json
+import shutil
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -146,6 +147,7 @@ def take_remaining_steps(
     if progress.step == 0:
         evaluate(train_state, 0, observers)
     if progress.step < train_state.total_steps:
+        forget_result(train_state)
         end = loop(train_state, progress, stop_code, observers)
         if end.trouble is not None:
             return end.trouble
@@ -157,9 +159,25 @@ def take_remaining_steps(
     if train_state.optimizer.averages:
         with averaged(train_state.optimizer):
             average = evaluate(train_state, train_state.total_steps, ())
+    forget_exports(train_state)
     write_result(train_state, final, average)
     export_model(train_state)
     return 0
+
+
+def forget_result(train_state: TrainState) -> None:
+    """A run that was finished, and is given more steps, is not finished any more."""
+    if train_state.world.rank == 0:
+        run_dir.result_file(train_state.run_folder).unlink(missing_ok=True)
+
+
+def forget_exports(train_state: TrainState) -> None:
+    """What fewer steps made goes before the result that it is not of."""
+    folder = train_state.run_folder
+    if train_state.world.rank == 0:
+        for export in (run_dir.export(folder), run_dir.averaged_export(folder)):
+            shutil.rmtree(export, ignore_errors=True)
+        run_dir.sample_file(folder).unlink(missing_ok=True)
 
 
 def is_finished(train_state: TrainState, start: checkpoint.Progress) -> bool:
