@@ -31,7 +31,7 @@ ROOMS = {
     "images": BASE | {"config"},
     "cluster": BASE | {"config", "images", "plan", "proof", "tables", "health"},
     "campaign": BASE | {"config", "cluster", "proof"},
-    "report": BASE | {"config", "cluster", "campaign", "plan", "tables", "health"},
+    "report": BASE | {"config", "cluster", "campaign", "plan", "proof", "tables", "health"},
     "rehearse": BASE | {"config", "cluster", "launch", "tables"},
     "launch": {"errors", "commands", "imports"},
     "data": BASE,

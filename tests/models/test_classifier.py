@@ -7,9 +7,15 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from atoll.data.batch import Batch
+from atoll.models import export
 from atoll.models.build import build_model, classifier_config, weights_for
 from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.settings import Classes, Model, Training
@@ -32,6 +38,21 @@ def rows() -> Batch:
     useful = sum(LENGTHS)
     classes = torch.tensor([0.0, 1.0, 1.0])
     return Batch(tokens, tokens, positions, ends, tuple(segments), useful, classes)
+
+
+@pytest.mark.parametrize("pad", [None, "<pad>"])
+def test_an_export_says_what_pads_its_rows(tmp_path: Path, pad: str | None) -> None:
+    """A source that only wrote text has none, and transformers then takes one row alone."""
+    words = Tokenizer(models.WordLevel({"</s>": 0, "a": 1, "<pad>": 2}, "a"))
+    names = {"eos_token": "</s>"} | ({"pad_token": pad} if pad else {})
+    PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(tmp_path / "words")
+    config = AutoConfig.for_model(**tiny.CONFIGS["llama"] | {"pad_token_id": None})
+    config.problem_type = "single_label_classification"
+    (tmp_path / "export").mkdir()
+    of = (config, "LlamaForSequenceClassification", torch.float32, [], 0, tmp_path / "words")
+    export.write_rest(tmp_path / "export", *of)
+    read = AutoConfig.from_pretrained(tmp_path / "export", trust_remote_code=False)
+    assert read.pad_token_id == (2 if pad else 0)
 
 
 @pytest.mark.parametrize("labels", [["yes", "no"], []])

@@ -48,6 +48,20 @@ def test_scaled_positions_are_those_of_transformers_and_noted(kind: str, tmp_pat
     assert ours.attention_scaling == theirs.attention_scaling
 
 
+def test_phi_3s_positions_are_noted_as_older_readers_take_them(tmp_path: Path) -> None:
+    """transformers 4 refuses its configuration with any other key among them."""
+    factors = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    own = {"rope_scaling": {**factors}, "original_max_position_embeddings": 32}
+    config = AutoConfig.for_model(**families.config_of("phi3") | own)
+    rope = config.rope_parameters
+    write_config(tmp_path, config)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["rope_scaling"] == factors
+    assert stored["original_max_position_embeddings"] == 32
+    again = AutoConfig.from_pretrained(tmp_path, trust_remote_code=False)
+    assert again.rope_parameters == rope
+
+
 @pytest.mark.parametrize("name", ["llama3", "gemma3"])
 def test_what_is_scaled_already_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="cannot be scaled again"):

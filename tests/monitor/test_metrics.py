@@ -65,6 +65,23 @@ def test_an_accelerator_of_unknown_peak_has_none(monkeypatch: pytest.MonkeyPatch
     assert "NVIDIA B200" in source and "facility.node.peak_tflops" in source
 
 
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+    ],
+)
+def test_cards_of_a_family_have_peaks_of_their_own(
+    name: str, tflops: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    node, device = Node(devices=1, device="cuda"), torch.device("cuda", 0)
+    assert mfu.peak_tflops(node, device, torch.bfloat16)[0] == tflops
+
+
 def test_overlapping_collectives_are_counted_once() -> None:
     assert _covered([(0, 10), (2, 5), (8, 12), (20, 21)]) == 13
 

@@ -150,6 +150,24 @@ def test_a_single_run_says_what_it_was_and_shows_both_samples(here):
     assert all(each in head for each in shown)
 
 
+def test_energy_of_starts_that_were_killed_is_not_taken_for_none(here):
+    folder = write_run("part", 2.5)
+    known = {"device_joules": 3.6e5, "device_source": "measured: NVML", "package_joules": None}
+    line = {"event": "energy", "first_step": 31, "step": 40, "time": 0.0, **known}
+    with run_dir.metrics_file(folder).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert report.main(["part"]) == 0
+    text = (folder / "report.html").read_text()
+    assert "measured: NVML, of 10 of 40 steps" in text and "≥ 0.1" in text
+    assert ">360<" in text, "joules for each of those ten steps' tokens"
+    line["first_step"] = 1
+    with run_dir.metrics_file(folder).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert report.main(["part"]) == 0
+    text = (folder / "report.html").read_text()
+    assert "of 10 of" not in text and "≥" not in text
+
+
 def luminance(colour):
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]

@@ -121,6 +121,24 @@ def test_pieces_with_bytes_have_the_scores_of_their_merges(tmp_path: Path) -> No
     assert words.kinds == [TokenType.UNKNOWN, TokenType.BYTE, *[TokenType.NORMAL] * 5]
 
 
+def test_runs_of_spaces_among_pieces_are_written_as_they_are_given_back(tmp_path: Path) -> None:
+    """Gemma's are pieces of its user's, which llama.cpp copies from the file as they are."""
+    tokens = ["<unk>", "\u2581\u2581", "<turn>", "\u2581"]
+    added = [
+        {"id": 1, "content": "\u2581\u2581", "special": False},
+        {"id": 2, "content": "<turn>", "special": True},
+    ]
+    model = {"type": "BPE", "byte_fallback": True, "unk_token": "<unk>", "merges": []}
+    model["vocab"] = {token: id for id, token in enumerate(tokens)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content = {"model": model, "added_tokens": [flags | token for token in added]}
+    content |= {"pre_tokenizer": None, "normalizer": None, "version": "1.0"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    words = read_vocabulary(tmp_path)
+    assert words.tokens == ["<unk>", "  ", "<turn>", "\u2581"]
+    assert words.kinds[1:3] == [TokenType.USER_DEFINED, TokenType.CONTROL]
+
+
 @pytest.mark.parametrize(
     ("model", "what"),
     [

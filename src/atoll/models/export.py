@@ -17,6 +17,7 @@ from torch import Tensor
 
 from atoll import run_dir
 from atoll.models.adapter import full_tensor
+from atoll.models.classifier import classifies
 from atoll.models.export_config import write_config, write_end_ids, write_tokenizer_config
 from atoll.models.safetensor_files import file_name, write_index, write_tensors
 from atoll.proof.statement import OWN
@@ -102,6 +103,8 @@ def write_rest(
     write_index(folder, files, total_bytes)
     config.dtype = dtype
     config.architectures = [architecture]
+    if classifies(config) and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = _pad_id(tokenizer)
     write_config(folder, config)
     for path in sorted(tokenizer.iterdir()):
         foreign = path.name in ("config.json", *OWN)
@@ -112,6 +115,18 @@ def write_rest(
         run_dir.write_whole(folder / GENERATION, (source / GENERATION).read_bytes())
     if end_ids:
         write_end_ids(folder / GENERATION, end_ids)
+
+
+def _pad_id(tokenizer: Path) -> int | None:
+    """What pads rows, by which transformers finds a row's last word; most sources have none.
+
+    The tokenizer's own, else the end of a text, as its users set it.
+    """
+    from transformers import AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+    ids: tuple[int | None, int | None] = (words.pad_token_id, words.eos_token_id)
+    return next((token for token in ids if token is not None), None)
 
 
 def publish(partial: Path, final: Path) -> None:

@@ -17,6 +17,7 @@ NAMES = ("rope_theta", "partial_rotary_factor")
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 # what transformers 5 calls a tokenizer that is its tokenizer.json, and what 4 and 5 do
 TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
+PHI3 = ("type", "short_factor", "long_factor")  # what 4 takes of its scaled positions
 
 
 def write_config(folder: Path, config: Any) -> None:
@@ -42,6 +43,9 @@ def older_fields(config: dict[str, Any]) -> dict[str, Any]:
     fields |= {older: whole[name] for name, older in outside.items() if name in whole}
     if whole.get("rope_type", "default") != "default":
         fields["rope_scaling"] = {n: value for n, value in whole.items() if n not in outside}
+    if config.get("model_type") == "phi3" and "rope_scaling" in fields:
+        scaling = fields["rope_scaling"] | {"type": whole["rope_type"]}
+        fields["rope_scaling"] = {name: scaling[name] for name in PHI3 if name in scaling}
     return fields
 
 

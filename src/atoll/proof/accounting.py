@@ -5,6 +5,7 @@ An export is written inside its job, of which the scheduler knows the end only l
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ WHY = {
     "pbs": "PBS is not asked for it",
     "none": "no scheduler, so none",
 }
+
+
+def steps_counted(records: Iterable[Mapping[str, Any]]) -> int:
+    """How many steps the energy of these records is of: a start that was killed wrote none."""
+    spans = [(r["first_step"], r["step"] + 1) for r in records if r["event"] == "energy"]
+    return len(set().union(*(range(*span) for span in spans)))
 
 
 def not_kept(scheduler: str) -> Resource:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import printable
-from atoll.proof.accounting import ASKED
+from atoll.proof.accounting import ASKED, steps_counted
 from atoll.proof.statement import NAME, instant
 from atoll.settings import Run
 
@@ -153,6 +153,9 @@ def _hardware(run: Run, records: Sequence[Record]) -> Rows:
     yield "Nodes, devices of each", f"{run.nodes}, {run.ranks_per_node} ({node.device})"
     yield "Began", instant(min(times)) if times else None
     yield "Hours, with pauses", f"{(max(times) - min(times)) / 3600:.3g}" if times else None
+    steps, last = steps_counted(records), max((r.get("step", 0) for r in records), default=0)
+    if sources and steps < last:
+        sources.add(f"of {steps:,} of {last:,} steps")
     energy = f"{joules / 3.6e6:.3g} ({'; '.join(sorted(sources))})" if sources else None
     yield "Energy, kWh", energy
     kept = "of the scheduler, kept beside the run" if run.facility.scheduler in ASKED else None

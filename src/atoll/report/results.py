@@ -13,6 +13,7 @@ from atoll.cluster.diff import flat
 from atoll.cluster.goodput import effective
 from atoll.cluster.status import status
 from atoll.errors import UserError
+from atoll.proof.accounting import steps_counted
 from atoll.report.run import Record, RunMetrics, joules
 from atoll.report.tables import Rows, number
 from atoll.settings import Run, dumped, load_run
@@ -112,6 +113,7 @@ def _result(run: RunMetrics) -> dict[str, str]:
     }
     known = joules(run)
     energy = known.get("nodes", (sum(value for value, _ in known.values()), ""))[0]
+    of_all = "nodes" in known or steps_counted(run.energy) >= run.train[-1]["step"]
     used = [line["mfu"] for line in run.steady if line.get("mfu") is not None]
     seconds = run.seconds
     job_seconds = sum(value for name, value in run.goodput.items() if name != "queue")
@@ -124,7 +126,7 @@ def _result(run: RunMetrics) -> dict[str, str]:
         "MFU": f"{statistics.median(used):.1%}" if used else "",
         "minutes": number(seconds / 60, 2),
         "node-hours": f"{node_hours:.3g}",
-        "kWh": f"{energy / 3.6e6:.3g}" if energy else "",
+        "kWh": f"{'' if of_all else '≥ '}{energy / 3.6e6:.3g}" if energy else "",
         "goodput": f"{effective(run.goodput):.1%}" if run.goodput else "",
         "devices": str(run.devices),
         "state": state_of(run),

@@ -16,6 +16,7 @@ from atoll.cluster.status import queued_jobs, slurm_energy
 from atoll.errors import UserError
 from atoll.health.faults import Fault, faults
 from atoll.plan.traffic import total
+from atoll.proof.accounting import steps_counted
 from atoll.report.tables import Rows, in_minutes, mebibytes, number
 from atoll.settings import Run, load_run
 
@@ -262,20 +263,25 @@ def _checkpoints(run: RunMetrics) -> dict[str, str]:
 
 def _energy(run: RunMetrics) -> Rows:
     """Of devices, of processors' packages, of whole nodes as Slurm has it; and how it is known."""
-    return [
-        {
-            "run": run.name,
-            "of": part,
-            "kWh": f"{energy / 3.6e6:.4g}",
-            "J per token": f"{energy / run.train[-1]['tokens']:.3g}",
-            "how": source,
-        }
-        for part, (energy, source) in joules(run).items()
-    ]
+    steps, last = steps_counted(run.energy), run.train[-1]["step"]
+    rows = []
+    for part, (energy, source) in joules(run).items():
+        of_all = part == "nodes" or steps >= last
+        tokens = run.train[-1]["tokens"] * (1 if of_all else steps / last)
+        rows.append(
+            {
+                "run": run.name,
+                "of": part,
+                "kWh": f"{energy / 3.6e6:.4g}",
+                "J per token": f"{energy / tokens:.3g}",
+                "how": source if of_all else f"{source}, of {steps:,} of {last:,} steps",
+            }
+        )
+    return rows
 
 
 def joules(run: RunMetrics) -> dict[str, tuple[float, str]]:
-    """What is known, over all starts of a run."""
+    """What is known, over all starts of a run that came to an end of their own."""
     energy = {}
     for part in ("device", "package"):
         known = [line for line in run.energy if line[f"{part}_joules"] is not None]

@@ -54,7 +54,7 @@ def read_vocabulary(folder: Path) -> GgufVocabulary:
     of_pieces = bool(model.get("byte_fallback"))
     added = {token["id"]: token for token in stored["added_tokens"]}
     by_id = {id: token for token, id in model["vocab"].items()}
-    by_id |= {id: token["content"] for id, token in added.items()}
+    by_id |= {id: _written(token, of_pieces) for id, token in added.items()}
     tokens = [by_id.get(id, f"[PAD{id}]") for id in range(max(by_id) + 1)]
     kinds = [_kind(id, token, by_id, added, model) for id, token in enumerate(tokens)]
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
@@ -67,6 +67,12 @@ def read_vocabulary(folder: Path) -> GgufVocabulary:
         scores=_scores(tokens, merges) if of_pieces else [],
         puts_space=of_pieces and _puts_space(path),
     )
+
+
+def _written(token: dict[str, Any], of_pieces: bool) -> str:
+    """An added token's text; llama.cpp gives back a user's piece as it stands in the file."""
+    text = str(token["content"])
+    return text.replace("▁", " ") if of_pieces and not token["special"] else text
 
 
 def _kind(
