@@ -45,6 +45,15 @@ def test_muon_keeps_one_moment_of_experts_and_gathers_divided_ones() -> None:
     assert sent[1] - sent[0] == pytest.approx(2 * experts / 2 / 2)
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "ernie4_5_moe", "glm4_moe"])
+def test_experts_of_a_family_without_a_line_are_not_guessed(family: str) -> None:
+    """How wide they are, and what is beside them, each family says by names of its own."""
+    config = AutoConfig.for_model(family).to_dict()
+    run = small_run.settings(Path("/x"), 4, sharding=small_run.sharding("full_shard"))
+    assert why_unknown(run, shape_of(config)) == f"the experts of {family} have no formula"
+    assert why_unknown(run, shape_of(AutoConfig.for_model("qwen3_moe").to_dict())) == ""
+
+
 def test_selective_recompute_keeps_what_attention_gives() -> None:
     shape, sharding = shape_of(LLAMA), small_run.sharding("full_shard")
     peaks = {}

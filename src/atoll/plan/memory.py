@@ -14,7 +14,7 @@ from atoll.plan.activations import (
 from atoll.plan.adapters import staying, unknown_targets
 from atoll.plan.evaluation import forward_bytes, scoring_bytes
 from atoll.plan.heap import gathered_in_heap, heap_of
-from atoll.plan.shapes import Shape
+from atoll.plan.shapes import FAMILIES, Shape
 from atoll.plan.traffic import is_known
 from atoll.plan.weights import BF16, FP32, Weights, compute_bytes, weights_of
 from atoll.plan.zero import RUNTIME_GIB as DEEPSPEED_RUNTIME_GIB
@@ -88,6 +88,8 @@ def why_unknown(run: Run, shape: Shape) -> str:
         return f"what optimizer={run.optimizer.name} keeps has no formula"
     if run.sharding.layouts and not is_known(run.sharding):
         return f"what sharding={run.sharding.name} keeps has no formula"
+    if shape.experts and shape.family not in FAMILIES:  # how wide, and what is beside them
+        return f"the experts of {shape.family} have no formula"
     if names := unknown_targets(run, shape):
         return f"model.lora.targets names {names[0]}, which is none of {shape.family}'s layers here"
     return ""

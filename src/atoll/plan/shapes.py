@@ -214,7 +214,7 @@ FAMILIES: dict[str, Family] = {
 FAMILIES |= {name: _decoder(line) for name, line in DECODERS.items()}
 # of a family without a line: near enough for a plan; it is tried when it is first loaded
 UNKNOWN = _decoder(Line())
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def family_of(name: str) -> Family:
