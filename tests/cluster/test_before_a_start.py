@@ -103,8 +103,19 @@ def test_dpo_begins_with_a_checkpoint_of_its_own_kind(fits, here):
 
 def test_what_an_earlier_job_makes_may_be_missing_yet(here):
     words = ["facility=generic_slurm", "facility.account=a", "name=x", "image=none"]
-    words += [f"model.source={here}/export", "+facility.submit.dependency=afterok:7"]
+    words += [f"model.source={here}/export", f"tokenizer.path={here}/export"]
+    words += ["+facility.submit.dependency=afterok:7"]
     submit_checks.check_before_start(compose(words).run, False, {})
+
+
+def test_what_a_run_began_with_may_be_put_away_once_it_has_its_own(here):
+    words = ["facility=generic_slurm", "facility.account=a", "name=x", "training.steps=9"]
+    words += [f"checkpoint.initial_load_path={here}/runs/before/checkpoints/step-00000005"]
+    run = compose(words).run
+    with pytest.raises(UserError, match="no such folder: checkpoint"):
+        submit_checks.check_source(run)
+    run_dir.write_whole(run_dir.checkpoint(run_dir.folder(run), 6) / "manifest.json", "{}")
+    submit_checks.check_source(run)
 
 
 def test_what_a_job_does_not_read_of_the_hub_is_not_looked_for(here):

@@ -31,6 +31,17 @@ def test_a_command_hears_what_its_job_is_told(number, code, tmp_path):
     assert process.wait(timeout=30) == code
 
 
+def test_nothing_follows_what_was_told_to_end_and_ended_well(tmp_path):
+    there = tmp_path / "there"
+    text = f"trap 'exit 0' TERM; : > {there}; while :; do sleep 0.05; done"
+    process = subprocess.Popen([sys.executable, "-c", WAITS, text])
+    deadline = time.monotonic() + 30
+    while not there.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(timeout=30) == 143
+
+
 @pytest.mark.parametrize(("text", "code"), [("exit 3", 3), ("kill -KILL $$", 137)])
 def test_how_a_command_ended_is_told(text, code):
     assert subprocess.run([sys.executable, "-c", WAITS, text]).returncode == code

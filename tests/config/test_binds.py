@@ -70,9 +70,11 @@ def test_a_cache_that_is_elsewhere_by_another_word_or_a_link_is_bound(
         (tmp_path / "work" / "huggingface").symlink_to(real)
         folder = real if name.endswith("HUB_CACHE") else tmp_path / "work"
         monkeypatch.setenv(name, str(folder))
-    run = composed(*LINE).run
+    run = composed(*LINE, "model.source=a/b").run
     assert str(real) in binds(run)
     assert list(run.folders.caches.values()) == [real]
+    if name != "HUGGINGFACE_HUB_CACHE":  # which is no more than the login node's, for all we know
+        assert composed(*LINE).run.folders.caches == {}, "nothing is read of the hub"
 
 
 def test_what_links_in_a_given_folder_lead_to_is_bound(composed, tmp_path):
@@ -89,15 +91,34 @@ def test_what_links_in_a_given_folder_lead_to_is_bound(composed, tmp_path):
     assert {str(blobs), str(snapshot), str(texts), str(book.parent)} <= set(found)
 
 
-def test_a_data_set_in_a_folder_is_bound_wherever_it_is_named_from(composed, tmp_path, monkeypatch):
+def test_a_link_is_followed_by_the_name_that_it_says(composed, tmp_path):
+    """A relative one, in a folder that is given by the name of another link."""
+    (tmp_path / "lustre" / "blobs").mkdir(parents=True)
+    (tmp_path / "lustre" / "run[1]").mkdir()
+    (tmp_path / "scratch").symlink_to("lustre")
+    (tmp_path / "lustre" / "blobs" / "123").touch()
+    (tmp_path / "lustre" / "run[1]" / "config.json").symlink_to("../blobs/123")
+    found = binds(composed(*LINE, f"model.source='{tmp_path}/scratch/run[1]'").run)
+    assert f"{tmp_path}/lustre/blobs:{tmp_path}/scratch/blobs" in found
+
+
+def test_links_that_lead_nowhere_or_into_the_image_are_left_alone(composed, tmp_path):
+    for name, target in (("a", "/usr/bin/env"), ("b", "b"), ("c", "/no/where"), ("d", "/usr")):
+        (tmp_path / name).symlink_to(target)
+    assert binds(composed(*LINE, f"model.source={tmp_path}").run)[-1] == str(tmp_path)
+    assert not {"/usr/bin", "/usr", "/no"} & set(
+        binds(composed(*LINE, f"model.source={tmp_path}").run)
+    )
+
+
+def test_a_data_set_in_a_folder_is_bound_and_what_a_bundle_has_is_not(composed, tmp_path):
+    words = ("data=hub", f"data.hub={tmp_path}/ds")
     (tmp_path / "ds").mkdir()
-    monkeypatch.chdir(tmp_path)
-    run = composed(*LINE, "data=hub", "data.hub=ds").run
-    assert run.data.hub == str(tmp_path / "ds") and run.data.hub in binds(run)
-    sources = "data.sources=[{name: one, hub: ds, weight: 1}]"
-    [data] = composed(*LINE, "data=mixture", sources).run.data.each
-    assert data.hub == str(tmp_path / "ds")
-    assert composed(*LINE, "data=hub", "data.hub=ds/of_the_hub").run.data.hub == "ds/of_the_hub"
+    run = composed(*LINE, *words).run
+    assert run.data.hub in binds(run)
+    folders = run.folders.model_copy(update={"bundle": tmp_path / "bundle"})
+    assert f"{tmp_path}/ds" not in binds(run.model_copy(update={"folders": folders}))
+    assert composed(*LINE, "data=hub", "data.hub=of_the/hub").run.data.hub == "of_the/hub"
 
 
 def test_without_an_image_nothing_is_hidden(composed):

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 
 def _seeing(run: Run, bundle: Path) -> Run:
     """The run whose container sees the bundle, and no folder that only a job would make."""
-    update = dict.fromkeys(("runs", "prepared", "bundle"), bundle)
+    update = dict.fromkeys(("runs", "prepared"), bundle)
     return run.model_copy(update={"folders": run.folders.model_copy(update=update)})
 
 

@@ -1,5 +1,6 @@
 """What is refused before a run is queued or started: its nodes, memory, texts and surroundings."""
 
+import os
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -59,6 +60,8 @@ def check_source(run: Run) -> None:
     tasks = run.evaluation.tasks_folder
     if tasks is not None and not Path(tasks).is_dir():
         raise UserError(f"no such folder: evaluation.tasks_folder={tasks}", "check the path")
+    if run_dir.complete_checkpoints(run_dir.folder(run)):
+        return  # of its own, from which it goes on: what it began with may have been put away
     for name in ("initial_load_path", "optimizer_load_path"):
         origin = getattr(run.checkpoint, name)
         if origin is not None and not origin.is_dir():
@@ -93,7 +96,8 @@ def check_data(run: Run) -> None:
     if run.folders.bundle is not None or (run_dir.prepared(run) / "manifest.json").is_file():
         return
     words = run.tokenizer.path
-    if words is not None and words.startswith("/") and not Path(words).exists():
+    is_made = words is None or not words.startswith("/") or _waits_for_another(run)
+    if not is_made and not os.path.exists(str(words)):
         raise UserError(f"no such folder: tokenizer.path={words}", "check the path")
     for data in run.data.each:
         setting = f"source {data.name}: files" if run.data.sources else "data.files"

@@ -1,7 +1,7 @@
 """Which of the host's folders a container sees; none may hide what its image needs."""
 
 import os
-from glob import glob
+from glob import escape, glob
 from pathlib import Path, PurePosixPath
 
 from atoll.errors import UserError
@@ -79,19 +79,27 @@ def _given_files(run: Run) -> list[Path]:
 
 
 def _behind_links(run: Run) -> list[Path]:
-    """Where the files that a run names, or those right in a folder of it, are links to."""
-    named = [*_named(run), *run.folders.caches.values()]
-    seen = [path / "*" if path.is_dir() else path for path in named]
-    links = [Path(file) for path in seen for file in glob(str(path)) if os.path.islink(file)]
-    real = [link.resolve() for link in links]
-    return [path if path.is_dir() else path.parent for path in real if path.exists()]
+    """Where the files that a run names, or those right in a folder of it, are links to.
+
+    By the name that a link says, and by its real one. What the image has itself stays its own.
+    """
+    named = map(str, [*_named(run), *run.folders.caches.values()])
+    patterns = [f"{escape(path)}/*" if os.path.isdir(path) else path for path in named]
+    links = [file for pattern in patterns for file in glob(pattern) if os.path.islink(file)]
+    said = [os.path.join(os.path.dirname(link), os.readlink(link)) for link in links]
+    targets = [*map(os.path.normpath, said), *map(os.path.realpath, links)]
+    there = [path for path in targets if os.path.exists(path)]
+    folders = {path if os.path.isdir(path) else os.path.dirname(path) for path in there}
+    own = (*NEEDED, *run.image.needs)
+    return [Path(f) for f in folders if not any(_covers(f, p) or _covers(p, f) for p in own)]
 
 
 def _named(run: Run) -> list[Path]:
     """The absolute paths among what a run names; each may be a pattern."""
     named = [run.model.source, run.tokenizer.path, run.evaluation.tasks_folder]
-    named += [file for data in run.data.each for file in (*data.files, *data.validation.files)]
-    named += [data.hub for data in run.data.each]
+    texts = [] if run.folders.bundle else run.data.each  # whose tokens a bundle has
+    named += [file for data in texts for file in (*data.files, *data.validation.files)]
+    named += [data.hub and os.path.expanduser(data.hub) for data in texts]
     saved = run.checkpoint
     others = (run.folders.bundle, saved.initial_load_path, saved.optimizer_load_path)
     named += [str(path) for path in others if path]

@@ -51,7 +51,6 @@ def with_absolute_paths(run: Run, start: Path, home: Path, images: Path) -> Run:
         "evaluation": {"tasks_folder": tasks_folder and absolute(tasks_folder, start)},
         "data": {
             "files": [absolute(file, start) if are_files else file for file in data.files],
-            "hub": path_or_name(data.hub, start),
             "validation": data.validation.model_copy(update={"files": held_out}),
             "sources": [_absolute_source(data, source, start) for source in data.sources],
         },
@@ -61,7 +60,7 @@ def with_absolute_paths(run: Run, start: Path, home: Path, images: Path) -> Run:
 
 
 def _absolute_source(data: Data, source: Source, start: Path) -> Source:
-    update: dict[str, Any] = {"hub": path_or_name(source.hub, start)} if source.hub else {}
+    update: dict[str, Any] = {}
     if source.files and data.kind_of(source) != "python_stdlib":
         update["files"] = [absolute(file, start) for file in source.files]
     if source.validation is not None:
@@ -75,13 +74,19 @@ def with_caches(run: Run, environment: Mapping[str, str]) -> Run:
     named = {name: Path(environment[name]) for name in CACHES if environment.get(name)}
     if older := environment.get("HUGGINGFACE_HUB_CACHE"):
         named.setdefault("HF_HUB_CACHE", Path(older))
-    home = Path.home().resolve()
+    home = Path(os.path.realpath(Path.home()))
     usual = Path(environment.get("XDG_CACHE_HOME") or home / ".cache") / "huggingface"
-    if not usual.resolve().is_relative_to(home):  # which containers see
-        named.setdefault("HF_HOME", usual.resolve())
+    real = Path(os.path.realpath(usual))
+    if _reads_of_the_hub(run) and not real.is_relative_to(home):  # which containers see
+        named.setdefault("HF_HOME", real)
     here = {name: path for name, path in named.items() if path.is_absolute() and path.is_dir()}
     folders = run.folders.model_copy(update={"caches": {**here, **run.folders.caches}})
     return run.model_copy(update={"folders": folders})
+
+
+def _reads_of_the_hub(run: Run) -> bool:
+    names = [run.model.source, run.tokenizer.path, *(data.hub for data in run.data.each)]
+    return any(name and not name.startswith("/") for name in names)
 
 
 def with_image_file(run: Run) -> Run:

@@ -154,8 +154,9 @@ def _hardware(run: Run, records: Sequence[Record]) -> Rows:
     yield "Began", instant(min(times)) if times else None
     yield "Hours, with pauses", f"{(max(times) - min(times)) / 3600:.3g}" if times else None
     steps, last = steps_counted(records), max((r.get("step", 0) for r in records), default=0)
-    if sources and steps < last:
-        sources.add(f"of {steps:,} of {last:,} steps")
+    own = last - run.checkpoint.initial_step
+    if sources and steps < own:
+        sources.add(f"of {steps:,} of {own:,} steps")
     energy = f"{joules / 3.6e6:.3g} ({'; '.join(sorted(sources))})" if sources else None
     yield "Energy, kWh", energy
     kept = "of the scheduler, kept beside the run" if run.facility.scheduler in ASKED else None

@@ -113,7 +113,8 @@ def _result(run: RunMetrics) -> dict[str, str]:
     }
     known = joules(run)
     energy = known.get("nodes", (sum(value for value, _ in known.values()), ""))[0]
-    of_all = "nodes" in known or steps_counted(run.energy) >= run.train[-1]["step"]
+    own = run.train[-1]["step"] - run.settings.checkpoint.initial_step
+    of_all = "nodes" in known or steps_counted(run.energy) >= own
     used = [line["mfu"] for line in run.steady if line.get("mfu") is not None]
     seconds = run.seconds
     job_seconds = sum(value for name, value in run.goodput.items() if name != "queue")

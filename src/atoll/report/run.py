@@ -264,9 +264,10 @@ def _checkpoints(run: RunMetrics) -> dict[str, str]:
 def _energy(run: RunMetrics) -> Rows:
     """Of devices, of processors' packages, of whole nodes as Slurm has it; and how it is known."""
     steps, last = steps_counted(run.energy), run.train[-1]["step"]
+    own = last - run.settings.checkpoint.initial_step
     rows = []
     for part, (energy, source) in joules(run).items():
-        of_all = part == "nodes" or steps >= last
+        of_all = part == "nodes" or steps >= own
         tokens = run.train[-1]["tokens"] * (1 if of_all else steps / last)
         rows.append(
             {
@@ -274,7 +275,7 @@ def _energy(run: RunMetrics) -> Rows:
                 "of": part,
                 "kWh": f"{energy / 3.6e6:.4g}",
                 "J per token": f"{energy / tokens:.3g}",
-                "how": source if of_all else f"{source}, of {steps:,} of {last:,} steps",
+                "how": source if of_all else f"{source}, of {steps:,} of {own:,} steps",
             }
         )
     return rows
