@@ -94,7 +94,8 @@ def runs(composed, here):
             records.append(train | rates)
         used = {"device_joules": None, "device_source": None, "package_joules": 900.0}
         # started twice: what both used adds up
-        records += 2 * [{"event": "energy", **used, "package_source": "measured: RAPL"}]
+        used |= {"event": "energy", "package_source": "measured: RAPL"}
+        records += [used | {"first_step": first, "step": first + 1} for first in (1, 3)]
         if ranks > 1:
             records.append(
                 {

@@ -169,7 +169,11 @@ def made_of_others(run: Run) -> str:
     if image.file is None or image.bind_source:
         return ""
     inside = sif.labels(image.file).get("atoll.source")
-    if inside in (None, source_digest(CLONE)):
+    try:
+        here = source_digest(CLONE)
+    except OSError:  # a part of a clone, to whose image the rest is left
+        return ""
+    if inside in (None, here):
         return ""
     return (
         f"{image.file} was built from other sources than those here, and runs those: "

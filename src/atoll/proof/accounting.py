@@ -34,7 +34,8 @@ WHY = {
 
 def steps_counted(records: Iterable[Mapping[str, Any]]) -> int:
     """How many steps the energy of these records is of: a start that was killed wrote none."""
-    spans = [(r["first_step"], r["step"] + 1) for r in records if r["event"] == "energy"]
+    known = [record for record in records if record["event"] == "energy"]
+    spans = [(record.get("first_step", 1), record["step"] + 1) for record in known]
     return len(set().union(*(range(*span) for span in spans)))
 
 
