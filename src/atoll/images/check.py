@@ -13,9 +13,8 @@ from atoll.images import sif
 from atoll.settings import Run, load_run
 from atoll.settings.capability import runs_on
 
-# The header of a SIF file (sylabs/sif, pkg/sif/sif.go): a launch line of 32 bytes, the magic
-# word, a version, then the architecture in two digits.
-SIF_MAGIC, MAGIC_AT, ARCHITECTURE_AT = b"SIF_MAGIC", 32, 45
+# Where the header of a SIF file has its magic word and its architecture, in two digits: sif.HEADER.
+MAGIC_AT, ARCHITECTURE_AT = 32, 45
 ARCHITECTURES = {b"02": "x86_64", b"04": "aarch64"}
 # NVIDIA's driver branch that a CUDA major version needs at least (CUDA Compatibility, minor
 # version compatibility), and with the forward-compatible libraries of the image first.
@@ -38,7 +37,7 @@ def check_image(run: Run) -> None:
         raise UserError(f"no image {image.file}", f"{build}, or name one: image.file=FILE")
     with open(image.file, "rb") as file:
         header = file.read(ARCHITECTURE_AT + 2)
-    if header[MAGIC_AT : MAGIC_AT + len(SIF_MAGIC)] != SIF_MAGIC:
+    if header[MAGIC_AT : MAGIC_AT + len(sif.MAGIC)] != sif.MAGIC:
         raise UserError(f"{image.file} is no SIF image", build)
     inside = ARCHITECTURES.get(header[ARCHITECTURE_AT:], "another architecture")
     check_architecture(inside, run.facility.node.architecture, str(image.file))
