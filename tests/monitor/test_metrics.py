@@ -6,13 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import defaults
+import numpy as np
 import pytest
 import small_run
 import tiny
 import torch
 from rank_pool import RankPool
+from transformers import AutoConfig
 
 from atoll import run_dir
+from atoll.data.pack import PackingPlan
 from atoll.errors import UserError
 from atoll.models.build import build_config, build_model
 from atoll.monitor import metrics, metrics_file, mfu
@@ -48,6 +51,20 @@ def test_weights_beside_adapters_count_no_gradients_of_their_own() -> None:
     attention = mfu.flops_per_token(shape, 10.0) - 6 * shape.multiplied_parameters
     expected = 4 * shape.multiplied_parameters + 6 * 500 + attention
     assert mfu.flops_per_token(shape, 10.0, adapters=500) == pytest.approx(expected)
+
+
+def test_a_window_hides_the_far_part_of_documents_from_the_layers_that_have_one() -> None:
+    """Counted one by one: a pair stands for itself and for its masked mirror image."""
+    config = AutoConfig.for_model("gemma3_text", num_hidden_layers=6, sliding_window=5)
+    shape = shape_of(config.to_dict())
+    assert (shape.window_tokens, shape.windowed_layers) == (5, 5)
+    lengths = [3, 5, 12, 12]
+    starts = np.cumsum([0, *lengths[:-1]])
+    packing = PackingPlan(32, starts, np.array(lengths, np.int32), np.array([0, 4]))
+    full = sum(n * n for n in lengths)
+    near = sum(abs(q - k) < 5 for n in lengths for q in range(n) for k in range(n))
+    expected = (full + 5 * near) / 6 / sum(lengths)
+    assert mfu.mean_context_tokens(packing, shape) == pytest.approx(expected)
 
 
 def test_a_stated_peak_is_used_and_a_processor_is_measured() -> None:

@@ -1,15 +1,18 @@
 """Numbers of parameters in closed form against the models themselves; axes that do not divide."""
 
+from dataclasses import replace
 from typing import Any
 
 import defaults
 import families
 import pytest
 import tiny
+from transformers import AutoConfig
 
 from atoll.errors import UserError
 from atoll.models.build import build_config, build_model
 from atoll.models.parts import blocks_of
+from atoll.plan.decoders import window_of
 from atoll.plan.shapes import check_architecture, known_config, shape_of
 from atoll.settings import Model, Sharding, Training
 
@@ -91,3 +94,35 @@ def test_a_configuration_is_found_in_a_folder_and_in_the_cache(tmp_path: Any) ->
         "n_layer": 3,
     }
     assert known_config(Model(name="x", source="c/d"), environment) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({"model_type": "mistral"}, (4096, 12)),
+        ({"model_type": "mistral", "sliding_window": None}, (0, 0)),
+        ({"model_type": "gemma2"}, (4096, 6)),
+        ({"model_type": "gemma3_text", "sliding_window": 512}, (512, 10)),
+        ({"model_type": "phi3", "sliding_window": 2047}, (2047, 12)),
+        ({"model_type": "qwen2", "sliding_window": 99, "use_sliding_window": False}, (0, 0)),
+        ({"model_type": "gpt_oss", "num_local_experts": 4}, (128, 6)),
+        ({"model_type": "llama"}, (0, 0)),
+    ],
+)
+def test_windows_are_found_as_they_are_written_and_as_they_are_loaded(
+    config: dict[str, Any], window: tuple[int, int]
+) -> None:
+    config = config | {"num_hidden_layers": 12}
+    loaded = AutoConfig.for_model(**config).to_dict()
+    written = loaded if config["model_type"] == "gpt_oss" else config
+    assert window_of(loaded, 12) == window_of(written, 12) == window
+
+
+def test_a_plan_counts_no_work_outside_windows() -> None:
+    """The pairs of a sequence, one by one, each beside its masked mirror image."""
+    shape = shape_of(tiny.CONFIGS["llama"])
+    windowed = replace(shape, window_tokens=16, windowed_layers=1)
+    near = sum(abs(q - k) < 16 for q in range(64) for k in range(64))
+    assert shape.attended_tokens(64) == 64
+    assert windowed.attended_tokens(64) == pytest.approx((64 + near / 64) / 2)
+    assert windowed.attended_tokens(9) == 9

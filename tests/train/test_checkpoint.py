@@ -24,6 +24,7 @@ from atoll import run_dir
 from atoll.errors import UserError
 from atoll.sharding.process_group import World, barrier, gathered
 from atoll.train import checkpoint
+from atoll.train.checkpoint_files import bytes_of_all
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -189,7 +190,7 @@ def test_a_run_that_cannot_be_saved_does_not_start(
     usage = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(UserError, match=r"GiB free, one checkpoint takes"):
-        checkpoint.check_space(tmp_path, state(ALONE, 1.0), 0)
+        checkpoint.check_space(tmp_path, bytes_of_all(state(ALONE, 1.0), ALONE), 0)
 
 
 def full_disk_on_rank_one(world: World, folder: Path) -> str:
@@ -379,16 +380,29 @@ def test_the_space_that_a_checkpoint_needs_is_all_of_its_tensors(
     usage = shutil.disk_usage(tmp_path)
     folder = tmp_path / "runs" / "x"
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
-    checkpoint.check_space(folder, tensors, 0)
-    checkpoint.check_space(folder, tensors, 0)
+    checkpoint.check_space(folder, bytes_of_all(tensors, ALONE), 0)
+    checkpoint.check_space(folder, bytes_of_all(tensors, ALONE), 0)
     assert folder.is_dir()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
     with pytest.raises(UserError, match=r"has 0\.01 GiB free, one checkpoint takes 0\.01 GiB"):
-        checkpoint.check_space(folder, tensors, 0)
+        checkpoint.check_space(folder, bytes_of_all(tensors, ALONE), 0)
     big = {"a": torch.empty(2**30, device="meta")}
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 * 2**30))
     with pytest.raises(UserError, match=r"has 3\.00 GiB free, one checkpoint takes 4\.00 GiB"):
-        checkpoint.check_space(folder, big, 0)
+        checkpoint.check_space(folder, bytes_of_all(big, ALONE), 0)
+
+
+def bytes_on_ranks(world: World) -> int:
+    """Beside what `state` has: a stage's own layer, and moments that are each rank's alone."""
+    own = {f"model/layer{world.rank}": torch.zeros(10 + world.rank)}
+    own |= {f"optimizer/moment/rank{world.rank}": torch.zeros(7, dtype=torch.int8)}
+    return bytes_of_all(state(world, 1.0) | own, world)
+
+
+def test_a_checkpoint_has_the_tensors_of_every_stage_and_shared_ones_once(ranks: RankPool) -> None:
+    shared = 4 * 24  # the matrix: what has no mesh is of a stage here
+    of_stages = 2 * (4 * 3 + 4) + 4 * (10 + 11)
+    assert ranks.run(bytes_on_ranks, world=2) == [shared + of_stages + 2 * 7] * 2
 
 
 def test_there_is_room_for_those_kept_and_the_next(
@@ -397,12 +411,14 @@ def test_there_is_room_for_those_kept_and_the_next(
     tensors, needed = {"a": torch.zeros(2**20)}, 3 * 4 * 2**20
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
-    checkpoint.check_space(tmp_path, tensors, 2)
+    checkpoint.check_space(tmp_path, bytes_of_all(tensors, ALONE), 2)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
     with pytest.raises(UserError, match=r"2 are kept while the next is written: 0\.01 GiB"):
-        checkpoint.check_space(tmp_path, tensors, 2)
+        checkpoint.check_space(tmp_path, bytes_of_all(tensors, ALONE), 2)
     with pytest.raises(UserError, match=r"2 are kept while the next is written: 12\.00 GiB"):
-        checkpoint.check_space(tmp_path, {"a": torch.empty(2**30, device="meta")}, 2)
+        checkpoint.check_space(
+            tmp_path, bytes_of_all({"a": torch.empty(2**30, device="meta")}, ALONE), 2
+        )
 
 
 @pytest.mark.parametrize(("saved_by", "reads_own"), [(1, True), (2, False)])

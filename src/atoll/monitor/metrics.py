@@ -28,7 +28,7 @@ class Metrics(Observer):
         node, world = watched.run.facility.node, watched.world
         self.watched, self.write, self.communication = watched, write, communication
         self.peak, self.peak_source = peak_tflops(node, world.device, watched.compute_dtype)
-        context = mean_context_tokens(watched.packing)
+        context = mean_context_tokens(watched.packing, watched.shape)
         learning = adapter_parameters(watched.run, watched.shape)
         adapters = learning if watched.run.model.lora is not None else None
         self.flops = flops_per_token(watched.shape, context, adapters)

@@ -1,5 +1,6 @@
 """Model FLOP utilisation: what a token costs, and what a device could do at its peak."""
 
+import numpy as np
 import torch
 
 from atoll.data.pack import PackingPlan
@@ -9,7 +10,8 @@ from atoll.settings import Node
 
 MFU_FORMULA = (
     "tokens/s/device * (6*N + 12*L*d*C) / peak, N parameters without embeddings, L layers, "
-    "d hidden size, C mean context (half of it is masked, counted in full); "
+    "d hidden size, C mean context (half of it is masked, counted in full; what lies outside "
+    "windows of attention is not counted); "
     "beside A parameters of adapters 4*N + 6*A, as frozen weights have no gradients"
 )
 
@@ -53,7 +55,9 @@ def flops_per_token(shape: Shape, mean_context_tokens: float, adapters: int | No
     return passes * shape.multiplied_parameters + 6.0 * (adapters or 0) + attention
 
 
-def mean_context_tokens(packing: PackingPlan) -> float:
-    """The length of the document piece that a token lies in, on average over tokens."""
-    lengths = packing.piece_length.astype(float)
-    return float((lengths**2).sum() / lengths.sum())
+def mean_context_tokens(packing: PackingPlan, shape: Shape) -> float:
+    """What a token sees of the document piece that it lies in, on average over tokens."""
+    pieces = np.bincount(packing.piece_length)  # of each length
+    lengths = np.flatnonzero(pieces)
+    seen = np.array([shape.attended_tokens(int(length)) for length in lengths])
+    return float(np.average(seen, weights=pieces[lengths] * lengths))

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,22 +40,33 @@ class Line:
     splits_matrices: bool = True  # among tensor ranks, by transformers' own plan
     active_experts: int = 0
     expert_width: str = "intermediate_size"
+    window_tokens: int = 0  # that a token sees in layers with a window
+    # without `layer_types`, every such layer has none; 0: all have one, None: not known
+    full_every: int | None = None
 
 
 DECODERS = {
-    "mistral": Line(),
+    "mistral": Line(window_tokens=4096, full_every=0),
     "qwen2": Line(Decoder(qkv_bias=True)),
     "qwen3": Line(Decoder(query_norms="head"), head_dim=128),
     "gemma": Line(head_dim=256, tied=True),
-    "gemma2": Line(Decoder(norms=4), head_dim=256, tied=True),
-    "gemma3_text": Line(Decoder(norms=4, query_norms="head"), head_dim=256, tied=True),
-    "phi3": Line(splits_matrices=False),
+    "gemma2": Line(
+        Decoder(norms=4), head_dim=256, tied=True, window_tokens=4096, full_every=2
+    ),
+    "gemma3_text": Line(
+        Decoder(norms=4, query_norms="head"),
+        head_dim=256,
+        tied=True,
+        window_tokens=4096,
+        full_every=6,
+    ),
+    "phi3": Line(splits_matrices=False, full_every=0),
     "olmo2": Line(Decoder(query_norms="whole"), splits_matrices=False),
     "smollm3": Line(tied=True),
     "granite": Line(),
     "apertus": Line(Decoder(query_norms="head", gated=False, more=2), splits_matrices=False),
     "cohere": Line(Decoder(norms=1), tied=True),
-    "mixtral": Line(splits_matrices=False, active_experts=2),
+    "mixtral": Line(splits_matrices=False, active_experts=2, full_every=0),
     "qwen3_moe": Line(
         Decoder(query_norms="head"),
         splits_matrices=False,
@@ -63,6 +75,23 @@ DECODERS = {
     ),
     "olmoe": Line(Decoder(query_norms="whole"), splits_matrices=False, active_experts=8),
 }
+
+
+def window_of(config: Mapping[str, Any], layers: int) -> tuple[int, int]:
+    """How many tokens a token sees in layers with a window, and how many such layers there are.
+
+    (0, 0) without a window, or where it is not known which layers have one.
+    """
+    line = DECODERS.get(str(config.get("model_type")), Line())
+    window = config.get("sliding_window", line.window_tokens)
+    kinds = config.get("layer_types")
+    if kinds:
+        windowed = list(kinds).count("sliding_attention")
+    elif line.full_every is None:
+        windowed = 0
+    else:
+        windowed = layers - (layers // line.full_every if line.full_every else 0)
+    return (int(window), windowed) if window and windowed else (0, 0)
 
 
 def is_decoder(model_type: str) -> bool | None:

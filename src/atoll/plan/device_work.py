@@ -15,11 +15,12 @@ def flops(run: Run, shape: Shape, part: Part) -> float:
     The last stage of a pipeline has the head as well, which is never computed again. Adapters
     learn beside weights that have no gradients.
     """
-    context, stages = run.data.sequence_tokens, run.axes.pipeline
-    tokens = run.training.global_batch_samples * context * stages / run.world_size
+    sequence, stages = run.data.sequence_tokens, run.axes.pipeline
+    tokens = run.training.global_batch_samples * sequence * stages / run.world_size
     products, attentions = passes_of(run)
     head = 0 if shape.labels else shape.head_parameters
     block = (shape.multiplied_parameters - head) / shape.layers
+    context = shape.attended_tokens(sequence)
     layer = products * 2.0 * block + attentions * 4 * shape.query_width * context
     if run.model.lora is not None:
         layer += PASSES["none"][0] * 2.0 * adapter_parameters(run, shape) / shape.layers

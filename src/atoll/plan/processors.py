@@ -56,7 +56,7 @@ def compute_seconds(run: Run, shape: Shape, measured: Measured, part: Part) -> f
     block = (shape.multiplied_parameters - head) / shape.layers
     width, products = _product_width(run, shape), _products(run)
     chunk = min(shape.hidden, _tokens_at_once(run), run.training.loss_chunk_tokens)
-    attention = 4 * shape.query_width * run.data.sequence_tokens
+    attention = 4 * shape.query_width * shape.attended_tokens(run.data.sequence_tokens)
     rank, beside = _adapters(run, shape)
     of_layers = part.layers * (
         over_weights * 2 * block / _rate(run, measured, products, width)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import UserError
-from atoll.plan.decoders import DECODERS, Decoder, Line, is_decoder
+from atoll.plan.decoders import DECODERS, Decoder, Line, is_decoder, window_of
 from atoll.settings import Model, Sharding
 
 # A size of a shape -> what most configurations call it; a family says where its own differ.
@@ -66,6 +66,8 @@ class Shape:
     experts: int = 0  # of a mixture's block
     active_experts: int = 0  # of them, those that a token goes through
     moe_intermediate: int = 0  # of one of them, where it is not that of other blocks
+    window_tokens: int = 0  # that a token sees in the layers that have a window
+    windowed_layers: int = 0
 
     @property
     def expert_width(self) -> int:
@@ -82,6 +84,15 @@ class Shape:
     @cached_property
     def kv_width(self) -> int:
         return self.kv_heads * self.head_width
+
+    def attended_tokens(self, tokens: int) -> float:
+        """What a token of a document of so many sees, on average over layers, its future counted.
+
+        Both ways: a causal mask halves it, which no caller takes off.
+        """
+        beyond = max(0, tokens - self.window_tokens)
+        unseen = beyond * (beyond + 1) / tokens
+        return tokens - self.windowed_layers / self.layers * unseen
 
     @cached_property
     def block_parameters(self) -> int:
@@ -247,7 +258,8 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     derived = {"kv_heads": heads, "embedded": hidden, "intermediate": 4 * hidden, "tied": True}
     numbers = {size: int(value) for size, value in (derived | sizes).items()}
     tied = bool(numbers.pop("tied"))
-    shape = Shape(name, **numbers, tied=tied)
+    window, windowed = window_of(config, numbers["layers"])
+    shape = Shape(name, **numbers, tied=tied, window_tokens=window, windowed_layers=windowed)
     usual = shape.head_dim * shape.heads == shape.hidden
     shape = replace(shape, head_dim=0) if usual else shape
     return shape if shape.experts else replace(shape, active_experts=0, moe_intermediate=0)

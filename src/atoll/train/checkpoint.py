@@ -224,16 +224,15 @@ def load(path: Path, state: dict[str, Tensor], world: World, is_verified: bool =
     run_on_all_ranks(world, read)
 
 
-def check_space(run_folder: Path, state: dict[str, Tensor], keep: int) -> None:
+def check_space(run_folder: Path, each_bytes: int, keep: int) -> None:
     """Refuse to start a run whose checkpoints, those kept and one more, do not fit on the disk."""
-    each = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-    needed = (keep + 1) * each
+    needed = (keep + 1) * each_bytes
     run_folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(run_folder).free
     if free < needed:
         raise UserError(
             f"{run_folder} has {free / 2**30:.2f} GiB free, one checkpoint takes "
-            f"{each / 2**30:.2f} GiB; {keep} are kept while the next is written: "
+            f"{each_bytes / 2**30:.2f} GiB; {keep} are kept while the next is written: "
             f"{needed / 2**30:.2f} GiB",
             "free some space, keep fewer (checkpoint.keep), or folders.runs=FOLDER elsewhere",
         )

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from atoll import run_dir
-from atoll.sharding.process_group import World, gathered
+from atoll.sharding.process_group import World, gathered, merged_of_all
 
 
 class Part(NamedTuple):
@@ -96,6 +96,14 @@ def parts_of(state: dict[str, Tensor], world: World, holders: Sequence[int]) -> 
         Part(index.fqn, chunks[index].offsets, chunks[index].sizes): writer
         for index, writer in writers.items()
     }
+
+
+def bytes_of_all(state: dict[str, Tensor], world: World) -> int:
+    """What all ranks together write of their states. All ranks call."""
+    parts = parts_of(state, world, holders_of_plain(state, world))
+    own = [part for part, writer in parts.items() if writer == world.rank]
+    written = sum(math.prod(part.sizes) * state[part.name].element_size() for part in own)
+    return merged_of_all(world, written, sum)
 
 
 def writers_of(

@@ -31,6 +31,7 @@ from atoll.sharding.process_group import (
 )
 from atoll.train import checkpoint
 from atoll.train.assemble import TrainState, assemble
+from atoll.train.checkpoint_files import bytes_of_all
 from atoll.train.evaluate import Evaluation, evaluate
 from atoll.train.export_model import export_model
 from atoll.train.guard import Trouble, note
@@ -214,9 +215,8 @@ def resume(train_state: TrainState) -> checkpoint.Progress:
     path = checkpoint.newest_intact(folder, world)
     is_verified = path is not None
     if path is None:
-        run_on_all_ranks(
-            world, lambda: checkpoint.check_space(folder, state_dict(train_state), keep)
-        )
+        each_bytes = bytes_of_all(state_dict(train_state), world)
+        run_on_all_ranks(world, lambda: checkpoint.check_space(folder, each_bytes, keep))
         path = train_state.run.checkpoint.initial_load_path
     if path is None:
         load_moments(train_state)
