@@ -101,7 +101,7 @@ streamflow: .venv-streamflow/.ready ## Install StreamFlow, for campaigns with en
 		--no-deps -r $(LOCKS)/streamflow.txt
 	@touch $@
 
-test: $(READY) ## Try every feature once, at most 20 minutes (ARGS="-k launch" for some)
+test: $(READY) ## Try every feature once, 20 to 50 minutes (ARGS="-k launch" for some)
 	$(BIN)/python tests/beside.py $(ARGS)
 
 test-full: $(READY) ## Every test, and every one that an image can run inside one: two hours

@@ -65,7 +65,7 @@ LINES: Mapping[str, str] = {
   atoll prepare --verify BUNDLE""",
     "init": """\
   atoll init my_models                  then: cd my_models && make demo
-  atoll init --update my_models         after an upgrade; your own settings and files stay""",
+  atoll init --update my_models         after an upgrade; files that you changed stay""",
     "list": """\
   atoll list models
   atoll list runs --json""",

@@ -1,5 +1,7 @@
 """A wheel installed where there is no clone: all that a clone has beside src is inside it."""
 
+import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -83,11 +85,34 @@ def test_own_settings_and_own_facilities_of_the_folder_count(home: Path, folder:
     words = ["--dry-run", "facility=mine", "image=none"]
     assert "--account=from_my_own_file" in atoll(home, "submit", *words, cwd=folder)
     atoll(home, "init", str(folder), code=2)
-    (facilities / "leonardo.yaml").write_text("of an older version")
-    atoll(home, "init", "--update", str(folder))
+    with_older_file(folder, "hydra_conf/facility/leonardo.yaml")
+    lumi, newest = facilities / "lumi.yaml", (facilities / "lumi.yaml").read_text()
+    lumi.write_text(changed := newest.replace("gpus-per-node: 8", "gpus-per-node: 7"))
+    assert changed != newest
+    said = atoll(home, "init", "--update", ".", cwd=folder)
     assert "from_my_own_file" in local.read_text() and (facilities / "mine.yaml").is_file()
     assert "older" not in (facilities / "leonardo.yaml").read_text()
+    assert f"{lumi}: kept as you changed it" in said and said.count("kept") == 1
+    assert lumi.read_text() == changed
+    assert lumi.with_name("lumi.yaml.new").read_text() == newest
+    assert "lumi.yaml.new" in atoll(home, "init", "--update", ".", cwd=folder), "as long as it is"
+    lumi.write_text(newest)
+    assert "kept" not in atoll(home, "init", "--update", ".", cwd=folder)
     local.write_text(before)
+
+
+def with_older_file(folder: Path, name: str) -> None:
+    """As an earlier version wrote it, and its user left it."""
+    (folder / name).write_text("of an older version")
+    record = folder / ".atoll-init.json"
+    older = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest()}
+    record.write_text(json.dumps(json.loads(record.read_text()) | older))
+
+
+def test_an_update_makes_no_folder_inside_the_one_that_is_meant(home: Path, folder: Path) -> None:
+    said = atoll(home, "init", "--update", folder.name, cwd=folder, code=2)
+    assert "is no working folder that could be updated" in said and len(said.splitlines()) == 2
+    assert not (folder / folder.name).exists()
 
 
 def test_an_image_of_the_wheel_is_that_of_the_clone(home: Path) -> None:

@@ -265,7 +265,7 @@ def test_a_missing_library_is_said_before_the_model_is_built(ranks: RankPool, fo
     run_folder = small_run.ready(run)
     for found, hint in ranks.run(without_mlflow, run, world=2):
         assert found == "loggers=mlflow: its library is not installed where the ranks run"
-        assert "pip install 'atoll[loggers]'" in hint and "\n" not in hint
+        assert "pip install 'WHEEL[loggers]'" in hint and "\n" not in hint
     assert not run_dir.metrics_file(run_folder).exists()
     assert not run_dir.tensorboard(run_folder).exists()
 

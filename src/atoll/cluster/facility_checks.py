@@ -241,7 +241,9 @@ def offline(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
     if hub:
         token = "HF_TOKEN" in environment or (home / "token").exists()
         found = "a token is set (its value is never shown)" if token else "no token is set"
-        hint = "" if token else "gated names need one: export HF_TOKEN in the shell that submits"
+        taken = ", and facility.submit.v=HF_TOKEN" if run.facility.scheduler == "pbs" else ""
+        needed = f"gated names need one: export HF_TOKEN in the shell that submits{taken}"
+        hint = "" if token else needed
         yield Finding(OK if token else UNKNOWN, "hub token", found, hint)
 
 

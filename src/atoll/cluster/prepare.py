@@ -41,9 +41,17 @@ def main(argv: list[str]) -> int:
         return code
     words = [word for word in overrides if not word.startswith("folders.")]
     line = shlex.join(["sbatch/train.sbatch", *words, f"folders.bundle={folder}"])
-    print(f"the bundle is whole: {folder}\nat the facility: {line}")
+    print(f"the bundle is whole: {folder}\n{_how_to_use(run, line)}")
     _advise(striping.before_copying(read_manifest(folder)["files"]))
     return 0
+
+
+def _how_to_use(run: Run, line: str) -> str:
+    """The line that trains on the bundle, and what to change in it where it is copied to."""
+    copied = "folders.bundle=FOLDER there"
+    if run.facility.scheduler != "none":
+        return f"at the facility: {line}\nwhere it is copied: {copied}"
+    return f"here: {line}\nat a facility: copy it, then facility=NAME and {copied}"
 
 
 def _seeing(run: Run, bundle: Path) -> Run:

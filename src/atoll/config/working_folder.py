@@ -4,6 +4,7 @@ A clone has them beside `src`. A wheel carries them inside the package, and a wo
 `atoll init` wrote has copies that its user may change and add to.
 """
 
+import json
 import os
 import shlex
 import shutil
@@ -20,6 +21,7 @@ CLONE = PACKAGE.parents[1]
 CARRIED = PACKAGE / "working_folder"  # made when the wheel is built: see setup.py
 PARTS = (".gitignore", "Makefile", "hydra_conf", "sbatch")
 OWN = Path("hydra_conf", "local")  # never written over
+WRITTEN = ".atoll-init.json"  # each file's sha256 as `atoll init` wrote it
 
 ABOUT = """\
 Write a working folder for an installed atoll: the configuration tree, your own settings
@@ -29,12 +31,13 @@ Write a working folder for an installed atoll: the configuration tree, your own 
 def main(argv: list[str]) -> int:
     """Write the folder, and say what comes next."""
     parser = CommandParser("init", ABOUT)
-    again = "write this version's files over those of an older one"
+    again = "write this version's files over those of an older one, but for what you changed"
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--update", action="store_true", help=again)
     arguments = parser.read(argv)
     folder = Path(os.path.normpath(Path.cwd() / arguments.folder.expanduser()))
-    write_working_folder(folder, arguments.update)
+    for kept in write_working_folder(folder, arguments.update):
+        print(f"{folder / kept}: kept as you changed it; this version's is {kept.name}.new")
     print(
         f"{folder}: your settings go to {OWN / 'default.yaml'}\n"
         f"next: cd {shlex.quote(str(folder))} && make demo\ndocs: {CARRIED / 'docs'}"
@@ -57,8 +60,11 @@ def source_folder() -> Path:
     raise UserError(f"no configuration tree in {CARRIED}", "install atoll again, or use its clone")
 
 
-def write_working_folder(folder: Path, update: bool) -> None:
-    """Copy what the wheel carries. Raises `UserError` rather than write over other files."""
+def write_working_folder(folder: Path, update: bool) -> list[Path]:
+    """Copy what the wheel carries; what its user changed is kept, and named, relative to `folder`.
+
+    Raises `UserError` rather than write over files that no `init` wrote.
+    """
     if not CARRIED.is_dir():
         here = shlex.quote(str(CLONE))
         raise UserError(
@@ -71,13 +77,33 @@ def write_working_folder(folder: Path, update: bool) -> None:
             f"{folder} has a {' and a '.join(present)} already",
             "give another folder; or --update, to have this version's files in place of them",
         )
+    if update and not _is_source(folder):
+        raise UserError(
+            f"{folder} is no working folder that could be updated",
+            "name the one that `atoll init` wrote (inside it: .), or leave --update away",
+        )
+    before, written, kept = _written(folder), {}, []
     for path in sorted(file for name in PARTS for file in _files(CARRIED / name)):
         relative = path.relative_to(CARRIED)
         if relative.is_relative_to(OWN) and (folder / relative).exists():
             continue
-        run_dir.write_whole(folder / relative, path.read_bytes())
-        shutil.copymode(path, folder / relative)
+        target, name, digest = folder / relative, str(relative), run_dir.sha256_of(path)
+        written[name] = digest
+        if target.is_file() and run_dir.sha256_of(target) not in (digest, before.get(name)):
+            kept.append(relative)
+            target = target.with_name(f"{target.name}.new")
+        run_dir.write_whole(target, path.read_bytes())
+        shutil.copymode(path, target)
+    run_dir.write_whole(folder / WRITTEN, json.dumps(written, indent=1))
     _point_to_environment(folder)
+    return kept
+
+
+def _written(folder: Path) -> dict[str, str]:
+    """The sha256 of each file that an earlier `init` wrote; of a folder without: none is known."""
+    file = folder / WRITTEN
+    digests: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}
+    return digests
 
 
 def _point_to_environment(folder: Path) -> None:

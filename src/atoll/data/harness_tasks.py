@@ -36,7 +36,7 @@ def check_installed() -> None:
     if find_spec("lm_eval") is None:
         raise UserError(
             "there is no lm_eval where the model is, and tasks need it",
-            "pip install 'atoll[scores]'",
+            "make setup installs it; with a wheel: pip install 'WHEEL[scores]'",
         )
 
 

@@ -28,7 +28,10 @@ SECRET_NAME = re.compile(
 )
 GIVEN = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=")  # NAME=VALUE, as --export and --env take it
 SSH_OPTION = re.compile(r"^(-o\s*)?[A-Za-z]\w*(\s*=\s*|\s+)")  # its own name, as UpdateHostKeys
-IN_THE_SHELL = "export {name} in the shell that submits: jobs inherit it"
+IN_THE_SHELL = (
+    "export {name} in the shell that submits: jobs of Slurm inherit it, those of PBS with "
+    "facility.submit.v={name}"
+)
 SubmitFlag = str | int | bool | list[str | int] | None
 Capability = Annotated[str, Field(pattern=r"^(\d+\.\d|gfx[0-9a-f]+)$", coerce_numbers_to_str=True)]
 Port = Annotated[int, Field(ge=1024, le=65535)]
@@ -321,7 +324,7 @@ class Watch(Settings):
 
 
 class Folders(Settings):
-    """Where runs, prepared data and images live; relative ones start where one types."""
+    """Where runs, prepared data and images live; relative ones start in the clone that one types in."""
 
     runs: Path
     prepared: Path  # token shards, shared by all runs with the same text and tokenizer
