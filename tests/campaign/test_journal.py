@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atoll import run_dir
-from atoll.campaign import last_loss
+from atoll.campaign import asking, last_loss
 from atoll.campaign.journal import Journal, alone
 from atoll.campaign.lasting_settings import keep_settings
 from atoll.campaign.round import go_on
@@ -126,6 +126,67 @@ def test_late_work_is_asked_for_until_it_comes_to_nothing(tmp_path: Path) -> Non
     assert store.asked_round(3, north) == 3, "two rounds late is too late"
     store.journal(2).append("afresh", facility="north", why="its job failed")
     assert store.asked_round(2, north) == 2
+
+
+def told(store: CampaignStore, number: int, *states: str) -> None:
+    """What the first facility says, one after the other; `wrong` is a failure of it."""
+    north = store.campaign.sites[0]
+    for state in states:
+        if state == "wrong":
+            store.count_failure(number, north, "no login")
+        else:
+            store.record_answer(number, north, {"state": state})
+
+
+@pytest.mark.parametrize(
+    ("states", "failures"),
+    [
+        (["wrong", "running", "wrong", "running", "wrong"], 1),
+        (["wrong", "queued", "wrong"], 1),
+        (["wrong", "ready", "wrong"], 2),  # the same wrong update each time
+        (["wrong", "retry", "wrong"], 2),
+        (["wrong", "unreachable", "wrong"], 2),
+    ],
+)
+def test_errors_of_a_line_do_not_add_up_over_a_days_work(
+    tmp_path: Path, states: list[str], failures: int
+) -> None:
+    store = store_of(tmp_path, attempts=3)
+    told(store, 1, *states)
+    state = store.state(1, store.campaign.sites[0])
+    assert state.failures == failures and not state.settled
+
+
+@pytest.mark.parametrize(
+    ("states", "asked"),
+    [
+        (["running"], 1),
+        (["queued", "unreachable"], 1),
+        (["unknown"], 1),
+        ([], 2),
+        (["running", "ready"], 2),  # it is done, and what it sends is wrong
+        (["running", "retry"], 2),
+    ],
+)
+def test_the_job_of_who_is_left_out_for_errors_is_waited_for(
+    tmp_path: Path, states: list[str], asked: int
+) -> None:
+    """Else the next round's would be submitted beside it."""
+    store = store_of(tmp_path, rule={"max_staleness": 1})
+    told(store, 1, *states, "wrong", "wrong")
+    north = store.campaign.sites[0]
+    assert store.left_out(1) == {"north": "no login"}
+    assert store.asked_round(2, north) == asked
+
+
+def test_whoever_failed_is_not_asked_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its attempts would be over before anything mends itself."""
+    store = store_of(tmp_path, attempts=3, poll_seconds=30.0)
+    north = store.campaign.sites[0]
+    monkeypatch.setattr(asking, "go_on", lambda *_: store.count_failure(1, north, "no login"))
+    assert list(asking.questions(store, 1, north)) == [30.0, 30.0]
 
 
 def test_a_full_disk_at_a_facility_is_counted(

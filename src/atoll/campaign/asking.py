@@ -73,7 +73,8 @@ def questions(
         if state.settled or time.time() > deadline:
             return
         quick += 1
-        waits = state.text == before or quick > QUICK_QUESTIONS
+        is_wrong = state.answer.get("state") == "wrong"  # what mends itself takes some time
+        waits = is_wrong or state.text == before or quick > QUICK_QUESTIONS
         left_seconds = max(0.0, deadline - time.time())
         yield min(store.campaign.poll_seconds, left_seconds + LOOK_SECONDS) if waits else 0.0
 

@@ -23,6 +23,7 @@ from atoll.settings.federation import Campaign, Site, checked_settings
 NONCES = "nonces.jsonl"
 MAX_SETTINGS_BYTES = 1 << 22
 AT_WORK = ("queued", "running", "unknown", "ready")  # states of a facility that has taken work
+NO_NEWS = ("unreachable", "refused")  # they tell nothing of a job
 
 
 @dataclass
@@ -34,6 +35,7 @@ class SiteState:
     failures: int = 0
     left_out: dict[str, Any] | None = None  # why, late, asked
     afresh: bool = False  # its late work came to nothing: it is asked for this round's own
+    has_job: bool = False  # when it last told of one: it was not done yet
 
     @property
     def settled(self) -> bool:
@@ -47,15 +49,23 @@ class SiteState:
     def add(self, event: str, facts: dict[str, Any]) -> None:
         """What one line of the journal changes."""
         if event == "answered":
-            self.answer = facts
+            self._answered(facts)
         elif event == "wrong":
             self.answer, self.failures = self.answer | facts, self.failures + 1
         elif event == "left out":
             self.left_out = facts
         elif event == "afresh":
-            self.afresh = True
+            self.afresh, self.has_job = True, False
         elif event == "reopened":
             self.failures, self.left_out = 0, None
+
+    def _answered(self, facts: dict[str, Any]) -> None:
+        """Who waits or works is well again: errors between two such answers do not add up."""
+        self.answer, said = facts, facts["state"]
+        if said not in NO_NEWS:
+            self.has_job = said in AT_WORK and said != "ready"
+        if said in ("queued", "running"):
+            self.failures = 0
 
 
 @dataclass(frozen=True)
@@ -257,10 +267,14 @@ class CampaignStore:
         return next((r["jobs"] for r in reversed(told) if r["facility"] == site.name), [])
 
     def count_failure(self, number: int, site: Site, why: str) -> None:
-        """A facility that says no, or sends what is wrong, is asked a few times, then left out."""
+        """A facility that says no, or sends what is wrong, is asked a few times, then left out.
+
+        Its job may be at work all the same: what comes of it is late.
+        """
         self.journal(number).append("wrong", facility=site.name, state="wrong", why=why)
-        if self.state(number, site).failures >= self.campaign.attempts:
-            self.leave_out(number, site, why)
+        state = self.state(number, site)
+        if state.failures >= self.campaign.attempts:
+            self.leave_out(number, site, why, late=state.has_job)
 
     def leave_out(self, number: int, site: Site, why: str, late: bool = False) -> None:
         """Go on without a facility; what it is late with may still come, as stale work."""
