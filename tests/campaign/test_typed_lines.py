@@ -18,6 +18,7 @@ from atoll.campaign.kept_request import attempts, keep_campaign, keep_request
 from atoll.campaign.lasting_settings import refuse_missing_keys, refuse_what_loses, settings_to_keep
 from atoll.campaign.store import CampaignStore, checked_campaign, load_store, settings_file
 from atoll.campaign.suited import refuse_unsuited
+from atoll.commands import Finished
 from atoll.config.compose import compose
 from atoll.errors import UserError
 from atoll.settings.federation import Site
@@ -366,6 +367,36 @@ def test_a_facility_takes_a_corrected_request_until_a_job_was_taken(tmp_path: Pa
     assert journal.last("asked")["request"]["overrides"] == how["overrides"]
     assert len(journal.records("asked")) == count + 1
     assert attempts(journal) == 0 and run.exists()
+
+
+def test_a_scheduler_that_refuses_for_a_minute_takes_no_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it asked without a pause; other words are for it at once."""
+    journal, now, asked = Journal(tmp_path / "round-001"), [1e9], {"attempts": 3}
+    asked |= {"facilities_here": 1, "overrides": ["a=1"]}
+    run: Any = None
+    monkeypatch.setattr(site.time, "time", lambda: now[0])
+    monkeypatch.setattr(site.run_dir, "folder", lambda _: tmp_path / "run")
+    no = Finished(1, "", "atoll: Unable to contact slurm controller\nhint")
+    monkeypatch.setattr(site, "run_command", lambda _, environment: no)
+
+    def submitted(after_seconds: float) -> str:
+        now[0] += after_seconds
+        state, why = site._submitted(journal.folder, run, [], asked, "")
+        assert "Unable to contact slurm controller" in why
+        return state
+
+    journal.append("asked", request=asked)
+    assert {submitted(0.1) for _ in range(10)} == {"retry"}
+    assert len(journal.records("refused")) == len(journal.records("submitted")) == 1
+    for wait_seconds, count in ((100.0, 1), (30.0, 2), (200.0, 2), (50.0, 3)):
+        submitted(wait_seconds)
+        assert len(journal.records("refused")) == count
+    assert submitted(0.1) == "failed"
+    asked["attempts"] = 6  # typed again
+    journal.append("asked", request=asked)
+    assert submitted(0.1) == "retry" and len(journal.records("refused")) == 4
 
 
 def test_what_an_older_campaign_was_begun_without_is_as_by_default(tmp_path: Path) -> None:

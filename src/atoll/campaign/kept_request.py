@@ -5,6 +5,7 @@ What a job was handed over for trains one thing alone; until then a mistyped lin
 
 import json
 import shutil
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from atoll.errors import UserError
 
 # of a request: they may change in a round
 PATIENCE = ("attempts", "keep_checkpoints", "facilities_here", "signing_key")
+# after refusals of the scheduler: the first, doubled with each, and the most
+WAIT_SECONDS, MOST_WAIT_SECONDS = 60.0, 1800.0
 
 
 def keep_campaign(folder: Path, name: str) -> None:
@@ -77,3 +80,11 @@ def attempts(journal: Journal) -> int:
         elif record["request"]["overrides"] != overrides:
             count, overrides = 0, record["request"]["overrides"]
     return count
+
+
+def is_refused_lately(journal: Journal, now: float) -> bool:
+    """Whether the scheduler has its time yet; it is asked at once where other words came since."""
+    events = reversed(journal.records("asked", "refused", "accepted"))
+    refused = list(takewhile(lambda record: record["event"] == "refused", events))
+    wait_seconds = min(MOST_WAIT_SECONDS, WAIT_SECONDS * 2 ** min(len(refused), 20))
+    return bool(refused) and 0.0 <= now - refused[0]["time"] < wait_seconds

@@ -33,7 +33,13 @@ from atoll import run_dir
 from atoll.campaign.allow import refuse_folder, refuse_key, refuse_outside, refuse_settings
 from atoll.campaign.inner_state import inner_state_words, prune_states
 from atoll.campaign.journal import Journal, alone, round_name, round_number
-from atoll.campaign.kept_request import attempts, keep_campaign, keep_request, kept_request
+from atoll.campaign.kept_request import (
+    attempts,
+    is_refused_lately,
+    keep_campaign,
+    keep_request,
+    kept_request,
+)
 from atoll.campaign.own_weights import begins_with, needless_residuals, residual_round
 from atoll.campaign.signing import sign
 from atoll.campaign.site_models import (
@@ -236,12 +242,17 @@ def _overrides(
 def _submitted(
     here: Path, run: Run, lines: list[str], request: dict[str, Any], why: str
 ) -> tuple[str, str]:
-    """State of the round's job, submitted again if it failed, as `why` says."""
+    """State of the round's job, submitted again if it failed, as `why` says.
+
+    Where the scheduler refused it, later and later.
+    """
     folder, journal = run_dir.folder(run), Journal(here)
     why = why or journal.last("refused").get("why", "")
     tried = attempts(journal)
     if tried >= request["attempts"]:
         return "failed", f"{tried} attempts: {why or 'no reason was given'}"
+    if is_refused_lately(journal, time.time()):  # a restart of the scheduler takes some minutes
+        return "retry", why
     journal.append("submitted", run=str(folder))
     threads = threads_of_ranks(run, request["facilities_here"], len(os.sched_getaffinity(0)))
     done = run_command([*atoll_here(), "submit", *lines], environment=threads | os.environ)
