@@ -14,6 +14,7 @@ from torch import Tensor
 from atoll.__main__ import main
 from atoll.campaign import average, last_loss
 from atoll.campaign import round as round_
+from atoll.campaign.asked import request
 from atoll.campaign.lasting_settings import keep_settings
 from atoll.campaign.prove import prove_campaign
 from atoll.campaign.store import CampaignStore, checked_campaign
@@ -202,6 +203,46 @@ def test_late_work_that_is_let_go_is_gone_at_once(
     assert one_round(store, facilities, 2, late=["north"])
     assert list(store.model_manifest(2)["weights"]) == ["south"]
     assert not store.model_manifest(2)["unreadable"]
+
+
+@pytest.mark.parametrize("steps_by", ["fixed", "queue"])
+def test_a_job_at_work_is_asked_for_the_same_when_late_work_is_let_go(
+    begin: Begin, steps_by: str
+) -> None:
+    """Else its facility would refuse it, three times, and be left out of the round it is at."""
+    rule = LATE | {"fragments": 2, "overlap_rounds": 1}
+    store, facilities = begin(Facilities(), rule=rule, steps_by=steps_by)
+    south = store.site("south")
+    for number, steps in ((1, 12), (2, 11), (3, 14)):
+        store.journal(number).append("steps", steps={"south": steps, "north": 10})
+    one_round(store, facilities, 1, late=["south"])
+    facilities.late = ("north",)
+    for site in store.campaign.sites:
+        round_.go_on(store, 2, site)
+    facilities.late = ("north", "south")
+    round_.go_on(store, 3, south)
+    before = request(store, 3, south)
+    store.leave_out_late(2)
+    assert not average.average(store, 2)
+    assert request(store, 3, south) == before
+    assert one_round(store, facilities, 2, late=["north"])
+    assert store.model_manifest(2)["taken"]["1"] == {"south": 2}
+    assert request(store, 3, south) == before and store.asked_round(3, south) == 3
+    own = 10 if steps_by == "fixed" else 11
+    assert store.steps_before(4, south) == own, "what was let go is read again"
+
+
+def test_late_work_that_was_let_go_of_who_has_left_is_no_wrong_proof(begin: Begin) -> None:
+    rule = LATE | {"fragments": 2, "overlap_rounds": 1}
+    store, facilities = begin(Facilities(), rule=rule)
+    one_round(store, facilities, 1, late=["south"])
+    assert not one_round(store, facilities, 2, late=["north"])
+    [north, _] = store.campaign.sites
+    alone = store.campaign.model_copy(update={"sites": [north]})
+    store = CampaignStore(alone, store.folder)
+    assert one_round(store, facilities, 2)
+    assert list(store.model_manifest(2)["weights"]) == ["north"]
+    assert proven(store, 2) == 0
 
 
 def test_late_work_of_who_has_left_stops_where_nobody_else_is(begin: Begin) -> None:

@@ -12,6 +12,7 @@ from atoll.campaign.journal import alone
 from atoll.campaign.store import CampaignStore
 from atoll.campaign.transfer import atoll_here, run_atoll
 from atoll.errors import UserError
+from atoll.settings.exchange import read_manifest
 from atoll.settings.federation import Site
 
 MOST_WAIT_SECONDS = 1800.0
@@ -93,8 +94,9 @@ def _ask_for_its_own(store: CampaignStore, number: int, sites: list[Site], why: 
     """Late work that cannot make a round by itself is let go: the round's own is asked for."""
     store.journal(number).append("reopened", waits=True)
     for site in sites:
-        store.journal(number).append("afresh", facility=site.name, why=why)
         update = store.update(number, site)
+        nonce = read_manifest(update).nonce
+        store.journal(number).append("afresh", facility=site.name, why=why, nonce=nonce)
         gone = update.with_name(".update.let-go")
         shutil.rmtree(gone, ignore_errors=True)
         update.rename(gone)  # half of one would be taken for a damaged one

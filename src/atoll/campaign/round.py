@@ -56,6 +56,7 @@ def main(argv: list[str]) -> int:
         return 0  # else it is the coordinator that asks again, or says why the round is held
     site = store.site(arguments.facility)
     if arguments.step == "send":
+        store.note_asked(number, site)
         at_the_seam(store, number, site, lambda: bring_models(store, number, site, "--receive"))
     else:  # what came of its job is asked here: a workflow system believes whatever it is sent
         go_on(store, number, site)
@@ -77,6 +78,7 @@ def go_on(
     over = time_of(store, number, end, stopped)
 
     def step() -> None:
+        store.note_asked(number, site)
         answer = bring_models(store, number, site, over=over)
         use_answer(store, number, site, answer, end, stopped)
 

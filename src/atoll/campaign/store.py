@@ -36,6 +36,7 @@ class SiteState:
     left_out: dict[str, Any] | None = None  # why, late, asked
     afresh: bool = False  # its late work came to nothing: it is asked for this round's own
     has_job: bool = False  # when it last told of one: it was not done yet
+    asked: int | None = None  # the round that it was asked for, as it was noted
 
     @property
     def settled(self) -> bool:
@@ -54,6 +55,8 @@ class SiteState:
             self.answer, self.failures = self.answer | facts, self.failures + 1
         elif event == "left out":
             self.left_out = facts
+        elif event == "asked":
+            self.asked = facts["round"]
         elif event == "afresh":
             self.afresh, self.has_job = True, False
         elif event == "reopened":
@@ -133,9 +136,17 @@ class CampaignStore:
         return int(chosen.get(site.name, self.campaign.steps))
 
     def steps_before(self, number: int, site: Site) -> int:
-        """How many it took for the updates that came before this round: where its data goes on."""
+        """How many it took for the updates that came before this round: where its data goes on.
+
+        As it was when the round was asked first: a job is at it, whatever is let go meanwhile.
+        """
+        if noted := self._asked_for(number, number, site):
+            return int(noted[0]["steps_before"])
         records = [r for r in run_dir.records(self.folder / NONCES) if r["facility"] == site.name]
         came = {r["nonce"]: r["round"] for r in records if r["round"] < number}
+        for each in set(came.values()):
+            for gone in self.journal(each).records("afresh"):
+                came.pop(gone.get("nonce", ""), None)
         if self.campaign.steps_by == "fixed":
             return len(came) * self.campaign.steps
         return sum(self.steps(self.asked_round(each, site), site) for each in came.values())
@@ -172,11 +183,27 @@ class CampaignStore:
 
     def asked_round(self, number: int, site: Site) -> int:
         """The round whose work a facility is at: an earlier one, where it is late and may be."""
+        state = self.state(number, site)
+        if state.afresh or state.asked is not None:
+            return number if state.afresh else int(state.asked or number)
         late = self.state(number - 1, site).left_out
-        if late is None or not late["late"] or self.state(number, site).afresh:
+        if late is None or not late["late"]:
             return number
         asked = int(late["asked"])
         return asked if number - asked <= self.campaign.rule.max_staleness else number
+
+    def note_asked(self, number: int, site: Site) -> None:
+        """Keep, once, what a facility is asked for in a round: nothing that comes may change it."""
+        asked = self.asked_round(number, site)
+        if not self._asked_for(number, asked, site):
+            before = self.steps_before(asked, site)
+            facts = {"facility": site.name, "round": asked, "steps_before": before}
+            self.journal(number).append("asked", **facts)
+
+    def _asked_for(self, number: int, asked: int, site: Site) -> list[dict[str, Any]]:
+        """The notes of a round that say so; an older Atoll made none."""
+        notes = self.journal(number).records("asked")
+        return [r for r in notes if r["facility"] == site.name and r["round"] == asked]
 
     def remember_nonce(self, number: int, site: Site, nonce: str) -> None:
         """Of an update that is about to be taken: one that a kill cut off may come again."""

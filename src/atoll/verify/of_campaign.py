@@ -210,7 +210,7 @@ def taken(store: CampaignStore, number: int, stated_bytes: int) -> set[str]:
     last = {
         record["facility"]: record["event"]
         for record in run_dir.records(store.journal(number).path, stated_bytes)
-        if record["event"] in ("received", "wrong", "left out")
+        if record["event"] in ("received", "wrong", "left out", "afresh")
     }
     return {facility for facility, event in last.items() if event == "received"}
 
