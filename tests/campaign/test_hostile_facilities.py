@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from atoll import run_dir
 from atoll.campaign import average as averaging
 from atoll.campaign import coordinator, site, transfer
 from atoll.campaign import round as round_
@@ -538,6 +539,22 @@ def test_it_takes_most_facilities_to_end_a_campaign(
         store.update(1, each).mkdir(parents=True)
         store.record_answer(1, each, {"state": "ready", "losses": losses})
     assert coordinator._reached_target(store, 1) is reached
+
+
+def test_facilities_that_leave_later_make_no_old_round_the_last(tmp_path: Path) -> None:
+    """Two of five had reached the target: they are most of the three that stayed."""
+    sites = [{"name": f"f{n}", "folder": str(tmp_path / f"f{n}")} for n in range(5)]
+    store = store_of(tmp_path, target_loss=1.0, sites=sites)
+    for each in store.campaign.sites[:2]:
+        store.record_answer(4, each, {"state": "ready", "losses": [0.9]})
+    manifest = {"weights": {"f0": 0.5, "f1": 0.5}, "rejected": {}}
+    run_dir.write_whole(store.model(4) / "manifest.json", json.dumps(manifest))
+    assert averaging.average(store, 4)
+    assert not coordinator._reached_target(store, 4)
+    fewer = store.campaign.model_copy(update={"sites": store.campaign.sites[:3]})
+    store = CampaignStore(fewer, store.folder)
+    assert averaging.average(store, 4)
+    assert not coordinator._reached_target(store, 4)
 
 
 def test_kills_are_no_attempts_of_a_facility(

@@ -41,8 +41,14 @@ def average(store: CampaignStore, number: int) -> bool:
             if instead is None:
                 return False
             outcome = instead
-    store.journal(number).append("averaged", seconds=time.time() - began, **outcome)
+    _note(store, number, outcome | {"seconds": time.time() - began})
     return True
+
+
+def _note(store: CampaignStore, number: int, facts: dict[str, Any]) -> None:
+    """How many facilities there are, too: some may leave, and the round's loss stays."""
+    facts |= {"facilities": len(store.campaign.sites)}
+    store.journal(number).append("averaged", **facts)
 
 
 def _note_what_was_made(store: CampaignStore, number: int) -> None:
@@ -50,7 +56,7 @@ def _note_what_was_made(store: CampaignStore, number: int) -> None:
     journal, manifest = store.journal(number), store.model_manifest(number)
     if not journal.last("averaged"):
         names = ("weights", "norms", "cosines", "rejected", "unreadable", "held")
-        journal.append("averaged", **{name: manifest[name] for name in names if name in manifest})
+        _note(store, number, {name: manifest[name] for name in names if name in manifest})
 
 
 def _aggregate(
