@@ -9,6 +9,7 @@ import pytest
 
 from atoll import run_dir
 from atoll.campaign import asking, last_loss
+from atoll.campaign import round as round_
 from atoll.campaign.journal import Journal, alone
 from atoll.campaign.lasting_settings import keep_settings
 from atoll.campaign.round import go_on
@@ -279,3 +280,35 @@ def test_a_loss_that_was_measured_while_nobody_looked_is_taken(
     assert sorted(asked) == ["north", "south"] and store.global_loss(1) == 2.5
     [left] = store.loss_journal(1).records("left out")
     assert left["facility"] == "south"
+
+
+def test_the_last_model_is_sent_over_a_slow_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transfer takes longer than the grace, in silence; the line is cut at its end, once."""
+    store, now = store_of(tmp_path, grace_minutes=1.0, poll_seconds=0.01), [time.time()]
+    sites = store.campaign.sites[:1]
+    store = CampaignStore(store.campaign.model_copy(update={"sites": sites}), store.folder)
+    sent: list[str] = []
+
+    def send(*words: Any, **more: Any) -> None:
+        now[0] += 100.0
+        over = more.get("over") or words[-1]
+        sent.append(words[3])
+        if over(100.0) or len(sent) == 1:
+            raise Unreachable("north: rsync stopped", "")
+
+    def asked(*_: Any) -> dict[str, Any]:
+        is_there = any(target.endswith("round-001") for target in sent)
+        return {"state": "ready", "losses": [2.5]} if is_there else {"state": "needs", "have": -1}
+
+    monkeypatch.setattr(last_loss.time, "time", lambda: now[0])
+    monkeypatch.setattr(round_, "send", send)
+    monkeypatch.setattr(round_, "_asked", asked)
+    monkeypatch.setattr(last_loss, "request", lambda *_: {"overrides": []})
+    for part in ("master", "export"):
+        (store.model(1) / part).mkdir(parents=True)
+    (store.model(1) / "manifest.json").write_text(json.dumps({"digest": BASE}))
+    last_loss.measure_last(store, 1)
+    assert not store.loss_journal(1).records("left out")
+    assert store.global_loss(1) == 2.5

@@ -10,11 +10,12 @@ import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from atoll.campaign.asked import request
-from atoll.campaign.calls import LOOK_SECONDS
+from atoll.campaign.calls import LOOK_SECONDS, Over
 from atoll.campaign.journal import Journal
 from atoll.campaign.round import bring
 from atoll.campaign.store import CampaignStore
@@ -22,6 +23,16 @@ from atoll.campaign.transfer import Unreachable
 from atoll.errors import UserError, printable
 from atoll.settings.exchange import SHOWN
 from atoll.settings.federation import Site
+
+
+@dataclass
+class _Line:
+    """When a facility gave its last sign of life."""
+
+    heard: float = field(default_factory=time.time)
+
+    def hear(self) -> None:
+        self.heard = time.time()
 
 
 def measure_last(store: CampaignStore, number: int) -> None:
@@ -59,20 +70,21 @@ def _ask_until_measured(
 ) -> None:
     """Up to the deadline and once, `attempts` failures, or the grace without an answer."""
     campaign, journal = store.campaign, store.loss_journal(number)
-    failures, why, heard, is_asked = 0, "", time.time(), False
+    failures, why, line, is_asked = 0, "", _Line(), False
     while not stop.is_set() and (time.time() <= deadline or not is_asked):
         end = max(deadline, time.time() + 60 * campaign.grace_minutes)
         is_asked, is_silent = True, False
         try:
-            if _answered(store, number, end, stop, site):
+            if _answered(store, number, end, stop, site, line):
                 return
-            heard = time.time()
+            line.hear()
         except Unreachable as error:
             why = error.in_a_line
-            is_silent = time.time() - heard > 60 * campaign.grace_minutes
+            is_silent = time.time() - line.heard > 60 * campaign.grace_minutes
         except Exception as error:  # whatever one facility says, the others go on
             why = error.in_a_line if isinstance(error, UserError) else f"unexpected {error!r}"
-            failures, heard = failures + 1, time.time()
+            failures += 1
+            line.hear()
             journal.append("wrong", facility=site.name, why=printable(why, SHOWN))
         if is_silent or failures >= campaign.attempts:
             journal.append("left out", facility=site.name, why=printable(why, SHOWN))
@@ -82,16 +94,13 @@ def _ask_until_measured(
 
 
 def _answered(
-    store: CampaignStore, number: int, deadline: float, stop: threading.Event, site: Site
+    store: CampaignStore, number: int, end: float, stop: threading.Event, site: Site, line: _Line
 ) -> bool:
     """Whether a facility has said its last word; the loss is in the journal then."""
     journal, words = store.loss_journal(number), loss_request(store, number, site)
 
-    def over(quiet_seconds: float) -> bool:  # one that is at work gives signs of life
-        is_quiet = quiet_seconds > 60 * store.campaign.grace_minutes
-        return stop.is_set() or is_quiet or time.time() > deadline
-
-    answer = bring(store, number + 1, site, words, journal, "--measure", over=over)
+    how = _patience(store, end, stop, line)
+    answer = bring(store, number + 1, site, words, journal, "--measure", **how)
     if answer["state"] in ("refused", "failed"):
         raise UserError(answer.get("why") or answer["state"], "see its run folder")
     if answer["state"] != "ready":
@@ -100,6 +109,26 @@ def _answered(
     facts = {"loss": losses[-1]} if losses else {"why": "it measured no loss"}
     journal.append("measured" if losses else "left out", facility=site.name, **facts)
     return True
+
+
+def _patience(
+    store: CampaignStore, end: float, stop: threading.Event, line: _Line
+) -> dict[str, Any]:
+    """When a question, and when a transfer, is waited for no longer."""
+
+    def over(quiet_seconds: float) -> bool:  # one that is at work gives signs of life
+        is_quiet = quiet_seconds > 60 * store.campaign.grace_minutes
+        return stop.is_set() or is_quiet or time.time() > end
+
+    def past(_: float) -> bool:  # rsync says nothing while it sends, and ends where nothing goes
+        line.hear()
+        return stop.is_set() or time.time() > end
+
+    def sending() -> Over:
+        line.hear()
+        return past
+
+    return {"over": over, "sending": sending}
 
 
 def _missing(store: CampaignStore, journal: Journal) -> list[Site]:

@@ -143,8 +143,12 @@ def bring(
     journal: Journal,
     *flags: str,
     over: Over = never,
+    sending: Callable[[], Over] | None = None,
 ) -> dict[str, Any]:
-    """Ask for what the request `words` says, and send the models up to the one it begins with."""
+    """Ask for what the request `words` says, and send the models up to the one it begins with.
+
+    over: when a question is waited for no longer, and a transfer where `sending` says no other.
+    """
     newest = -2
     while (answer := _asked(store, asked, site, words, over, *flags))["state"] == "needs":
         if answer["have"] <= newest:
@@ -153,7 +157,8 @@ def bring(
                 f"look into {site.folder}/incoming and {site.folder}/bases there",
             )
         newest = answer["have"]
-        _send_models(store, words["global_round"], site, over, journal, newest)
+        past = over if sending is None else sending()
+        _send_models(store, words["global_round"], site, past, journal, newest)
     return answer
 
 
