@@ -667,6 +667,14 @@ def test_a_request_changes_nothing_that_runs_or_leaves_the_folder(
     refuse_settings(["training.steps=3", word], tmp_path)
 
 
+def made_key(path: Path, passphrase: str = "") -> str:
+    """A private key; the kind and key of its public half."""
+    argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", passphrase, "-f", str(path)]
+    path.with_name(f"{path.name}.pub").unlink(missing_ok=True)
+    subprocess.run(argv, check=True)
+    return " ".join(path.with_name(f"{path.name}.pub").read_text().split()[:2])
+
+
 def test_a_facility_says_which_key_a_request_signs_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -677,7 +685,7 @@ def test_a_facility_says_which_key_a_request_signs_with(
     (folder / "site.allow").write_text("default\n")
     (folder / "link").symlink_to(tmp_path / "id_ed25519")
     for key in (tmp_path / "id_ed25519", tmp_path / "atoll_update", folder / "own"):
-        key.touch()
+        made_key(key)
 
     def ask(key: str) -> int:
         return site.main([str(folder), "1", "--request", asking("c", signing_key=key)])
@@ -693,6 +701,10 @@ def test_a_facility_says_which_key_a_request_signs_with(
     assert ask(str(tmp_path / "atoll_update")) == 0
     (folder / "rounds" / "round-001" / "journal.jsonl").unlink()
     assert ask(str(folder / "own")) == 0
+    (folder / "own").unlink()
+    made_key(folder / "own", passphrase="a question")
+    with pytest.raises(UserError, match=r"nothing can be signed with .*own: .*passphrase"):
+        ask(str(folder / "own"))
     (folder / "own").unlink()
     with pytest.raises(UserError, match="own here to sign with"):  # not when it has been trained
         ask(str(folder / "own"))

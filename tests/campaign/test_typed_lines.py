@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_hostile_facilities import asking, made, store_of
+from test_hostile_facilities import asking, made, made_key, store_of
 
 from atoll import run_dir
 from atoll.__main__ import main
@@ -154,10 +154,34 @@ def test_signatures_need_keys_and_files(tmp_path: Path) -> None:
     campaign = retyped(store, sites=sites).campaign
     with pytest.raises(UserError, match=f"allowed_signers={signers}: no such file here"):
         refuse_missing_keys(campaign)
-    signers.write_text("")
+    key = made_key(tmp_path / "key")
+    for names in ("", "north", "north,sauth"):
+        signers.write_text(f"{names} {key}\n" if names else "")
+        with pytest.raises(UserError, match=f"{signers} does not know (north|south): No principal"):
+            refuse_missing_keys(campaign)
+    signers.write_text(f"north {key}\nsou* {key}\n")
     refuse_missing_keys(campaign)
     with pytest.raises(UserError, match="signing_key=nowhere: no such file here"):
         refuse_missing_keys(retyped(store, sites=sites, signing_key="nowhere").campaign)
+    refuse_missing_keys(retyped(store, sites=sites, signing_key=str(tmp_path / "key")).campaign)
+    made_key(tmp_path / "locked", passphrase="a question")
+    locked = retyped(store, sites=sites, signing_key=str(tmp_path / "locked")).campaign
+    with pytest.raises(UserError, match="nothing can be signed with .*passphrase"):
+        refuse_missing_keys(locked)
+
+
+def test_an_older_openssh_cannot_tell_whose_keys_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ssh-keygen").write_text(
+        "#!/bin/sh\necho 'Unsupported operation for -Y: \"match-principals\"' >&2; exit 1\n"
+    )
+    (tmp_path / "ssh-keygen").chmod(0o755)
+    (tmp_path / "signers").touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    store = store_of(tmp_path, allowed_signers=str(tmp_path / "signers"))
+    sites = [site.model_dump() | {"signing_key": "k"} for site in store.campaign.sites]
+    refuse_missing_keys(retyped(store, sites=sites).campaign)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"name": "c"}'])

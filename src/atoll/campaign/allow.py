@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from atoll.campaign.signing import refuse_locked
 from atoll.config.compose import DELETED, settings_of
 from atoll.errors import UserError, printable
 from atoll.settings import Run
@@ -147,6 +148,7 @@ def refuse_key(key: str | None, folder: Path) -> None:
             how = f"{made}; {how}; and a line {DEFAULT!r} in {folder / FILE}"
         shown = printable(key, 300)
         raise UserError(f"no key {shown} here to sign with", f"make it: {printable(how, 500)}")
+    refuse_locked(path)
 
 
 def folder_here(name: str | None) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from atoll import run_dir
 from atoll.campaign.same_training import is_same_training
+from atoll.campaign.signing import refuse_locked, refuse_unknown
 from atoll.campaign.store import CampaignStore, checked_campaign, read_settings, settings_file
 from atoll.errors import UserError
 from atoll.settings.federation import Campaign
@@ -63,7 +64,7 @@ def refuse_what_loses(store: CampaignStore) -> None:
 
 
 def refuse_missing_keys(campaign: Campaign) -> None:
-    """What signatures are made and checked with is named, and what is to be here is here."""
+    """What signatures are made and checked with is named; what is to be here is, and serves."""
     if campaign.allowed_signers is not None:
         for site in campaign.sites:
             if site.signing_key is None:
@@ -75,6 +76,11 @@ def refuse_missing_keys(campaign: Campaign) -> None:
         path = getattr(campaign, name)
         if path is not None and not Path(path).expanduser().is_file():
             raise UserError(f"{name}={path}: no such file here", f"make it, or set {name}=null")
+    if campaign.allowed_signers is not None:
+        for site in campaign.sites:
+            refuse_unknown(site.name, Path(campaign.allowed_signers).expanduser())
+    if campaign.signing_key is not None:
+        refuse_locked(Path(campaign.signing_key).expanduser())
 
 
 def changed_settings(begun: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:

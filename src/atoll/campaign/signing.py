@@ -3,13 +3,18 @@
 from pathlib import Path
 
 from atoll import run_dir
-from atoll.commands import run_command
-from atoll.errors import UserError
-from atoll.settings.exchange import MAX_MANIFEST_BYTES, MAX_SIGNATURE_BYTES, read_plain
+from atoll.commands import Finished, run_command
+from atoll.errors import UserError, printable
+from atoll.settings.exchange import MAX_MANIFEST_BYTES, MAX_SIGNATURE_BYTES, SHOWN, read_plain
 
 NAMESPACE = "atoll-update"
 OF_MODELS = "atoll-provenance"  # of the statement beside a model
 VERIFY_SECONDS = 60.0
+OF_KEYS = (
+    "a key without a passphrase signs (ssh-keygen -t ed25519 -N '' -f KEY), by OpenSSH 8.1 or newer "
+    "(ssh -V)"
+)
+OLDER = "Unsupported operation"  # of an OpenSSH before 8.9, which cannot tell
 
 
 def sign(file: Path, key: Path, namespace: str = NAMESPACE) -> Path:
@@ -23,10 +28,28 @@ def sign(file: Path, key: Path, namespace: str = NAMESPACE) -> Path:
     else:
         raise UserError(
             f"{file} cannot be signed with {key}: {done.last_line}",
-            "a key without a passphrase signs (ssh-keygen -t ed25519 -N '' -f KEY), by OpenSSH 8.1 "
-            "or newer (ssh -V)",
+            OF_KEYS,
         )
     return signature
+
+
+def refuse_locked(key: Path) -> None:
+    """Raise `UserError` unless a private key, or the agent for it, signs without a question."""
+    argv = ["ssh-keygen", "-Y", "sign", "-q", "-P", "", "-f", str(key), "-n", NAMESPACE]
+    done = run_command(argv, input_text="", timeout_seconds=VERIFY_SECONDS)
+    if done.returncode:
+        why = printable(done.last_line, SHOWN)
+        raise UserError(f"nothing can be signed with {printable(str(key), 300)}: {why}", OF_KEYS)
+
+
+def refuse_unknown(identity: str, allowed_signers: Path) -> None:
+    """Raise `UserError` where a file of allowed signers has nobody of this name."""
+    done = _matched(identity, allowed_signers)
+    if done.returncode and OLDER not in done.stderr:
+        raise UserError(
+            f"{allowed_signers} does not know {identity}: {printable(done.last_line, SHOWN)}",
+            f"add a line there: {identity} and its public key",
+        )
 
 
 def refuse_unsigned(
@@ -64,8 +87,12 @@ def refuse_changed_since_signed(file: Path, namespace: str, most_bytes: int) -> 
 
 def is_known(identity: str, allowed_signers: Path) -> bool:
     """Whether a file of allowed signers has somebody of this name."""
+    return _matched(identity, allowed_signers).returncode == 0
+
+
+def _matched(identity: str, allowed_signers: Path) -> Finished:
     argv = ["ssh-keygen", "-Y", "match-principals", "-f", str(allowed_signers), "-I", identity]
-    return run_command(argv, timeout_seconds=VERIFY_SECONDS).returncode == 0
+    return run_command(argv, timeout_seconds=VERIFY_SECONDS)
 
 
 def _refused(how: list[str], signature: Path, namespace: str, content: bytes) -> str:
