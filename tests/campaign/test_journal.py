@@ -180,6 +180,31 @@ def test_the_job_of_who_is_left_out_for_errors_is_waited_for(
     assert store.asked_round(2, north) == asked
 
 
+@pytest.mark.parametrize(
+    ("states", "asked"),
+    [
+        (["unreachable"], 2),
+        (["needs", "unreachable"], 2),
+        (["retry"], 2),  # its scheduler took no job
+        (["running", "unreachable"], 1),
+        (["queued"], 1),
+        (["ready", "unreachable"], 1),  # its files did not come
+        (["running", "retry"], 1),
+    ],
+)
+def test_who_never_began_a_round_is_asked_for_the_next(
+    tmp_path: Path, states: list[str], asked: int
+) -> None:
+    store = store_of(tmp_path, rule={"max_staleness": 2})
+    north = store.campaign.sites[0]
+    told(store, 1, *states)
+    store.leave_out_late(1)
+    assert store.asked_round(2, north) == asked
+    told(store, 2, "unreachable")
+    store.leave_out_late(2)
+    assert store.asked_round(3, north) == (1 if asked == 1 else 3), "it is at the first yet"
+
+
 def test_whoever_failed_is_not_asked_again_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

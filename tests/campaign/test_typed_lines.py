@@ -166,7 +166,7 @@ def test_signatures_need_keys_and_files(tmp_path: Path) -> None:
     refuse_missing_keys(retyped(store, sites=sites, signing_key=str(tmp_path / "key")).campaign)
     made_key(tmp_path / "locked", passphrase="a question")
     locked = retyped(store, sites=sites, signing_key=str(tmp_path / "locked")).campaign
-    with pytest.raises(UserError, match="nothing can be signed with .*passphrase"):
+    with pytest.raises(UserError, match=r"nothing can be signed with .*passphrase"):
         refuse_missing_keys(locked)
 
 

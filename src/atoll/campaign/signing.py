@@ -11,8 +11,8 @@ NAMESPACE = "atoll-update"
 OF_MODELS = "atoll-provenance"  # of the statement beside a model
 VERIFY_SECONDS = 60.0
 OF_KEYS = (
-    "a key without a passphrase signs (ssh-keygen -t ed25519 -N '' -f KEY), by OpenSSH 8.1 or newer "
-    "(ssh -V)"
+    "a key without a passphrase signs (ssh-keygen -t ed25519 -N '' -f KEY), by OpenSSH 8.1 or "
+    "newer (ssh -V)"
 )
 OLDER = "Unsupported operation"  # of an OpenSSH before 8.9, which cannot tell
 

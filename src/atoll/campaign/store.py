@@ -36,6 +36,7 @@ class SiteState:
     left_out: dict[str, Any] | None = None  # why, late, asked
     afresh: bool = False  # its late work came to nothing: it is asked for this round's own
     has_job: bool = False  # when it last told of one: it was not done yet
+    has_worked: bool = False  # at what it is asked for in this round
     asked: int | None = None  # the round that it was asked for, as it was noted
 
     @property
@@ -58,13 +59,14 @@ class SiteState:
         elif event == "asked":
             self.asked = facts["round"]
         elif event == "afresh":
-            self.afresh, self.has_job = True, False
+            self.afresh, self.has_job, self.has_worked = True, False, False
         elif event == "reopened":
             self.failures, self.left_out = 0, None
 
     def _answered(self, facts: dict[str, Any]) -> None:
         """Who waits or works is well again: errors between two such answers do not add up."""
         self.answer, said = facts, facts["state"]
+        self.has_worked = self.has_worked or said in AT_WORK
         if said not in NO_NEWS:
             self.has_job = said in AT_WORK and said != "ready"
         if said in ("queued", "running"):
@@ -310,9 +312,12 @@ class CampaignStore:
         self.journal(number).append("left out", **facts)
 
     def leave_out_late(self, number: int) -> None:
+        """Only what was begun may still come: of who never answered the next round is asked."""
         for site in self.unsettled(number):
-            why = f"no update after {self.campaign.deadline_minutes:g} minutes"
-            self.leave_out(number, site, f"{why}: {self.state(number, site).text}", late=True)
+            state = self.state(number, site)
+            is_late = state.has_worked or self.asked_round(number, site) < number
+            why = f"no update after {self.campaign.deadline_minutes:g} minutes: {state.text}"
+            self.leave_out(number, site, why, late=is_late)
 
 
 def _facts(record: dict[str, Any]) -> dict[str, Any]:
