@@ -12,7 +12,7 @@ from atoll.campaign.inner_state import inner_state_words, prune_states
 from atoll.campaign.journal import Journal, round_name
 from atoll.campaign.lasting_settings import keep_settings
 from atoll.campaign.store import CampaignStore, checked_campaign, load_store
-from atoll.config.compose import path_word
+from atoll.config.compose import compose, path_word
 from atoll.errors import UserError
 
 KEPT = {"inner_state": "kept"}
@@ -78,6 +78,19 @@ def test_moments_in_8_bits_begin_anew_with_other_ranks(tmp_path: Path) -> None:
     assert words(tmp_path, 2, "ranks_per_node=4") == []
     (state / "manifest.json").write_text(json.dumps({"progress": progress | {"step_counts": {}}}))
     assert words(tmp_path, 2, "ranks_per_node=4") == kept
+
+
+@pytest.mark.parametrize(
+    "other", ["optimizer=muon", "optimizer.groups=[{names: norm, frozen: true}]"]
+)
+def test_moments_begin_anew_with_another_optimizer(tmp_path: Path, other: str) -> None:
+    """A facility that left, and returned with it: each of its jobs would end at the old ones."""
+    state = trained(tmp_path, 1)
+    settings = compose([*LINES, "optimizer.learning_rate=1e-2"]).as_yaml()
+    run_dir.write_whole(run_dir.settings_file(state.parents[1]), settings)
+    kept = [path_word("checkpoint.optimizer_load_path", state)]
+    assert words(tmp_path, 2) == kept, "its rate is no other optimizer"
+    assert words(tmp_path, 2, other) == []
 
 
 def test_checkpoints_stay_of_the_newest_rounds_and_of_what_a_round_began_with(

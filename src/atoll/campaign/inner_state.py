@@ -14,6 +14,8 @@ from typing import Any
 from atoll import run_dir
 from atoll.campaign.journal import Journal, round_name, round_number
 from atoll.config.compose import compose, path_word
+from atoll.errors import UserError
+from atoll.settings import Run, load_run
 
 
 def inner_state_words(
@@ -30,18 +32,27 @@ def inner_state_words(
         kept = request["inner_state"] == "kept" and (lora is None or lora.start is not None)
         newest = newest_state(folder, round_number(here)) if kept else None
         record = journal.append("inner state", checkpoint=newest and str(newest))
-    path = record["checkpoint"]
-    if not path or _is_of_other_ranks(Path(path), lines):
+    if not record["checkpoint"]:
         return []
-    return [path_word("checkpoint.optimizer_load_path", Path(path))]
+    path, run = Path(record["checkpoint"]), compose(lines).run
+    if _is_of_other_ranks(path, run) or _is_of_another_optimizer(path, run):
+        return []
+    return [path_word("checkpoint.optimizer_load_path", path)]
 
 
-def _is_of_other_ranks(checkpoint: Path, lines: list[str]) -> bool:
+def _is_of_other_ranks(checkpoint: Path, run: Run) -> bool:
     """8-bit moments do not reshard: where a facility has changed its ranks they begin anew."""
     progress = json.loads((checkpoint / "manifest.json").read_bytes()).get("progress", {})
-    return bool(progress.get("step_counts")) and (
-        progress["world_size"] != compose(lines).run.world_size
-    )
+    return bool(progress.get("step_counts")) and progress["world_size"] != run.world_size
+
+
+def _is_of_another_optimizer(checkpoint: Path, run: Run) -> bool:
+    """A facility that left may return with another: what it knows has other names then."""
+    try:
+        before = load_run(run_dir.settings_file(checkpoint.parents[1])).optimizer
+    except UserError:  # of an older Atoll: they do not tell
+        return False
+    return (before.name, before.groups) != (run.optimizer.name, run.optimizer.groups)
 
 
 def newest_state(folder: Path, number: int) -> Path | None:
