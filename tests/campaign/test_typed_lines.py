@@ -231,6 +231,21 @@ def test_what_was_mistyped_may_change_until_there_is_a_model(tmp_path: Path) -> 
     assert settings_to_keep(other)["start"] == ["other"]
 
 
+def test_a_facility_may_leave_whatever_the_cap_is(tmp_path: Path) -> None:
+    """It may not be changed in a campaign's life; of fewer than it needs all weigh the same."""
+    sites = [{"name": f"f{n}", "folder": str(tmp_path / f"f{n}")} for n in range(3)]
+    store = store_of(tmp_path, sites=sites, rule={"cap": 0.34})
+    refuse_what_loses(store)
+    settings_file(store.folder).write_text(json.dumps(settings_to_keep(store)))
+    fewer = retyped(store, sites=sites[:2])
+    refuse_what_loses(fewer)
+    assert len(settings_to_keep(fewer)["sites"]) == 2
+    (store.model(0) / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"rule\.cap=0\.34 of 2 facilities") as refusal:
+        refuse_what_loses(fewer)
+    assert "rule.cap=0.5 or more" in refusal.value.hint
+
+
 def test_a_facility_may_change_until_it_took_work(tmp_path: Path) -> None:
     made(tmp_path, "north")
     store = store_of(tmp_path)

@@ -1,11 +1,13 @@
 """Weights and combining rules on numbers that a person can follow."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from atoll.campaign.store import checked_campaign
+from atoll.campaign.lasting_settings import refuse_what_loses
+from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.errors import UserError
 from atoll.federation import combine
 from atoll.federation.update import UpdateManifest
@@ -48,12 +50,12 @@ def test_nobody_has_more_than_the_cap(tokens: list[int], cap: float, expected: l
     assert weights(tokens, weigh="capped", cap=cap) == pytest.approx(expected)
 
 
-def test_a_cap_that_leaves_weight_to_nobody_is_refused() -> None:
-    """Of a campaign, which knows how many facilities there are."""
+def test_a_cap_that_leaves_weight_to_nobody_is_refused(tmp_path: Path) -> None:
+    """Of a new campaign, which knows how many facilities there are."""
     sites = [{"name": name, "folder": name} for name in ("a", "b", "c")]
     values = {"name": "c", "start": [], "sites": sites, "rule": {"cap": 0.3}}
     with pytest.raises(UserError, match=r"rule.cap=0.3 of 3 facilities is less than all: 0.333"):
-        checked_campaign(values)
+        refuse_what_loses(CampaignStore(checked_campaign(values), tmp_path))
 
 
 @pytest.mark.parametrize(("count", "cap"), [(2, 0.34), (3, 0.3), (2, 1e-9)])

@@ -1,6 +1,7 @@
 """The settings that a campaign is begun with, of which few may change in its life."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def refuse_what_loses(store: CampaignStore) -> None:
     rule, codec = store.campaign.rule, store.campaign.codec
     if store.has_model(0) and settings_file(store.folder).is_file():
         return
+    _refuse_small_cap(store.campaign)
     if codec == "int2" and rule.update != "replace":
         raise UserError(
             f"codec=int2 with rule.update={rule.update}: with nesterov it learns less than with "
@@ -60,6 +62,16 @@ def refuse_what_loses(store: CampaignStore) -> None:
             f"rule.update={rule.update} with rule.learning_rate={rule.learning_rate:g}: that is "
             "about how far every single weight moves in a round, whatever facilities send",
             f"rule.learning_rate={NORMALISED_RATE:g}, and no more than {MOST_NORMALISED_RATE:g}",
+        )
+
+
+def _refuse_small_cap(campaign: Campaign) -> None:
+    """Where facilities leave later all weigh the same, which is no reason to stay."""
+    rule, count = campaign.rule, len(campaign.sites)
+    if rule.weigh == "capped" and count > 1 and rule.cap * count < 1.0:
+        raise UserError(
+            f"rule.cap={rule.cap} of {count} facilities is less than all: {1 / count:.3f}",
+            f"rule.cap={math.ceil(1000 / count) / 1000:g} or more; or rule.weigh=equal",
         )
 
 

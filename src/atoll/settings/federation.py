@@ -306,14 +306,6 @@ class Campaign(Settings):
             )
         return self
 
-    @model_validator(mode="after")
-    def _cap_leaves_nothing_over(self) -> "Campaign":
-        rule, count = self.rule, len(self.sites)
-        if rule.weigh == "capped" and count > 1 and rule.cap * count < 1.0:
-            least = f"{1 / count:.3f}"
-            raise ValueError(f"rule.cap={rule.cap} of {count} facilities is less than all: {least}")
-        return self
-
 
 AnySettings = TypeVar("AnySettings", Rule, Campaign)
 
