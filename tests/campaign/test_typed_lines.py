@@ -17,7 +17,7 @@ from atoll.campaign.journal import Journal, alone
 from atoll.campaign.kept_request import attempts, keep_campaign, keep_request
 from atoll.campaign.lasting_settings import refuse_missing_keys, refuse_what_loses, settings_to_keep
 from atoll.campaign.store import CampaignStore, checked_campaign, load_store, settings_file
-from atoll.campaign.suited import refuse_unsuited
+from atoll.campaign.suited import refuse_unsuited, refuse_what_cannot_compose
 from atoll.commands import Finished
 from atoll.config.compose import compose
 from atoll.errors import UserError
@@ -26,6 +26,7 @@ from atoll.settings.federation import Site
 CHATML = "tokenizer.chat_template=chatml"
 DEMO = ["federate", "federation=demo"]
 NORTH = '{name: north, folder: s/n, overrides: ["data.files=[json/*]"]}'
+TRAIN = 'train=["experiment=demo","facility=laptop","data.sequence_tokens=9","{}"]'
 
 
 def said(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -52,6 +53,9 @@ def retyped(store: CampaignStore, **changes: Any) -> CampaignStore:
         (["rule.combine=trimmed_mean", "rule.trim=2"], "needs 5 facilities, and there are 3"),
         (["rule.combine=krum", "rule.krum_bad=1"], "needs 5 facilities, and there are 3"),
         (["rule.cap=0.3"], "rule.cap=0.3 of 3 facilities"),
+        (["batch_samples=10"], "north: training.global_batch_samples (10) must be divisible by"),
+        ([TRAIN.format("optimizer.learning_rat=1")], "north: unknown setting"),
+        ([TRAIN.format("training.seed=yes")], "north: "),
         (["rule.fragments=8", "rounds=5"], "so 3 of them would never be averaged"),
         (["rule.combine=median", "rule.max_staleness=1"], "late work for as much as work in time"),
         (["rule.max_norm_ratio=inf"], "rule.max_norm_ratio"),
@@ -71,6 +75,21 @@ def test_what_can_never_be_is_told_at_once(
     dry: list[str],
 ) -> None:
     assert found in said(tmp_path, capsys, *words, *dry)
+
+
+@pytest.mark.parametrize(
+    "word", ["facility=of_their_own", "sharding=auto", "seed='${oc.env:SEED_THERE}'"]
+)
+def test_what_only_a_facility_can_compose_is_left_to_it(tmp_path: Path, word: str) -> None:
+    store = store_of(tmp_path, train=["experiment=demo", word])
+    (store.model(0) / "manifest.json").unlink()
+    refuse_what_cannot_compose(store)
+    mistyped = retyped(store, train=["experiment=demo", "optimizer.learning_rat=1"])
+    with pytest.raises(UserError, match="north: unknown setting"):
+        refuse_what_cannot_compose(mistyped)
+    (store.model(0) / "manifest.json").touch()
+    settings_file(store.folder).touch()
+    refuse_what_cannot_compose(mistyped)  # it was begun by another Atoll
 
 
 def test_two_coordinators_of_one_campaign_are_one_after_the_other(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def sequence_tokens(campaign: Campaign, site: Site) -> int:
 
     Raises `UserError` where neither tells.
     """
-    words = _words_here(campaign, site)
+    words = words_here(campaign, site)
     run = _composed(words)
     found = _said_tokens(words) if run is None else run.data.sequence_tokens
     if found is None:
@@ -157,17 +157,19 @@ def sequence_tokens(campaign: Campaign, site: Site) -> int:
 
 def composed_here(campaign: Campaign, site: Site) -> Run | None:
     """A facility's run as this machine's clone knows its settings; None: only it has them."""
-    return _composed(_words_here(campaign, site))
+    return _composed(words_here(campaign, site))
 
 
-def _words_here(campaign: Campaign, site: Site) -> tuple[str, ...]:
-    return tuple(without_bundle(training_words(campaign, 1, site, 1, 0))[0])
+def words_here(campaign: Campaign, site: Site) -> tuple[str, ...]:
+    """A facility's run as it can be composed on this machine."""
+    words = without_bundle(training_words(campaign, 1, site, 1, 0))[0]
+    return (*words, "model.source=here", "name=site")
 
 
 @cache
 def _composed(words: tuple[str, ...]) -> Run | None:
     try:
-        return compose([*words, "model.source=here", "name=site"]).run
+        return compose(words).run
     except UserError:
         return None
 

@@ -27,7 +27,7 @@ from atoll.campaign.progress import shown
 from atoll.campaign.prove import prove_campaign, sign_model
 from atoll.campaign.steps_by_queue import choose_steps
 from atoll.campaign.store import CampaignStore, checked_campaign, load_store
-from atoll.campaign.suited import refuse_unsuited_runs
+from atoll.campaign.suited import refuse_unsuited_runs, refuse_what_cannot_compose
 from atoll.commands import CommandParser
 from atoll.config.compose import campaign_values
 from atoll.errors import UserError
@@ -55,6 +55,7 @@ def main(argv: list[str]) -> int:
         print(dry_run(store), end="")
         return 0
     refuse_missing_keys(campaign)
+    refuse_what_cannot_compose(store)
     refuse_unknown_samples(store)
     refuse_unsuited_runs(store)
     return run(store)

@@ -24,10 +24,15 @@ NORMALISED = ("adam", "yogi")  # their step is as long as the rate, for every we
 NORMALISED_RATE, MOST_NORMALISED_RATE = 0.003, 0.1
 
 
+def has_begun(store: CampaignStore) -> bool:
+    """With its first model; until then a mistyped line may be mended."""
+    return store.has_model(0) and settings_file(store.folder).is_file()
+
+
 def refuse_what_loses(store: CampaignStore) -> None:
     """Of a campaign that has not begun; one that has goes on as it was begun."""
     rule, codec = store.campaign.rule, store.campaign.codec
-    if store.has_model(0) and settings_file(store.folder).is_file():
+    if has_begun(store):
         return
     _refuse_small_cap(store.campaign)
     if codec == "int2" and rule.update != "replace":

@@ -4,10 +4,38 @@ What such settings mean depends on the weights that a run begins with, or on its
 rounds they would do something else, and nobody would be told.
 """
 
-from atoll.campaign.asked import composed_here
+from collections.abc import Sequence
+
+from atoll.campaign.asked import composed_here, words_here
+from atoll.campaign.lasting_settings import has_begun
 from atoll.campaign.store import CampaignStore
+from atoll.config.compose import AUTO, compose, config_tree, groups, settings_of
 from atoll.errors import UserError
 from atoll.settings import Run
+
+
+def refuse_what_cannot_compose(store: CampaignStore) -> None:
+    """Of a new campaign: else its first model is sent before a facility says so."""
+    for site in [] if has_begun(store) else store.campaign.sites:
+        if composed_here(store.campaign, site) is not None:
+            continue
+        try:
+            if _is_all_here(words := words_here(store.campaign, site)):
+                compose(words)
+        except UserError as error:
+            raise UserError(f"{site.name}: {error.found}", error.hint) from None
+
+
+def _is_all_here(words: Sequence[str]) -> bool:
+    """Whether this clone has every choice; other files, and variables, are a facility's own.
+
+    `sharding=auto` is chosen by the model, which is not there yet.
+    """
+    offered = groups(config_tree())
+    return not any("${" in word or word == AUTO for word in words) and not any(
+        name in offered and isinstance(value, str) and not is_choice
+        for name, value, is_choice in settings_of(words)
+    )
 
 
 def refuse_unsuited_runs(store: CampaignStore) -> None:
