@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import small_run
 import torch
 import torch.distributed.checkpoint as dcp
 from rank_pool import RankPool
@@ -22,8 +24,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from atoll import run_dir
 from atoll.errors import UserError
-from atoll.sharding.process_group import World, barrier, gathered
+from atoll.monitor.observers import Observer, StepRecord
+from atoll.settings import Run
+from atoll.sharding.process_group import SharedError, World, barrier, gathered
 from atoll.train import checkpoint
+from atoll.train import train as trainer
 from atoll.train.checkpoint_files import bytes_of_all
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -191,6 +196,38 @@ def test_a_run_that_cannot_be_saved_does_not_start(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(UserError, match=r"GiB free, one checkpoint takes"):
         checkpoint.check_space(tmp_path, bytes_of_all(state(ALONE, 1.0), ALONE), 0)
+
+
+def steps_before_a_failure(world: World, run: Run) -> tuple[int, str]:
+    """How many steps a run of twelve takes whose third step cannot be saved."""
+    steps: list[int] = []
+
+    def write(*_: Any) -> None:
+        raise SharedError("checkpoint of step 3 cannot be written: the disk is full", "make room")
+
+    class Watcher(Observer):
+        def after_step(self, update: StepRecord) -> None:
+            steps.append(update.step)
+            time.sleep(0.05)  # a thread fails meanwhile
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_write", write)
+        patch.setattr(trainer, "watching", lambda _: nullcontext((Watcher(),)))
+        try:
+            trainer.train(run, run_dir.folder(run), world, lambda: 0)
+        except UserError as error:
+            return max(steps), error.found
+    return max(steps), ""
+
+
+def test_a_save_that_fails_is_heard_of_at_once(ranks: RankPool, tmp_path: Path) -> None:
+    """Not with the next checkpoint: all until then would be lost."""
+    small_run.write_text(tmp_path)
+    changes: dict[str, Any] = {"training__steps": 12, "checkpoint__every_steps": 3}
+    run = small_run.settings(tmp_path, 2, **changes)
+    small_run.ready(run)
+    [(steps, found), (steps_there, _)] = ranks.run(steps_before_a_failure, run, world=2)
+    assert steps == steps_there <= 5 and "the disk is full" in found
 
 
 def full_disk_on_rank_one(world: World, folder: Path) -> str:

@@ -21,6 +21,7 @@ from atoll.settings import Run
 from atoll.sharding.engines import ENGINES
 from atoll.sharding.process_group import World
 from atoll.train import checkpoint, guard, loop
+from atoll.train import train as trainer
 
 BATCH = 8  # samples of a step
 # (rank, position of the batch, loss, scale of the gradients) -> the two as they come out
@@ -203,6 +204,35 @@ def stopped_behind(world: World, run: Run, step: int, bad: set[int]) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="stopped"):
         patch.setattr(checkpoint, "start_save", start)
         train_with(world, run, bad)
+
+
+def phases_of_reading(world: World, run: Run, bad: set[int]) -> list[str]:
+    """What a rank is at each time that a checkpoint's files are read whole."""
+    phases: list[str] = []
+    states: list[Any] = []
+    original, assembled = checkpoint._verify, trainer.assemble
+
+    def assemble(*arguments: Any) -> Any:
+        states.append(assembled(*arguments))
+        return states[-1]
+
+    def verify(path: Path, world: World) -> None:
+        phases.append(states[-1].heartbeat.phase)
+        original(path, world)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "assemble", assemble)
+        patch.setattr(checkpoint, "_verify", verify)
+        train_with(world, run, bad)
+    return phases
+
+
+def test_a_roll_back_reads_the_checkpoint_once_and_is_no_stall(
+    ranks: RankPool, folder: Path
+) -> None:
+    run = settings(folder, "calm", guard={"skip_batches": 0}, training__steps=5)
+    small_run.ready(run)
+    assert ranks.run(phases_of_reading, run, {3 * BATCH}, world=2) == [["checkpoint"]] * 2
 
 
 def test_a_run_that_nothing_helps_is_stopped(ranks: RankPool, folder: Path) -> None:

@@ -85,6 +85,50 @@ def test_a_stopped_run_goes_on_with_the_same_losses(ranks: RankPool, folder: Pat
     assert small_run.losses(run_folder) == small_run.losses(run_dir.folder(whole))
 
 
+def test_an_evaluation_that_is_due_at_the_end_of_a_job_is_the_next_one_s(
+    ranks: RankPool, folder: Path
+) -> None:
+    """It may take longer than what is left of the job."""
+    cadence = {"checkpoint__every_steps": 0, "evaluation__every_steps": 2}
+    whole = small_run.settings(folder, 2, name="whole", **cadence)
+    small_run.ready(whole)
+    ranks.run(small_run.train_here, whole, world=2)
+    run = small_run.settings(folder, 2, name="stopped", **cadence)
+    run_folder = small_run.ready(run)
+    assert ranks.run(stopped_at, run, 1, 1, world=2) == [run_dir.RESTART_CODE] * 2
+    assert max(small_run.losses(run_folder)) == 2
+    assert [e["step"] for e in small_run.records(run_folder, "evaluation")] == [0]
+    ranks.run(small_run.train_here, run, world=2)
+    assert evaluations(run_folder) == evaluations(run_dir.folder(whole))
+
+
+def evaluations(run_folder: Path) -> list[tuple[int, float]]:
+    return [(e["step"], e["loss"]) for e in small_run.records(run_folder, "evaluation")]
+
+
+@pytest.mark.parametrize(("asked", "has_result"), [(5, False), (6, True)])
+def test_a_stop_behind_the_last_step_leaves_the_end_to_the_next_start(
+    ranks: RankPool, folder: Path, asked: int, has_result: bool
+) -> None:
+    whole = small_run.settings(folder, 2, name="whole")
+    small_run.ready(whole)
+    ranks.run(small_run.train_here, whole, world=2)
+    run = small_run.settings(folder, 2, name="stopped")
+    run_folder = small_run.ready(run)
+    assert ranks.run(stopped_at, run, 0, asked, world=2) == [run_dir.RESTART_CODE] * 2
+    assert run_dir.restart_file(run_folder).exists()
+    assert run_dir.result_file(run_folder).exists() == has_result
+    assert not run_dir.export(run_folder).exists()
+    ranks.run(small_run.train_here, run, world=2)
+    assert files_of_the_end(run_folder) == files_of_the_end(run_dir.folder(whole))
+
+
+def files_of_the_end(run_folder: Path) -> dict[str, bytes]:
+    weights = [*run_dir.export(run_folder).glob("*.safetensors")]
+    assert weights
+    return {path.name: path.read_bytes() for path in [run_dir.result_file(run_folder), *weights]}
+
+
 def test_a_run_is_not_restarted_for_ever(folder: Path) -> None:
     run = small_run.settings(folder, 2)
     run_folder = run_dir.folder(run)

@@ -23,6 +23,13 @@ def begin(run_folder: Path, step: int) -> None:
         run_dir.write_whole(path, "".join(line + "\n" for line in lines))
 
 
+def has(run_folder: Path, event: str, step: int) -> bool:
+    """Whether an event of that step is recorded."""
+    path = run_dir.metrics_file(run_folder)
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return any(f'"{event}"' in line and _step_of(line) == step for line in lines)
+
+
 def append(run_folder: Path, record: dict[str, Any]) -> None:
     """Add one line."""
     record = _finite(record | {"time": round(time.time(), 3)})

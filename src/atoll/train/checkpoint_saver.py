@@ -12,6 +12,7 @@ from atoll.train.optimizer import step_counts
 from atoll.train.replay import check_copies
 from atoll.train.state_dict import state_dict
 
+SAVE_FAILED = 255  # above the codes of signals; `finish` raises before a process could end with it
 FIRST_STEPS = 10  # before the first checkpoint of a start whose interval is to be found
 
 
@@ -96,6 +97,11 @@ class CheckpointSaver:
                     "seconds_between_failures": between,
                 }
             )
+
+    def failure_code(self) -> int:
+        """Of a save that has failed in the background: all ranks are to hear of it now; else 0."""
+        done = None if self.pending is None else self.pending.done
+        return SAVE_FAILED if done is not None and done.done() and done.exception() else 0
 
     def await_copy(self) -> None:
         """Wait until the state may change: until then it is being copied."""

@@ -53,7 +53,7 @@ def loop(
     with remaining_batches(train_state, start) as batches:
         for step in range(start.step + 1, total_steps + 1):
             heartbeat.step(step)
-            code_of_all = exchanged_stop_code(world, stop_code)
+            code_of_all = exchanged_stop_code(world, lambda: max(stop_code(), saver.failure_code()))
             for observer in observers:
                 observer.before_step(step)
             record = train_step(train_state, batches, step, tokens, guard, replay, saver)
@@ -66,7 +66,7 @@ def loop(
             tokens = record.total_tokens
             last = step == total_steps
             heartbeat.at("communication")
-            code = code_of_all() * (not last)
+            code = code_of_all()
             is_saved = last or code != 0 or saver.is_due(step)
             for observer in observers:
                 observer.after_step(replace(record, is_saved=is_saved))
@@ -75,10 +75,10 @@ def loop(
                 trouble = saver.save(step, tokens)
             if trouble is not None:
                 break
+            if code:  # an evaluation that is due now is the next start's: it may take long
+                break
             if is_evaluation_due(train_state, step) and not last:
                 evaluate(train_state, step, observers)
-            if code:
-                break
         saver.finish()
     for observer in observers:
         observer.on_end()

@@ -15,6 +15,7 @@ from atoll.health.heartbeat import Heartbeat
 from atoll.health.preflight import preflight
 from atoll.health.watched import last_words, watched_rank
 from atoll.launch import Placement
+from atoll.monitor import metrics_file
 from atoll.monitor.loggers import check_installed
 from atoll.monitor.observers import Observers, Record, WatchedRun
 from atoll.monitor.watch import watching
@@ -35,11 +36,18 @@ from atoll.train.checkpoint_files import bytes_of_all
 from atoll.train.evaluate import Evaluation, evaluate
 from atoll.train.export_model import export_model
 from atoll.train.guard import Trouble, note
-from atoll.train.loop import LoopEnd, loop
+from atoll.train.loop import LoopEnd, is_evaluation_due, loop
 from atoll.train.optimizer import averaged, load_step_counts
 from atoll.train.reference import set_reference
 from atoll.train.state_dict import load_state_dict, state_dict
-from atoll.train.stop_signals import INTERRUPTED, TIME_IS_OVER, StopCode, note_restart, stop_signals
+from atoll.train.stop_signals import (
+    INTERRUPTED,
+    TIME_IS_OVER,
+    StopCode,
+    exchanged_stop_code,
+    note_restart,
+    stop_signals,
+)
 
 
 def main(run_folder: Path, placement: Placement) -> int:
@@ -106,7 +114,8 @@ def train_from(
         if isinstance(end, int):
             return end
         tried = None
-        progress, trouble = roll_back(train_state, end, roll_backs)
+        with train_state.heartbeat.at("checkpoint"):  # which is read whole: that may take long
+            progress, trouble = roll_back(train_state, end, roll_backs)
 
 
 def watched(train_state: TrainState, resumed_step: int, tried: Record | None = None) -> WatchedRun:
@@ -145,8 +154,8 @@ def take_remaining_steps(
 
     Or the trouble with which they ended.
     """
-    if progress.step == 0:
-        evaluate(train_state, 0, observers)
+    if progress.step == 0 or is_evaluation_owed(train_state, progress.step):
+        evaluate(train_state, progress.step, observers)
     if progress.step < train_state.total_steps:
         forget_result(train_state)
         end = loop(train_state, progress, stop_code, observers)
@@ -162,8 +171,25 @@ def take_remaining_steps(
             average = evaluate(train_state, train_state.total_steps, ())
     forget_exports(train_state)
     write_result(train_state, final, average)
+    code = exchanged_stop_code(train_state.world, stop_code)()
+    if code:  # the next start exports
+        note_stop(train_state, LoopEnd(train_state.total_steps, code))
+        return code
     export_model(train_state)
     return 0
+
+
+def is_evaluation_owed(train_state: TrainState, step: int) -> bool:
+    """Whether an earlier start of this run ended between a checkpoint and its evaluation."""
+    if step == train_state.total_steps or not is_evaluation_due(train_state, step):
+        return False
+    folder = train_state.run_folder
+    owed = (
+        train_state.world.rank == 0
+        and step in run_dir.complete_checkpoints(folder)
+        and not metrics_file.has(folder, "evaluation", step)
+    )
+    return bool(of_first(train_state.world, owed))
 
 
 def forget_result(train_state: TrainState) -> None:
@@ -208,11 +234,14 @@ def note_stop(train_state: TrainState, end: LoopEnd) -> None:
         run_on_first_rank(world, note)
 
 
-def resume(train_state: TrainState) -> checkpoint.Progress:
-    """The progress of the newest checkpoint, with the model set to it; or of a fresh start."""
+def resume(train_state: TrainState, found: Path | None = None) -> checkpoint.Progress:
+    """The progress of the newest checkpoint, with the model set to it; or of a fresh start.
+
+    found: the newest, where its files were just compared with what was written.
+    """
     world = train_state.world
     folder, keep = train_state.run_folder, train_state.run.checkpoint.keep
-    path = checkpoint.newest_intact(folder, world)
+    path = found or checkpoint.newest_intact(folder, world)
     is_verified = path is not None
     if path is None:
         each_bytes = bytes_of_all(state_dict(train_state), world)
@@ -269,7 +298,7 @@ def roll_back(
             "guard.skip_batches or guard.roll_backs; the same line then goes on from there",
         )
     roll_backs[step] += 1
-    progress = resume(train_state)
+    progress = resume(train_state, path)
     jumped = (progress.samples, trouble.samples[1])
     return replace(progress, samples=jumped[1]), replace(trouble, samples=jumped)
 
