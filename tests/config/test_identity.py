@@ -113,6 +113,16 @@ def test_a_batch_that_follows_the_ranks_keeps_a_run_on_as_many(composed):
         check_same_run(run, run_dir.folder(run))
 
 
+def test_a_rate_that_follows_the_ranks_keeps_a_run_on_as_many(composed):
+    line = (*BASE, "name=x", "optimizer.scale_with_ranks=linear")
+    write_run_folder(composed(*line))
+    run = composed(*line, "nodes=4").run
+    with pytest.raises(UserError, match=r"learning rate of \d+ data-parallel ranks .*, now there"):
+        check_same_run(run, run_dir.folder(run))
+    run = composed(*line, "restart.max_restarts=9").run
+    check_same_run(run, run_dir.folder(run))
+
+
 def test_a_run_of_another_text_is_another_run(composed):
     line = (*BASE, "name=x", "data=text_files")
     write_run_folder(composed(*line, "data.files=a.txt"))

@@ -231,6 +231,22 @@ def test_prepared_tokens_are_not_made_again_until_the_text_changes(tmp_path: Pat
     assert manifest.documents("train") + manifest.documents("validation") == 50
 
 
+def test_the_tokens_of_a_run_that_has_trained_are_not_made_of_another_text(tmp_path: Path) -> None:
+    """Its position in the samples would be another one; its name is what it is known by."""
+    run = run_on_lines(tmp_path)
+    folder = prepare(run, quiet)
+    whole = run_dir.checkpoint(run_dir.folder(run), 3) / "manifest.json"
+    run_dir.write_whole(whole, "{}")
+    prepare(run, quiet)
+    before = shards.manifest_file(folder).stat().st_ino
+    write_lines(tmp_path / "text.txt", 50, seed=9)
+    with pytest.raises(UserError, match="has trained 3 steps, and its text has changed since"):
+        prepare(run, quiet)
+    assert shards.manifest_file(folder).stat().st_ino == before
+    prepare(run.model_copy(update={"name": "another"}), quiet)
+    assert shards.manifest_file(folder).stat().st_ino != before
+
+
 def test_tokens_outlive_their_text(tmp_path: Path) -> None:
     run = run_on_lines(tmp_path)
     folder = prepare(run, quiet)

@@ -46,6 +46,9 @@ CASES = [
     ([CODE], (0, 0), [], False, []),
     ([NAN], (10, 20), [], False, []),
     ([SLOW, NAN], (10, 20), [], False, []),
+    # going back as often as it may did not help
+    ([Fault("non_finite", "code", "the loss is nan")], (10, 20), [], False, []),
+    ([Fault("spike", "code", "the loss is 9")], (10, 20), [], False, []),
     # a slow rank ended nothing: a full disk did, or what no fault tells
     ([SLOW], (10, 20), [], False, []),
     ([SLOW, SLOW], (20, 20), [MOVED], False, []),

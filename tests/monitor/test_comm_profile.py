@@ -147,3 +147,16 @@ def test_a_wider_batch_sends_no_more_gradients(ranks: RankPool, tmp_path: Path) 
     )
     assert narrow["expected_bytes"] == wide["expected_bytes"]
     assert narrow["wire_bytes"] == pytest.approx(wide["wire_bytes"], rel=0.05)
+
+
+def test_a_counter_that_is_no_number_counts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As iWARP's devices have it."""
+    monkeypatch.setattr(comm_profile, "INFINIBAND", tmp_path)
+    monkeypatch.setattr(comm_profile, "NET", tmp_path / "none")
+    for port, content in enumerate(("7\n", "N/A (no PMA)\n")):
+        file = tmp_path / "card" / "ports" / str(port) / "counters" / "port_xmit_data"
+        file.parent.mkdir(parents=True)
+        file.write_text(content)
+    assert comm_profile.wire_bytes() == 7 * comm_profile.INFINIBAND_UNIT

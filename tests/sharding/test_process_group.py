@@ -9,6 +9,7 @@ import small_run
 import torch
 from rank_pool import RankPool
 
+from atoll.data.samples import OPEN_SHARDS
 from atoll.errors import UserError
 from atoll.launch import Placement
 from atoll.sharding import process_group
@@ -32,7 +33,7 @@ def test_gloo_connects_all_with_all_only_where_it_must(
     assert backend_of(run, torch.device(device)) == backend
 
 
-@pytest.mark.parametrize(("hard", "wanted"), [(50_000, 33_024), (20_000, 20_000), (-1, 33_024)])
+@pytest.mark.parametrize(("hard", "wanted"), [(50_000, 35_072), (20_000, 20_000), (-1, 35_072)])
 def test_the_limit_of_open_files_is_raised_as_far_as_allowed(
     monkeypatch: pytest.MonkeyPatch, hard: int, wanted: int
 ) -> None:
@@ -41,6 +42,17 @@ def test_the_limit_of_open_files_is_raised_as_far_as_allowed(
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
     process_group._allow_open_files(2000)
     assert limits == [(wanted, hard)]
+
+
+def test_a_rank_alone_may_have_all_the_shards_open_that_are_read_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, -1))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit[0]))
+    run = small_run.settings(Path("/nowhere"), 1, sharding=small_run.sharding("single"))
+    with process_group.joined(run, Placement(0, 1, 0, 1, 0, 1, "localhost", 0, "single")):
+        assert limits[0] > 4 * OPEN_SHARDS
 
 
 def errors_of(world: World) -> list[str]:

@@ -1,5 +1,6 @@
 """Checkpoints: whole or absent, verified, and independent of what happens after `start_save`."""
 
+import errno
 import json
 import os
 import resource
@@ -485,6 +486,40 @@ def test_a_corrupted_checkpoint_is_kept_aside_and_the_one_before_is_taken(
     assert set(answers) == {run_dir.checkpoint(tmp_path, 3)}
     names = sorted(os.listdir(run_dir.checkpoints(tmp_path)))
     assert names == ["step-00000003", "step-00000005.corrupted"]
+
+
+def newest_where_one_cannot_read(world: World, folder: Path, times: int) -> tuple[str, str]:
+    """The newest, or the mistake; so many of rank 1's reads fail as a server's that is away."""
+    original, failures = run_dir.sha256_of, iter(range(times))
+
+    def sha256_of(path: Path) -> str:
+        if world.rank == 1 and next(failures, None) is not None:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return original(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_dir, "sha256_of", sha256_of)
+        patch.setattr(checkpoint, "READ_AGAIN_SECONDS", (0.0, 0.0))
+        try:
+            return str(checkpoint.newest_intact(folder, world)), ""
+        except UserError as error:
+            return error.found, error.hint
+
+
+def test_a_file_system_that_does_not_answer_corrupts_no_checkpoint(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for step in (3, 5):
+        ranks.run(save_on_ranks, tmp_path, step, world=2)
+    newest = str(run_dir.checkpoint(tmp_path, 5))
+    answers = ranks.run(newest_where_one_cannot_read, tmp_path, 2, world=2)
+    assert answers == [(newest, "")] * 2, "it was away for a moment"
+    answers = ranks.run(newest_where_one_cannot_read, tmp_path, 100, world=2)
+    for found, hint in answers:
+        assert "cannot be read: Input/output error" in found and newest in found
+        assert "when its file system answers" in hint
+    names = sorted(os.listdir(run_dir.checkpoints(tmp_path)))
+    assert names == ["step-00000003", "step-00000005"]
 
 
 def test_a_run_whose_only_checkpoint_is_corrupted_does_not_begin_anew(tmp_path: Path) -> None:

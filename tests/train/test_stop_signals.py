@@ -1,5 +1,6 @@
 """Stopping in time: ranks agree on a step, save, and go on with the same losses."""
 
+import errno
 import json
 import os
 import signal
@@ -164,6 +165,20 @@ def test_signals_and_the_file_are_caught_then_left_as_they_were(tmp_path: Path) 
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop_code() == stop_signals.TERMINATED
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_file_system_that_does_not_answer_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exists(path: Path) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    with stop_signals.stop_signals(tmp_path, rank=0) as stop_code:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "exists", exists)
+            assert stop_code() == 0
+        run_dir.stop_file(tmp_path).touch()
+        assert stop_code() == stop_signals.TIME_IS_OVER
 
 
 def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path: Path) -> None:

@@ -589,3 +589,33 @@ def test_the_only_checkpoint_is_never_given_up_unseen(folder: Path, whole: Path)
             shutil.rmtree(path)
     flip_a_byte(newest / "__0_0.distcp")
     assert_two_lines(launch(run_folder, 2), "__0_0.distcp does not have the sha256")
+
+
+def mistake_of(world: World, run: Run) -> str:
+    try:
+        small_run.train_here(world, run)
+    except UserError as error:
+        return error.found
+    return ""
+
+
+def test_a_run_does_not_go_on_with_another_text(ranks: RankPool, tmp_path: Path) -> None:
+    """Its tokens were deleted and made again, of one document more."""
+    text = tmp_path / "text.txt"
+    text.write_text(small_run.shared_text().read_text())
+    changes: dict[str, Any] = {"folders": {"prepared": str(tmp_path / "prepared")}}
+    changes["folders"]["runs"] = str(tmp_path / "runs")
+    half = small_run.settings(tmp_path, 2, name="x", training__steps=3, **changes)
+    small_run.ready(half)
+    assert ranks.run(mistake_of, half, world=2) == ["", ""]
+    with text.open("a") as lines:
+        lines.write("the reef of coral\n")
+    shutil.rmtree(tmp_path / "prepared")
+    more = small_run.settings(tmp_path, 2, name="x", **changes)
+    small_run.ready(more)
+    for found in ranks.run(mistake_of, more, world=2):
+        assert "run x was trained 3 steps on a text that has changed since" in found
+    text.write_text(small_run.shared_text().read_text())
+    shutil.rmtree(tmp_path / "prepared")
+    small_run.ready(more)
+    assert ranks.run(mistake_of, more, world=2) == ["", ""]

@@ -88,7 +88,8 @@ def check_same_run(run: Run, run_folder: Path) -> None:
     settings_file = run_dir.settings_file(run_folder)
     if not settings_file.exists():
         return
-    before, now = fixed_values(load_run(settings_file)), fixed_values(run)
+    earlier = load_run(settings_file)
+    before, now = fixed_values(earlier), fixed_values(run)
     for name in [*now, *(name for name in before if name not in now)]:
         if before.get(name) != now.get(name):
             raise UserError(
@@ -96,6 +97,13 @@ def check_same_run(run: Run, run_folder: Path) -> None:
                 f"now it is {now.get(name)!r}",
                 "give this one another name: name=NAME",
             )
+    ranks, scale = (earlier.axes.data, run.axes.data), run.optimizer.scale_with_ranks
+    if scale != "none" and ranks[0] != ranks[1]:
+        raise UserError(
+            f"run {run.name} has the learning rate of {ranks[0]} data-parallel ranks "
+            f"(optimizer.scale_with_ranks={scale}), now there are {ranks[1]}",
+            "go on with as many, or give this one another name: name=NAME",
+        )
 
 
 def fixed_values(run: Run) -> dict[str, Any]:

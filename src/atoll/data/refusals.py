@@ -1,8 +1,10 @@
 """What a text cannot be made into: a split without documents, more than the disk has room for."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
+from atoll import run_dir
 from atoll.data import shards
 from atoll.data.encode import CorpusBlocks
 from atoll.data.shards import TokenManifest, TokenPlan
@@ -26,6 +28,20 @@ def refuse_empty_split(run: Run, corpora: list[CorpusBlocks]) -> None:
         "make more documents of the text with data.document=paragraph or line, or set "
         "data.validation.fraction nearer to one half",
     )
+
+
+def refuse_other_text(run: Run, before: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
+    """Find that a run which has trained would go on with tokens of another text.
+
+    before, now: a fingerprint of each text, as its tokens were made and as it is.
+    """
+    steps = run_dir.complete_checkpoints(run_dir.folder(run))
+    if steps and before is not None and before != now:
+        raise UserError(
+            f"run {run.name} has trained {steps[-1]} steps, and its text has changed since: a file "
+            "is new, gone or another one",
+            "put the text back as it was, or begin anew with another name=",
+        )
 
 
 def refuse_blank_split(manifest: TokenManifest) -> None:

@@ -61,7 +61,7 @@ def decide(rules: Restart, start: Start, earlier: Sequence[Mapping[str, Any]]) -
     if not causes:
         return Decision(False, "it was slow, and the job's output says what ended the ranks")
     cause = causes[-1]
-    if cause.blame == "data":
+    if cause.blame == "data" or cause.kind in ("non_finite", "spike"):  # going back did not help
         return Decision(False, "the same data would come again")
     if cause.blame == "code" and not start.advanced:
         return Decision(False, "an error of the code, and no step was saved since the last start")

@@ -223,7 +223,9 @@ class Watcher:
         if self.watched.node_count == 1 or now - self.asked < ASK_SECONDS:
             return False
         self.asked = now
-        return call_file(Path(self.watched.records)).exists()
+        with suppress(OSError):  # a file system that does not answer now is asked again
+            return call_file(Path(self.watched.records)).exists()
+        return False
 
 
 def at_work(records: dict[int, Record], states: dict[int, str]) -> list[Record]:

@@ -113,7 +113,15 @@ def wire_bytes() -> int:
     lines = NET.read_text().splitlines()[2:] if NET.exists() else []
     sent = sum(int(line.rpartition(":")[2].split()[8]) for line in lines)
     ports = INFINIBAND.glob("*/ports/*/counters/port_xmit_data")
-    return sent + INFINIBAND_UNIT * sum(int(port.read_text()) for port in ports)
+    return sent + INFINIBAND_UNIT * sum(map(_counted, ports))
+
+
+def _counted(counter: Path) -> int:
+    """A counter's number; 0 where it is none, as `N/A (no PMA)` of iWARP's devices."""
+    try:
+        return int(counter.read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:

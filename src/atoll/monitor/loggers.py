@@ -75,7 +75,8 @@ def check_installed(names: list[str]) -> None:
         if spec is None or spec.origin is None:  # a mere folder of this name is no library
             raise UserError(
                 f"loggers={name}: its library is not installed where the ranks run",
-                f"make setup installs it there (with a wheel: pip install 'WHEEL[loggers]'); or leave {name} out of loggers=",
+                "make setup installs it there (a wheel: pip install 'WHEEL[loggers]'), or leave "
+                f"{name} out of loggers=",
             )
 
 

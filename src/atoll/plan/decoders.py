@@ -50,9 +50,7 @@ DECODERS = {
     "qwen2": Line(Decoder(qkv_bias=True)),
     "qwen3": Line(Decoder(query_norms="head"), head_dim=128),
     "gemma": Line(head_dim=256, tied=True),
-    "gemma2": Line(
-        Decoder(norms=4), head_dim=256, tied=True, window_tokens=4096, full_every=2
-    ),
+    "gemma2": Line(Decoder(norms=4), head_dim=256, tied=True, window_tokens=4096, full_every=2),
     "gemma3_text": Line(
         Decoder(norms=4, query_norms="head"),
         head_dim=256,

@@ -324,7 +324,7 @@ class Watch(Settings):
 
 
 class Folders(Settings):
-    """Where runs, prepared data and images live; relative ones start in the clone that one types in."""
+    """Where runs, prepared data and images live; relative ones start in the clone around."""
 
     runs: Path
     prepared: Path  # token shards, shared by all runs with the same text and tokenizer

@@ -37,7 +37,7 @@ def initialize(run: Run, model: nn.Module, optimizer: Any, dtype: torch.dtype) -
     except ImportError as error:
         raise UserError(
             f"sharding={run.sharding.name} needs DeepSpeed, which does not import here: {error}",
-            "make setup installs it (with a wheel: pip install 'WHEEL[deepspeed]'); or choose full_shard",
+            "make setup installs it (a wheel: pip install 'WHEEL[deepspeed]'), or take full_shard",
         ) from error
     if device.type == "cpu":
         # it would compile its own exchange through shared memory at the start; gloo does

@@ -24,6 +24,7 @@ from atoll.sharding.tree import Tree, join
 Result = TypeVar("Result")
 # A gloo group takes a socket for each other rank; rank 0's store has one for every rank.
 FILES_PER_RANK = 16
+FILES_OF_SHARDS = 4 * 512  # tokens and what is learned of them, to train on and held out
 MEETING = timedelta(minutes=30)  # the longest that a rank waits for another to come
 
 
@@ -62,11 +63,11 @@ def joined(run: Run, placement: Placement) -> Iterator[World]:
     device = own_device(run, placement)
     if run.deterministic:
         _be_deterministic()
+    _allow_open_files(placement.world_size)
     if placement.world_size == 1:
         with _alone(run, backend_of(run, device)):
             yield World(0, 1, device)
         return
-    _allow_open_files(placement.world_size)
     with nccl_log(placement) as log:
         trees = _started(run, placement, device, log)
         networks = tuple(networks_of(log))
@@ -149,9 +150,9 @@ def _started(run: Run, placement: Placement, device: torch.device, log: Path | N
 
 
 def _allow_open_files(ranks: int) -> None:
-    """As many as connections may need, where the system lets a process raise its own limit."""
+    """As many as connections and shards may need, where a process may raise its own limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1024 + FILES_PER_RANK * ranks
+    wanted = 1024 + FILES_OF_SHARDS + FILES_PER_RANK * ranks
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

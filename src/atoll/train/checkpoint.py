@@ -51,6 +51,7 @@ Result = TypeVar("Result")
 Files = dict[str, dict[str, Any]]  # name -> its bytes and sha256
 
 MANIFEST = "manifest.json"
+READ_AGAIN_SECONDS = (10.0, 30.0)  # behind reads that failed
 ANOTHER_RUN = "start a new run with another name="
 # how torch's writer of zip files says that the disk is full
 _FULL_DISK = re.compile(r"unexpected pos \d+ vs \d+|PytorchStreamWriter failed|No space left")
@@ -68,6 +69,7 @@ class Progress:
     step_counts: dict[str, int]
     # what the guard judges the next steps by: name -> a number for each of the last, None: skipped
     history: dict[str, list[float | None]] = field(default_factory=dict)
+    text: str = ""  # a digest of the text whose samples were taken; none: of an earlier version
 
     def samples_behind(self, step: int, batch_samples: int) -> int:
         """The data's position behind a later step."""
@@ -187,14 +189,37 @@ def newest_intact(run_folder: Path, world: World) -> Path | None:
 
 
 def _damage(path: Path, world: World) -> str | None:
-    """What is wrong with a checkpoint, the same on every rank."""
-    mine = None
+    """What is wrong with a checkpoint, the same on every rank.
+
+    Raises `SharedError` where one cannot read its part: it may be as it was all the same.
+    """
+    failed = first_failure(world, run_on_all_ranks(world, lambda: _compared(path, world)))
+    return None if failed is None else str(failed.what)
+
+
+def _compared(path: Path, world: World) -> str | None:
+    """What is wrong with this rank's part; a file system may be away for a moment."""
+    for seconds in READ_AGAIN_SECONDS:
+        try:
+            return _different(path, world)
+        except OSError:
+            time.sleep(seconds)
+    try:
+        return _different(path, world)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or path} cannot be read: {error.strerror or error}",
+            "start the run again when its file system answers; if it never does, it goes on from "
+            f"the checkpoint before without this one: rm -r {path}",
+        ) from error
+
+
+def _different(path: Path, world: World) -> str | None:
     try:
         _verify(path, world)
-    except (UserError, OSError) as error:
-        mine = error.found if isinstance(error, UserError) else disk_error(error).found
-    failed = first_failure(world, mine)
-    return None if failed is None else str(failed.what)
+    except UserError as error:
+        return error.found
+    return None
 
 
 def _set_aside(path: Path, aside: Path) -> None:

@@ -287,7 +287,7 @@ def _adamw_8bit(settings: Optimizer) -> Any:
     except ImportError as error:
         raise UserError(
             f"optimizer=adamw_8bit needs bitsandbytes, which does not import here: {error}",
-            "make setup installs it (with a wheel: pip install 'WHEEL[train]'); or choose optimizer=adamw",
+            "make setup installs it (a wheel: pip install 'WHEEL[train]'), or take optimizer=adamw",
         ) from error
     return bitsandbytes.optim.AdamW8bit
 

@@ -8,7 +8,7 @@ or cancelled, INT for Ctrl-C.
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from atoll import run_dir
@@ -37,8 +37,10 @@ def stop_signals(run_folder: Path, rank: int) -> Iterator[StopCode]:
     before = {number: signal.getsignal(number) for number in CODES}
 
     def stop_code() -> int:
-        over = TIME_IS_OVER if rank == 0 and stop_file.exists() else 0
-        return max([over, *codes])
+        is_over = False
+        with suppress(OSError):  # a file system that does not answer now is asked again
+            is_over = rank == 0 and stop_file.exists()
+        return max([TIME_IS_OVER * is_over, *codes])
 
     def heard(number: int, _: object) -> None:
         if number == signal.SIGINT and INTERRUPTED in codes:

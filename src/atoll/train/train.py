@@ -33,6 +33,7 @@ from atoll.sharding.process_group import (
 from atoll.train import checkpoint
 from atoll.train.assemble import TrainState, assemble
 from atoll.train.checkpoint_files import bytes_of_all
+from atoll.train.checkpoint_saver import text_digest
 from atoll.train.evaluate import Evaluation, evaluate
 from atoll.train.export_model import export_model
 from atoll.train.guard import Trouble, note
@@ -252,6 +253,8 @@ def resume(train_state: TrainState, found: Path | None = None) -> checkpoint.Pro
         return checkpoint.Progress(0, 0, 0, world.size, {})
     progress = run_on_all_ranks(world, lambda: checkpoint.load_progress(path))
     run_on_all_ranks(world, lambda: check_resumable(train_state, progress))
+    if is_verified:  # it is this run's own
+        run_on_all_ranks(world, lambda: check_text(train_state, progress))
     state = state_dict(train_state)
     checkpoint.load(path, state, world, is_verified)
     load_state_dict(train_state, state)
@@ -309,6 +312,16 @@ def check_world(train_state: TrainState, progress: checkpoint.Progress) -> None:
             f"the 8-bit optimizer state was saved by {progress.world_size} ranks, "
             f"this start has {train_state.world.size}",
             f"start with {progress.world_size} ranks: 8-bit blocks do not reshard",
+        )
+
+
+def check_text(train_state: TrainState, progress: checkpoint.Progress) -> None:
+    """A position in one text is none in another."""
+    if progress.text and progress.text != text_digest(train_state):
+        raise UserError(
+            f"run {train_state.run.name} was trained {progress.step} steps on a text that has "
+            "changed since: a file is new, gone or another one",
+            "put the text back as it was, or begin anew with another name=",
         )
 
 
