@@ -91,6 +91,17 @@ def test_what_links_in_a_given_folder_lead_to_is_bound(composed, tmp_path):
     assert {str(blobs), str(snapshot), str(texts), str(book.parent)} <= set(found)
 
 
+@pytest.mark.parametrize("entry", ["{}", "{}/**/*.txt"])
+def test_links_deeper_in_a_folder_of_text_are_followed(entry, composed, tmp_path):
+    book, texts = tmp_path / "elsewhere" / "book.txt", tmp_path / "texts"
+    for folder in (book.parent, texts / "en" / "old"):
+        folder.mkdir(parents=True)
+    book.write_text("words")
+    (texts / "en" / "old" / "a.txt").symlink_to(book)
+    words = ("data=text_files", f"data.files={entry.format(texts)}")
+    assert {str(texts), str(book.parent)} <= set(binds(composed(*LINE, *words).run))
+
+
 def test_a_link_is_followed_by_the_name_that_it_says(composed, tmp_path):
     """A relative one, in a folder that is given by the name of another link."""
     (tmp_path / "lustre" / "blobs").mkdir(parents=True)

@@ -79,19 +79,29 @@ def _given_files(run: Run) -> list[Path]:
 
 
 def _behind_links(run: Run) -> list[Path]:
-    """Where the files that a run names, or those right in a folder of it, are links to.
+    """Where the files that a run names, or those in a folder of it, are links to.
 
-    By the name that a link says, and by its real one. What the image has itself stays its own.
+    By the name that a link says, and by its real one. What the image has itself stays its own. Of
+    a cache those right in it: the others stay inside.
     """
-    named = map(str, [*_named(run), *run.folders.caches.values()])
-    patterns = [f"{escape(path)}/*" if os.path.isdir(path) else path for path in named]
-    links = [file for pattern in patterns for file in glob(pattern) if os.path.islink(file)]
+    links = [link for path in _named(run) for link in _links(str(path))]
+    for cache in run.folders.caches.values():
+        links += filter(os.path.islink, glob(f"{escape(str(cache))}/*"))
     said = [os.path.join(os.path.dirname(link), os.readlink(link)) for link in links]
     targets = [*map(os.path.normpath, said), *map(os.path.realpath, links)]
     there = [path for path in targets if os.path.exists(path)]
     folders = {path if os.path.isdir(path) else os.path.dirname(path) for path in there}
     own = (*NEEDED, *run.image.needs)
     return [Path(f) for f in folders if not any(_covers(f, p) or _covers(p, f) for p in own)]
+
+
+def _links(path: str) -> list[str]:
+    """Those among what a path or a pattern means; in a folder at any depth, as text is found."""
+    if not os.path.isdir(path):
+        return list(filter(os.path.islink, glob(path, recursive=True)))
+    walked = os.walk(path)
+    inside = [os.path.join(at, name) for at, folders, files in walked for name in folders + files]
+    return list(filter(os.path.islink, inside))
 
 
 def _named(run: Run) -> list[Path]:

@@ -5,6 +5,7 @@ Alone in its stage it is compared with what it usually needs, and that with the 
 """
 
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -45,8 +46,13 @@ class Stragglers:
     slow_stretches: list[int] = field(default_factory=list)
     well_stretches: list[int] = field(default_factory=list)
     named: set[int] = field(default_factory=set)
+    stages: list[list[int]] = field(default_factory=list)  # the ranks of each, which are peers
 
     def __post_init__(self) -> None:
+        stages: dict[int, list[int]] = defaultdict(list)
+        for rank, place in enumerate(self.places):
+            stages[place.stage].append(rank)
+        self.stages = list(stages.values())
         self.usual = [[] for _ in self.places]
         self.slow_stretches = [0 for _ in self.places]
         self.well_stretches = [0 for _ in self.places]
@@ -71,26 +77,19 @@ class Stragglers:
 
     def expected(self, works: Sequence[OwnWork]) -> list[float]:
         """What each rank would need if it were like its peers, or else as it usually is."""
-        peers = [self.peers(rank) for rank in range(len(works))]
-        usual = [median([work.seconds for work in known]) for known in self.usual]
-        # how much more than usual: of the ranks that have no peers
-        relative = [
-            work.seconds / known
-            for work, known, others in zip(works, usual, peers, strict=True)
-            if len(others) == 1 and known
-        ]
+        alone = [ranks[0] for ranks in self.stages if len(ranks) == 1]
+        usual = {rank: median([work.seconds for work in self.usual[rank]]) for rank in alone}
+        # how much more than usual
+        relative = [works[rank].seconds / usual[rank] for rank in alone if usual[rank]]
         change = statistics.median_low(relative) if relative else 1.0
-        return [
-            statistics.median_low([works[other].seconds for other in others])
-            if len(others) > 1
-            else (usual[rank] * change or works[rank].seconds)
-            for rank, others in enumerate(peers)
-        ]
-
-    def peers(self, rank: int) -> list[int]:
-        """The ranks of its stage, itself among them."""
-        stage = self.places[rank].stage
-        return [other for other, place in enumerate(self.places) if place.stage == stage]
+        expected = [0.0 for _ in works]
+        for ranks in self.stages:
+            peers = statistics.median_low([works[rank].seconds for rank in ranks])
+            for rank in ranks:
+                expected[rank] = peers
+        for rank in alone:
+            expected[rank] = usual[rank] * change or works[rank].seconds
+        return expected
 
     def faults(
         self, step: int, new: set[int], works: Sequence[OwnWork], expected: Sequence[float]
