@@ -100,10 +100,11 @@ def write_working_folder(folder: Path, update: bool) -> list[Path]:
 
 
 def _written(folder: Path) -> dict[str, str]:
-    """The sha256 of each file that an earlier `init` wrote; of a folder without: none is known."""
-    file = folder / WRITTEN
-    digests: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}
-    return digests
+    """The sha256 of each file that an earlier `init` wrote; without a record none is known."""
+    try:
+        return dict(json.loads((folder / WRITTEN).read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _point_to_environment(folder: Path) -> None:
