@@ -101,7 +101,7 @@ def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:
 
 def finished(folder: Path, **changes: Any) -> str:
     process = start(folder, **changes)
-    output, _ = process.communicate(timeout=400)
+    output, _ = process.communicate(timeout=1200)
     assert process.returncode == 0, output
     return output
 

@@ -206,8 +206,8 @@ def test_each_start_of_a_run_records_its_own(ranks: RankPool, tmp_path: Path) ->
     assert 1 <= first["step"] < 6 and second["first_step"] == first["step"] + 1
     for record in (first, second):
         assert record["device_source"] == "estimated: 100 W x time"
-        # of two ranks, whose seconds differ by little
-        assert record["device_joules"] == pytest.approx(200.0 * record["seconds"], rel=0.2)
+        # the seconds are those of the rank that counted longer, the joules of both
+        assert 100.0 * record["seconds"] < record["device_joules"] <= 200.0 * record["seconds"]
 
 
 def stopped_in_time(world: World, run: Run) -> None:
