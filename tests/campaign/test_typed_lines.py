@@ -4,6 +4,7 @@ import json
 import time
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,13 +79,24 @@ def test_what_can_never_be_is_told_at_once(
 
 
 @pytest.mark.parametrize(
-    "word", ["facility=of_their_own", "sharding=auto", "seed='${oc.env:SEED_THERE}'"]
+    "word",
+    [
+        *("facility=of_their_own", "sharding=auto", "seed='${oc.env:SEED_THERE}'"),
+        "tokenizer.chat_template=/no/where/here.jinja",
+    ],
 )
 def test_what_only_a_facility_can_compose_is_left_to_it(tmp_path: Path, word: str) -> None:
-    store = store_of(tmp_path, train=["experiment=demo", word])
+    here = (
+        ["experiment=demo"]
+        if word.startswith("facility")
+        else ["experiment=demo", "facility=laptop"]
+    )
+    store = store_of(tmp_path, train=[*here, word])
     (store.model(0) / "manifest.json").unlink()
     refuse_what_cannot_compose(store)
     mistyped = retyped(store, train=["experiment=demo", "optimizer.learning_rat=1"])
+    refuse_what_cannot_compose(mistyped)  # its own local/ may choose a facility that knows it
+    mistyped = retyped(mistyped, train=[*mistyped.campaign.train, "facility=laptop"])
     with pytest.raises(UserError, match="north: unknown setting"):
         refuse_what_cannot_compose(mistyped)
     (store.model(0) / "manifest.json").touch()
@@ -430,10 +442,10 @@ def test_a_facility_takes_a_corrected_request_until_a_job_was_taken(tmp_path: Pa
 def test_a_scheduler_that_refuses_for_a_minute_takes_no_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is it asked without a pause; other words are for it at once."""
+    """Nor is it asked without a pause; other words are for it at once. No scheduler, no pause."""
     journal, now, asked = Journal(tmp_path / "round-001"), [1e9], {"attempts": 3}
     asked |= {"facilities_here": 1, "overrides": ["a=1"]}
-    run: Any = None
+    run: Any = SimpleNamespace(facility=SimpleNamespace(scheduler="slurm"), ranks_per_node=1)
     monkeypatch.setattr(site.time, "time", lambda: now[0])
     monkeypatch.setattr(site.run_dir, "folder", lambda _: tmp_path / "run")
     no = Finished(1, "", "atoll: Unable to contact slurm controller\nhint")
@@ -455,6 +467,8 @@ def test_a_scheduler_that_refuses_for_a_minute_takes_no_round(
     asked["attempts"] = 6  # typed again
     journal.append("asked", request=asked)
     assert submitted(0.1) == "retry" and len(journal.records("refused")) == 4
+    run.facility.scheduler = "none"
+    assert submitted(0.1) == "retry" and len(journal.records("refused")) == 5
 
 
 def test_what_an_older_campaign_was_begun_without_is_as_by_default(tmp_path: Path) -> None:

@@ -117,6 +117,8 @@ def test_a_rate_that_follows_the_ranks_keeps_a_run_on_as_many(composed):
     line = (*BASE, "name=x", "optimizer.scale_with_ranks=linear")
     write_run_folder(composed(*line))
     run = composed(*line, "nodes=4").run
+    check_same_run(run, run_dir.folder(run))  # no step was taken yet
+    run_dir.write_whole(run_dir.checkpoint(run_dir.folder(run), 3) / "manifest.json", "{}")
     with pytest.raises(UserError, match=r"learning rate of \d+ data-parallel ranks .*, now there"):
         check_same_run(run, run_dir.folder(run))
     run = composed(*line, "restart.max_restarts=9").run

@@ -235,16 +235,25 @@ def test_the_tokens_of_a_run_that_has_trained_are_not_made_of_another_text(tmp_p
     """Its position in the samples would be another one; its name is what it is known by."""
     run = run_on_lines(tmp_path)
     folder = prepare(run, quiet)
+    plan = shards.read_plan(folder)
+    assert plan is not None
+    progress = {"texts": [shards.text_digest(plan.input_fingerprints)]}
     whole = run_dir.checkpoint(run_dir.folder(run), 3) / "manifest.json"
-    run_dir.write_whole(whole, "{}")
+    run_dir.write_whole(whole, json.dumps({"progress": progress}))
     prepare(run, quiet)
     before = shards.manifest_file(folder).stat().st_ino
+    text = (tmp_path / "text.txt").read_text()
     write_lines(tmp_path / "text.txt", 50, seed=9)
     with pytest.raises(UserError, match="has trained 3 steps, and its text has changed since"):
         prepare(run, quiet)
     assert shards.manifest_file(folder).stat().st_ino == before
     prepare(run.model_copy(update={"name": "another"}), quiet)
     assert shards.manifest_file(folder).stat().st_ino != before
+    (tmp_path / "text.txt").write_text(text)
+    prepare(run, quiet)  # it is back, whatever the other run has made of the folder meanwhile
+    write_lines(tmp_path / "text.txt", 50, seed=9)
+    run_dir.write_whole(run_dir.result_file(run_dir.folder(run)), "{}")
+    prepare(run, quiet)  # no sample is taken any more
 
 
 def test_tokens_outlive_their_text(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from atoll.errors import UserError
 
 # of a request: they may change in a round
 PATIENCE = ("attempts", "keep_checkpoints", "facilities_here", "signing_key")
-# after refusals of the scheduler: the first, doubled with each, and the most
+# after refusals of the scheduler: twice so long behind the first, doubled with each, and the most
 WAIT_SECONDS, MOST_WAIT_SECONDS = 60.0, 1800.0
 
 

@@ -251,7 +251,8 @@ def _submitted(
     tried = attempts(journal)
     if tried >= request["attempts"]:
         return "failed", f"{tried} attempts: {why or 'no reason was given'}"
-    if is_refused_lately(journal, time.time()):  # a restart of the scheduler takes some minutes
+    queues = run.facility.scheduler != "none"  # whose restart takes some minutes
+    if queues and is_refused_lately(journal, time.time()):
         return "retry", why
     journal.append("submitted", run=str(folder))
     threads = threads_of_ranks(run, request["facilities_here"], len(os.sched_getaffinity(0)))

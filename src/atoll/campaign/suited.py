@@ -5,6 +5,7 @@ rounds they would do something else, and nobody would be told.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from atoll.campaign.asked import composed_here, words_here
 from atoll.campaign.lasting_settings import has_begun
@@ -31,11 +32,16 @@ def _is_all_here(words: Sequence[str]) -> bool:
 
     `sharding=auto` is chosen by the model, which is not there yet.
     """
-    offered = groups(config_tree())
-    return not any("${" in word or word == AUTO for word in words) and not any(
-        name in offered and isinstance(value, str) and not is_choice
-        for name, value, is_choice in settings_of(words)
-    )
+    if any("${" in word or word == AUTO for word in words):
+        return False
+    offered, has_facility = groups(config_tree()), False
+    for name, value, is_choice in settings_of(words):
+        has_facility = has_facility or name == "facility"  # else its own local/ chooses one
+        if isinstance(value, str):
+            is_away = "/" in value and not Path(value).expanduser().exists()
+            if is_away or (name in offered and not is_choice):
+                return False
+    return has_facility
 
 
 def refuse_unsuited_runs(store: CampaignStore) -> None:

@@ -1,6 +1,7 @@
 """Which of the host's folders a container sees; none may hide what its image needs."""
 
 import os
+from contextlib import suppress
 from glob import escape, glob
 from pathlib import Path, PurePosixPath
 
@@ -99,9 +100,15 @@ def _links(path: str) -> list[str]:
     """Those among what a path or a pattern means; in a folder at any depth, as text is found."""
     if not os.path.isdir(path):
         return list(filter(os.path.islink, glob(path, recursive=True)))
-    walked = os.walk(path)
-    inside = [os.path.join(at, name) for at, folders, files in walked for name in folders + files]
-    return list(filter(os.path.islink, inside))
+    links, folders = [], [path]
+    while folders:  # os.walk would ask the file system once more for each of a million files
+        with suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    links.append(entry.path)
+                elif entry.is_dir():
+                    folders.append(entry.path)
+    return links
 
 
 def _named(run: Run) -> list[Path]:

@@ -98,7 +98,8 @@ def check_same_run(run: Run, run_folder: Path) -> None:
                 "give this one another name: name=NAME",
             )
     ranks, scale = (earlier.axes.data, run.axes.data), run.optimizer.scale_with_ranks
-    if scale != "none" and ranks[0] != ranks[1]:
+    has_trained = bool(run_dir.complete_checkpoints(run_folder))
+    if has_trained and scale != "none" and ranks[0] != ranks[1]:
         raise UserError(
             f"run {run.name} has the learning rate of {ranks[0]} data-parallel ranks "
             f"(optimizer.scale_with_ranks={scale}), now there are {ranks[1]}",

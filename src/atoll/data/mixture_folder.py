@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from atoll import run_dir
-from atoll.data import refusals, shard_writer, shards, vocabulary
+from atoll.data import shard_writer, shards, vocabulary
 from atoll.data.shards import FORMAT_VERSION, Record
 from atoll.data.sources.parts import naming
 from atoll.data.text_folder import (
@@ -158,8 +158,6 @@ def _shared_tokenizer(run: Run, folder: Path, log: Log) -> str:
         if same:
             return before.tokenizer_sha256
     assert plan is not None, "a text out of reach goes with a tokenizer that is there"
-    of_before = None if before is None else before.input_fingerprints
-    refusals.refuse_other_text(run, of_before, plan.input_fingerprints)
     shard_writer.clear(folder)
     texts = []
     for source in run_dir.source_runs(run) if vocabulary.origin(run) is None else []:

@@ -1,5 +1,6 @@
 """What a text cannot be made into: a split without documents, more than the disk has room for."""
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,13 +31,18 @@ def refuse_empty_split(run: Run, corpora: list[CorpusBlocks]) -> None:
     )
 
 
-def refuse_other_text(run: Run, before: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
-    """Find that a run which has trained would go on with tokens of another text.
+def refuse_other_text(run: Run, fingerprints: Mapping[str, str]) -> None:
+    """Find that a run which has steps to take would go on with another text than it began with.
 
-    before, now: a fingerprint of each text, as its tokens were made and as it is.
+    fingerprints: of the text as it is now, by its splits.
     """
-    steps = run_dir.complete_checkpoints(run_dir.folder(run))
-    if steps and before is not None and before != now:
+    folder = run_dir.folder(run)
+    steps = run_dir.complete_checkpoints(folder)
+    if not steps or run_dir.result_file(folder).is_file():
+        return
+    manifest = run_dir.checkpoint(folder, steps[-1]) / "manifest.json"
+    texts = json.loads(manifest.read_bytes()).get("progress", {}).get("texts", [])
+    if texts and shards.text_digest(fingerprints) not in texts:
         raise UserError(
             f"run {run.name} has trained {steps[-1]} steps, and its text has changed since: a file "
             "is new, gone or another one",

@@ -14,7 +14,7 @@ FOLDER/
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from atoll.data.vocabulary import Vocabulary
 from atoll.errors import UserError
-from atoll.run_dir import sha256_of, write_whole
+from atoll.run_dir import digest, sha256_of, write_whole
 
 FORMAT_VERSION = 2
 SPLITS: tuple["Split", ...] = ("train", "validation")
@@ -56,6 +56,11 @@ class TokenShard(Record):
     loss_sha256: str | None = None
     cut_documents: int = 0  # conversations longer than a sample: cut at a turn, or left out
     dropped_documents: int = 0
+
+
+def text_digest(fingerprints: Mapping[str, str]) -> str:
+    """Of the text that is trained on, by the fingerprints of a plan's texts."""
+    return digest({split: text for split, text in fingerprints.items() if "train" in split}, 16)
 
 
 class TokenPlan(Record):

@@ -57,9 +57,7 @@ def preparing(run: Run, folder: Path, log: Log) -> Steps:
         if plan is not None and _is_whole(folder):
             log(f"tokens are ready: {folder}")
             return
-        written = shards.read_plan(folder)
-        before = None if written is None else written.input_fingerprints
-        refusals.refuse_other_text(run, before, identity["input_fingerprints"])
+        refusals.refuse_other_text(run, identity["input_fingerprints"])
         start_server()
         _say_layouts(sources, log)
         corpora = in_blocks(run, sources)

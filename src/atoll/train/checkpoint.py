@@ -69,7 +69,8 @@ class Progress:
     step_counts: dict[str, int]
     # what the guard judges the next steps by: name -> a number for each of the last, None: skipped
     history: dict[str, list[float | None]] = field(default_factory=dict)
-    text: str = ""  # a digest of the text whose samples were taken; none: of an earlier version
+    # digests of the texts whose samples were taken; none: of an earlier version
+    texts: list[str] = field(default_factory=list)
 
     def samples_behind(self, step: int, batch_samples: int) -> int:
         """The data's position behind a later step."""

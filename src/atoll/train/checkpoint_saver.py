@@ -2,7 +2,7 @@
 
 import time
 
-from atoll import run_dir
+from atoll.data.shards import text_digest
 from atoll.monitor.observers import Observers
 from atoll.plan.checkpoint_interval import interval_steps, seconds_between_failures
 from atoll.sharding.process_group import of_first
@@ -17,10 +17,10 @@ SAVE_FAILED = 255  # above the codes of signals; `finish` raises before a proces
 FIRST_STEPS = 10  # before the first checkpoint of a start whose interval is to be found
 
 
-def text_digest(train_state: TrainState) -> str:
-    """Of the text of each source, as it was when its tokens were made."""
+def texts_of(train_state: TrainState) -> list[str]:
+    """A digest of the text of each source, as it was when its tokens were made."""
     manifests = [source.manifest for source in train_state.validation.sources]
-    return run_dir.digest([manifest.input_fingerprints for manifest in manifests], 16)
+    return [text_digest(manifest.input_fingerprints) for manifest in manifests]
 
 
 class CheckpointSaver:
@@ -65,7 +65,7 @@ class CheckpointSaver:
             train_state.world.size,
             step_counts(train_state.optimizer),
             self.guard.saved(),
-            text_digest(train_state),
+            texts_of(train_state),
         )
         self.pending = checkpoint.start_save(
             train_state.run_folder,
