@@ -675,6 +675,7 @@ def made_key(path: Path, passphrase: str = "") -> str:
     return " ".join(path.with_name(f"{path.name}.pub").read_text().split()[:2])
 
 
+@pytest.mark.login_node
 def test_a_facility_says_which_key_a_request_signs_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

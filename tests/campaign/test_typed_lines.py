@@ -176,6 +176,7 @@ def test_home_folders_are_meant_as_they_are_written() -> None:
             )
 
 
+@pytest.mark.login_node
 def test_signatures_need_keys_and_files(tmp_path: Path) -> None:
     signers = tmp_path / "signers"
     store = store_of(tmp_path, allowed_signers=str(signers))

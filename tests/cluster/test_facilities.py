@@ -54,11 +54,14 @@ def printed(name: str, tree: Path) -> str:
     return text.replace(sys.executable, "{PYTHON}").replace(str(ROOT), "{CLONE}")
 
 
-# an image's own folder is called as what Polaris' plugin is bound to
-IN_NO_IMAGE = pytest.param("polaris", marks=pytest.mark.login_node)
+# an image's own folder is called as what their libraries are bound to
+IN_NO_IMAGE = {
+    name: pytest.param(name, marks=pytest.mark.login_node)
+    for name in ("frontier", "polaris", "setonix")
+}
 
 
-@pytest.mark.parametrize("name", [IN_NO_IMAGE if name == "polaris" else name for name in NAMES])
+@pytest.mark.parametrize("name", [IN_NO_IMAGE.get(name, name) for name in NAMES])
 def test_the_full_command(name, tree):
     assert printed(name, tree) == (GOLDEN / f"{name}.txt").read_text()
 
