@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -564,7 +565,7 @@ def test_kills_are_no_attempts_of_a_facility(
     journal = Journal(tmp_path / "round-001")
     for _ in range(5):
         journal.append("submitted", run="r")
-    run: Any = None
+    run: Any = SimpleNamespace(facility=SimpleNamespace(scheduler="slurm"))
     monkeypatch.setattr(site.run_dir, "folder", lambda _: tmp_path / "run")
     monkeypatch.setattr(site, "run_command", lambda _, environment: Finished(0, "", ""))
     monkeypatch.setattr(site, "status", lambda _: ("failed", "why"))
