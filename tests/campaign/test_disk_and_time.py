@@ -254,6 +254,20 @@ def test_a_workflow_that_waits_for_nothing_here_is_ended(
     assert code == 1 and took < 40 and (took > 6) is ("round" in step)
 
 
+@pytest.mark.login_node
+@pytest.mark.parametrize(("step", "code"), [("true", 1), ("sh -c 'sleep 60; true' x round", 0)])
+def test_what_is_on_its_way_when_a_workflow_is_ended_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, code: int
+) -> None:
+    """A large model takes longer than the time that one has alone, after another's failure."""
+    program = tmp_path / "streamflow"
+    program.write_text(f"#!/bin/sh\n{step} &\nsleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(streamflow, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(streamflow, "COLLECT_SECONDS", 1.0)
+    assert streamflow.carry_out(str(program), tmp_path, 1, time.time() + 1) == code
+
+
 def test_no_exit_code_of_a_facility_ends_a_workflow(tmp_path: Path) -> None:
     store = saying(store_of(tmp_path, engine="streamflow"), tmp_path, north="exit 3")
     keep_settings(store)

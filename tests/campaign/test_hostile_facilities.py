@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -194,6 +195,34 @@ def test_who_is_at_work_at_the_deadline_has_the_grace_and_no_more(
     began = time.monotonic()
     collect_here(store, 1)
     assert time.monotonic() - began < 15 and "north" in store.left_out(1)
+
+
+@pytest.mark.login_node
+def test_who_works_without_an_answer_is_asked_for_the_same_later(tmp_path: Path) -> None:
+    """One without a scheduler trains while it is asked: another run would begin beside it."""
+    store = store_of(tmp_path, deadline_minutes=0.01, rule={"max_staleness": 1})
+    alive = "while sleep 0.3; do echo >&2; done"
+    store = saying(store, tmp_path, north=alive, south="exec sleep 60")
+    collect_here(store, 1)
+    asked = [store.asked_round(2, site) for site in store.campaign.sites]
+    assert asked == [1, 2], "south gave no sign of life"
+
+
+def test_a_model_that_is_on_its_way_at_the_deadline_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next round's is sent from its first byte, and none ever comes."""
+    store = store_of(tmp_path, rule={"max_staleness": 1})
+
+    def cut(*_: object, **__: object) -> None:
+        raise transfer.Unreachable("north: rsync: no answer", "later")
+
+    monkeypatch.setattr(round_, "_asked", lambda *_: {"state": "needs", "have": -1})
+    monkeypatch.setattr(round_, "send", cut)
+    north, south = store.campaign.sites
+    go_on(store, 1, north)
+    store.leave_out_late(1)
+    assert store.asked_round(2, north) == 1 and store.asked_round(2, south) == 2
 
 
 def test_where_all_hang_the_grace_is_the_end(tmp_path: Path) -> None:
@@ -419,6 +448,31 @@ def test_below_the_quorum_a_round_waits_or_is_held(
     assert store.journal(1).last("averaged")["held"] == "1 updates are left"
 
 
+@pytest.mark.parametrize("rule", ["ask", "wait", "hold"])
+def test_the_step_of_an_engine_decides_nothing_below_the_quorum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    """Its end would be the engine's to judge, which starts it again, and the round without end."""
+    store = below(tmp_path, monkeypatch, rule)
+    keep_settings(store)
+    assert round_.main([str(store.folder), "1", "average"]) == 0
+    assert len(store.updates(1)) == 2 and not store.journal(1).records()
+
+
+def test_an_update_of_who_has_left_blocks_no_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong in it came again each time, as nobody was asked for another."""
+    store = below(tmp_path, monkeypatch, "ask")
+    [_, south] = store.campaign.sites
+    alone = store.campaign.model_copy(update={"sites": [south]})
+    store = CampaignStore(alone, store.folder)
+    with pytest.raises(UserError, match="1 updates are left"):
+        averaging.average(store, 1)
+    assert [folder.parent.name for folder in store.updates(1)] == ["south"]
+    assert store.journal(1).records("wrong")[0]["facility"] == "north"
+
+
 def test_a_round_that_waits_is_typed_again(tmp_path: Path) -> None:
     """Who failed may be mended now, and has its attempts again."""
     store = store_of(tmp_path, rule={"below_quorum": "wait"})
@@ -467,6 +521,17 @@ def test_a_model_that_was_made_while_nobody_looked_is_noted(tmp_path: Path) -> N
         assert averaging.average(store, 1)
     [record] = store.journal(1).records("averaged")
     assert record["weights"] == {"north": 1.0} and "master" not in record
+
+
+def test_a_round_that_is_made_is_noted_before_facilities_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loss is a target's by how many there were."""
+    store = store_of(tmp_path, rounds=1)
+    shutil.copytree(store.model(0), store.model(1))
+    monkeypatch.setattr(coordinator, "round_line", lambda *_: "made")
+    assert coordinator._rounds(store) == 1
+    assert store.journal(1).last("averaged")["facilities"] == 2
 
 
 def test_the_loss_of_late_work_is_of_another_model(tmp_path: Path) -> None:
@@ -856,7 +921,7 @@ def test_an_engines_average_waits_for_whoever_is_still_at_work(
     store = store_of(tmp_path)
     keep_settings(store)
     averaged: list[int] = []
-    monkeypatch.setattr(round_, "average", lambda _, number: averaged.append(number))
+    monkeypatch.setattr(round_, "average", lambda _, number, **__: averaged.append(number))
     north, south = store.campaign.sites
     store.update(1, north).mkdir(parents=True)
     words = [str(store.folder), "1", "average"]

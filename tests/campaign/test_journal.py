@@ -205,6 +205,15 @@ def test_who_never_began_a_round_is_asked_for_the_next(
     assert store.asked_round(3, north) == (1 if asked == 1 else 3), "it is at the first yet"
 
 
+def test_errors_of_a_line_leave_a_late_job_at_work(tmp_path: Path) -> None:
+    store = store_of(tmp_path, rule={"max_staleness": 2})
+    north = store.campaign.sites[0]
+    told(store, 1, "running")
+    store.leave_out_late(1)
+    told(store, 2, "wrong", "wrong")
+    assert "north" in store.left_out(2) and store.asked_round(3, north) == 1
+
+
 def test_whoever_failed_is_not_asked_again_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

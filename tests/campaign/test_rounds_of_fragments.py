@@ -15,6 +15,7 @@ from atoll.__main__ import main
 from atoll.campaign import average, last_loss
 from atoll.campaign import round as round_
 from atoll.campaign.asked import request
+from atoll.campaign.journal import Journal
 from atoll.campaign.lasting_settings import keep_settings
 from atoll.campaign.prove import prove_campaign
 from atoll.campaign.store import CampaignStore, checked_campaign
@@ -203,6 +204,32 @@ def test_late_work_that_is_let_go_is_gone_at_once(
     assert one_round(store, facilities, 2, late=["north"])
     assert list(store.model_manifest(2)["weights"]) == ["south"]
     assert not store.model_manifest(2)["unreadable"]
+
+
+def test_a_kill_while_late_work_is_let_go_changes_no_data(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in a model was read, and is not read again."""
+    rule = LATE | {"fragments": 2, "overlap_rounds": 1}
+    store, facilities = begin(Facilities(), rule=rule)
+    [north, south] = store.campaign.sites
+    one_round(store, facilities, 1, late=["south"])
+    append = Journal.append
+
+    def killed(self: Journal, event: str, **facts: Any) -> Any:
+        done = append(self, event, **facts)
+        if event == "afresh":
+            raise Killed
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", killed)
+        with pytest.raises(Killed):
+            one_round(store, facilities, 2, late=["north"])
+    one_round(store, facilities, 2)
+    made = [store.model_manifest(n)["taken"] for n in (1, 2)]
+    read = sum("south" in facts for taken in made for facts in taken.values())
+    assert store.steps_before(4, south) - store.steps_before(4, north) == 10 * (read - 2)
 
 
 @pytest.mark.parametrize("steps_by", ["fixed", "queue"])

@@ -104,6 +104,30 @@ def test_what_only_a_facility_can_compose_is_left_to_it(tmp_path: Path, word: st
     refuse_what_cannot_compose(mistyped)  # it was begun by another Atoll
 
 
+def test_what_another_clone_gives_is_not_judged_here(tmp_path: Path) -> None:
+    """Its local/ says how many devices a node has; this one's would refuse the sharding."""
+    words = ["experiment=demo", "facility=generic_slurm", "sharding.tensor=4"]
+    store = store_of(tmp_path, train=[*words, "data.sequence_tokens=128"])
+    (store.model(0) / "manifest.json").unlink()
+    with pytest.raises(UserError, match="must be divisible"):
+        refuse_what_cannot_compose(store)
+    sites = [site.model_copy(update={"host": "far"}) for site in store.campaign.sites]
+    far = CampaignStore(store.campaign.model_copy(update={"sites": sites}), store.folder)
+    refuse_what_cannot_compose(far)
+    mistyped = retyped(far, train=[*words, "optimizer.learning_rat=1"])
+    with pytest.raises(UserError, match="north: unknown setting"):
+        refuse_what_cannot_compose(mistyped)
+
+
+def test_a_template_in_words_is_no_path(tmp_path: Path) -> None:
+    """Of 300 letters, it is longer than a file's name may be."""
+    template = "tokenizer.chat_template='" + 300 * "x" + "{{ messages }}</s>'"
+    words = ["experiment=demo", "facility=laptop", "sharding.tensor=3"]
+    store = store_of(tmp_path, train=[*words, template])
+    (store.model(0) / "manifest.json").unlink()
+    refuse_what_cannot_compose(store)  # a facility finds the sharding
+
+
 def test_two_coordinators_of_one_campaign_are_one_after_the_other(tmp_path: Path) -> None:
     store = store_of(tmp_path)
     kept = json.dumps(settings_to_keep(store))

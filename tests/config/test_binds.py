@@ -102,6 +102,26 @@ def test_links_deeper_in_a_folder_of_text_are_followed(entry, composed, tmp_path
     assert {str(texts), str(book.parent)} <= set(binds(composed(*LINE, *words).run))
 
 
+def test_links_that_lead_up_again_are_not_followed_round(composed, tmp_path):
+    for language in ("de", "en"):
+        (tmp_path / language).mkdir()
+        (tmp_path / language / "all").symlink_to("..")
+    (tmp_path / "en" / "a.txt").touch()
+    words = ("data=text_files", f"data.files={tmp_path}/**/*.txt")
+    assert str(tmp_path) in binds(composed(*LINE, *words).run)
+
+
+def test_a_folder_that_a_pattern_goes_through_by_a_link_is_bound(composed, tmp_path):
+    """Else its text is missing in the container, and nobody is told."""
+    (tmp_path / "data" / "en").mkdir(parents=True)
+    (tmp_path / "far").mkdir()
+    (tmp_path / "data" / "de").symlink_to(tmp_path / "far")
+    for folder in ("data/en", "far"):
+        (tmp_path / folder / "a.txt").touch()
+    words = ("data=text_files", f"data.files={tmp_path}/data/*/*.txt")
+    assert str(tmp_path / "far") in binds(composed(*LINE, *words).run)
+
+
 def test_a_link_is_followed_by_the_name_that_it_says(composed, tmp_path):
     """A relative one, in a folder that is given by the name of another link."""
     (tmp_path / "lustre" / "blobs").mkdir(parents=True)

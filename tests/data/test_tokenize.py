@@ -249,6 +249,11 @@ def test_the_tokens_of_a_run_that_has_trained_are_not_made_of_another_text(tmp_p
     assert shards.manifest_file(folder).stat().st_ino == before
     prepare(run.model_copy(update={"name": "another"}), quiet)
     assert shards.manifest_file(folder).stat().st_ino != before
+    kept = whole.read_bytes()
+    whole.write_text("{")  # the ranks set a damaged one aside, and judge the one before it
+    write_lines(tmp_path / "text.txt", 51, seed=9)
+    prepare(run, quiet)
+    whole.write_bytes(kept)
     (tmp_path / "text.txt").write_text(text)
     prepare(run, quiet)  # it is back, whatever the other run has made of the folder meanwhile
     write_lines(tmp_path / "text.txt", 50, seed=9)

@@ -118,6 +118,11 @@ def test_windows_are_found_as_they_are_written_and_as_they_are_loaded(
     assert window_of(loaded, 12) == window_of(written, 12) == window
 
 
+def test_a_model_cut_short_has_no_more_windows_than_layers() -> None:
+    config = {"sliding_window": 5, "layer_types": ["sliding_attention"] * 18}
+    assert window_of(config, 2) == (5, 2)
+
+
 def test_a_plan_counts_no_work_outside_windows() -> None:
     """The pairs of a sequence, one by one, each beside its masked mirror image."""
     shape = shape_of(tiny.CONFIGS["llama"])

@@ -619,3 +619,31 @@ def test_a_run_does_not_go_on_with_another_text(ranks: RankPool, tmp_path: Path)
     shutil.rmtree(tmp_path / "prepared")
     small_run.ready(more)
     assert ranks.run(mistake_of, more, world=2) == ["", ""]
+
+
+def test_a_run_does_not_go_on_with_another_tokenizer(ranks: RankPool, tmp_path: Path) -> None:
+    """One was made anew in its place: the same text, and other words for its tokens."""
+    (tmp_path / "text.txt").write_text(small_run.shared_text().read_text())
+    made = small_run.settings(small_run.shared_text().parent, 2, name="any")
+    small_run.ready(made)
+    given = shutil.copytree(run_dir.prepared(made) / "tokenizer", tmp_path / "given")
+    changes: dict[str, Any] = {"folders": {"prepared": str(tmp_path / "prepared")}}
+    changes["folders"]["runs"] = str(tmp_path / "runs")
+    changes["tokenizer"] = {"vocabulary_tokens": 290, "path": str(given)}
+    half = small_run.settings(tmp_path, 2, name="x", training__steps=3, **changes)
+    small_run.ready(half)
+    assert ranks.run(mistake_of, half, world=2) == ["", ""]
+    file = given / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    a, b = sorted(vocabulary)[-2:]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    kept = file.read_bytes()
+    file.write_text(json.dumps(content))
+    more = small_run.settings(tmp_path, 2, name="x", **changes)
+    small_run.ready(more)
+    for found in ranks.run(mistake_of, more, world=2):
+        assert "run x was trained 3 steps on tokens of a tokenizer that has changed" in found
+    file.write_bytes(kept)
+    small_run.ready(more)
+    assert ranks.run(mistake_of, more, world=2) == ["", ""]

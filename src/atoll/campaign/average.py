@@ -18,10 +18,11 @@ from atoll.settings.federation import Site
 MOST_WAIT_SECONDS = 1800.0
 
 
-def average(store: CampaignStore, number: int) -> bool:
+def average(store: CampaignStore, number: int, decides: bool = True) -> bool:
     """Give the updates to `atoll aggregate`, which writes the next model whole or not at all.
 
     Where too few are left, the rule says how it goes on; False: they are to be collected again.
+    decides: False for the step of an engine, which would start it again: that is left as it is.
     """
     with alone(store.round(number)):
         if store.has_model(number):
@@ -37,6 +38,8 @@ def average(store: CampaignStore, number: int) -> bool:
         else:
             outcome = _aggregate(store, number, store.updates(number))
         if "short" in outcome:
+            if not decides:
+                return False
             instead = _below_quorum(store, number, outcome)
             if instead is None:
                 return False
@@ -102,11 +105,12 @@ def _ask_for_its_own(store: CampaignStore, number: int, sites: list[Site], why: 
     for site in sites:
         update = store.update(number, site)
         nonce = read_manifest(update).nonce
-        store.journal(number).append("afresh", facility=site.name, why=why, nonce=nonce)
         gone = update.with_name(".update.let-go")
         shutil.rmtree(gone, ignore_errors=True)
         update.rename(gone)  # half of one would be taken for a damaged one
         run_dir.sync_folder(update.parent)
+        # behind it: one that was let go is in no model; killed between, it comes and goes again
+        store.journal(number).append("afresh", facility=site.name, why=why, nonce=nonce)
         shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -130,9 +134,11 @@ def _below_quorum(
         _ask_for_its_own(store, number, too_late, why)
         return None
     wrong = outcome.get("rejected", {}) | outcome.get("unreadable", {})
-    for site in [site for site in campaign.sites if site.name in wrong]:
+    sites = {site.name: site for site in campaign.sites}
+    for name in wrong:
+        site = sites.get(name) or Site(name=name, folder=name)  # it has left the campaign since
         shutil.rmtree(store.update(number, site), ignore_errors=True)
-        store.count_failure(number, site, wrong[site.name])
+        store.count_failure(number, site, wrong[name])
     if campaign.rule.below_quorum == "ask" and store.unsettled(number):
         return None
     waits, journal = campaign.rule.below_quorum == "wait", store.journal(number)

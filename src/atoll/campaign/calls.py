@@ -11,6 +11,8 @@ from atoll.settings.exchange import MAX_ANSWER_BYTES
 
 LOOK_SECONDS = 0.2
 NO_ANSWER = -124  # we ended it; a program's own 124, as of timeout(1), is another matter
+CUT_OFF = -125  # the same, and it had given a sign of life just before
+QUIET_SECONDS = 30.0  # without a sign of life; a facility gives one every few
 FLOODED = 1
 TAIL_BYTES = 1 << 16  # of what is said of errors, the end
 PIECE = 1 << 16
@@ -52,8 +54,11 @@ def call(argv: Sequence[str], over: Over = never, most_bytes: int = MAX_ANSWER_B
                 del errors[:-TAIL_BYTES]
                 if len(output) > most_bytes:
                     return Finished(FLOODED, "", f"it printed more than {most_bytes:,} bytes")
-                if over(time.monotonic() - heard):
-                    return Finished(NO_ANSWER, "", "no answer in the time that it has")
+                quiet_seconds = time.monotonic() - heard
+                if over(quiet_seconds):
+                    is_alive = quiet_seconds < QUIET_SECONDS and bool(output or errors)
+                    code = CUT_OFF if is_alive else NO_ANSWER
+                    return Finished(code, "", "no answer in the time that it has")
         code = _ended(process, heard, over)
         return Finished(code, output.decode(errors="replace"), errors.decode(errors="replace"))
     finally:

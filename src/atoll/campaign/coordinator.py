@@ -104,6 +104,7 @@ def _rounds(store: CampaignStore) -> int:
                 with shown(store, number):
                     collect(store, number)
                 average(store, number)
+            average(store, number)  # made by a process that was killed before it said so
             print(round_line(store, number), flush=True)
             if _reached_target(store, number):
                 print(f"the target loss {target} is reached", flush=True)

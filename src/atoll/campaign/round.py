@@ -15,7 +15,7 @@ from typing import Any
 from atoll import run_dir
 from atoll.campaign.asked import check_update, request
 from atoll.campaign.average import average
-from atoll.campaign.calls import Over, never
+from atoll.campaign.calls import QUIET_SECONDS, Over, never
 from atoll.campaign.journal import Journal, alone, round_name
 from atoll.campaign.store import CampaignStore, load_store
 from atoll.campaign.transfer import PARTS, NoRoom, Unreachable, ask, fetch, refuse_full_disk, send
@@ -37,7 +37,6 @@ DELTA: dict[str, tuple[str, ...]] = {"delta": (WEIGHTS,)}
 MANIFEST = ("manifest.json", "manifest.json.sig")
 CALL_SECONDS = 3600.0  # of a question over ssh: a facility that hangs is asked again
 SILENT_SECONDS = 600.0  # without a sign of life nobody is waited for, however much time there is
-QUIET_SECONDS = 30.0  # without a sign of life; a facility gives one every few
 
 
 def main(argv: list[str]) -> int:
@@ -52,7 +51,7 @@ def main(argv: list[str]) -> int:
     if arguments.step == "average":
         enough = len(store.updates(number)) >= store.campaign.rule.quorum
         if enough and not store.unsettled(number):
-            average(store, number)
+            average(store, number, decides=False)
         return 0  # else it is the coordinator that asks again, or says why the round is held
     site = store.site(arguments.facility)
     if arguments.step == "send":
@@ -95,7 +94,9 @@ def at_the_seam(store: CampaignStore, number: int, site: Site, step: Callable[[]
     except NoRoom:
         raise
     except Unreachable as error:
-        store.record_answer(number, site, {"state": "unreachable", "why": error.in_a_line})
+        begun = {"begun": True} if error.has_begun else {}
+        answer = {"state": "unreachable", "why": error.in_a_line, **begun}
+        store.record_answer(number, site, answer)
     except UserError as error:
         store.count_failure(number, site, error.in_a_line)
     except Exception as error:
@@ -158,7 +159,11 @@ def bring(
             )
         newest = answer["have"]
         past = over if sending is None else sending()
-        _send_models(store, words["global_round"], site, past, journal, newest)
+        try:
+            _send_models(store, words["global_round"], site, past, journal, newest)
+        except Unreachable as error:
+            error.has_begun = True
+            raise
     return answer
 
 

@@ -47,7 +47,7 @@ class SiteState:
     def _answered(self, facts: dict[str, Any]) -> None:
         """Who waits or works is well again: errors between two such answers do not add up."""
         self.answer, said = facts, facts["state"]
-        self.has_worked = self.has_worked or said in AT_WORK
+        self.has_worked = self.has_worked or said in AT_WORK or facts.get("begun") is True
         if said not in NO_NEWS:
             self.has_job = said in AT_WORK and said != "ready"
         if said in ("queued", "running"):

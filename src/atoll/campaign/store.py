@@ -255,7 +255,12 @@ class CampaignStore:
         self.journal(number).append("wrong", facility=site.name, state="wrong", why=why)
         state = self.state(number, site)
         if state.failures >= self.campaign.attempts:
-            self.leave_out(number, site, why, late=state.has_job)
+            is_late = state.has_job or (not state.has_worked and self._is_late(number, site))
+            self.leave_out(number, site, why, late=is_late)
+
+    def _is_late(self, number: int, site: Site) -> bool:
+        """Whether it is asked for the work of an earlier round."""
+        return self.asked_round(number, site) < number
 
     def leave_out(self, number: int, site: Site, why: str, late: bool = False) -> None:
         """Go on without a facility; what it is late with may still come, as stale work."""
@@ -267,7 +272,7 @@ class CampaignStore:
         """Only what was begun may still come: of who never answered the next round is asked."""
         for site in self.unsettled(number):
             state = self.state(number, site)
-            is_late = state.has_worked or self.asked_round(number, site) < number
+            is_late = state.has_worked or self._is_late(number, site)
             why = f"no update after {self.campaign.deadline_minutes:g} minutes: {state.text}"
             self.leave_out(number, site, why, late=is_late)
 

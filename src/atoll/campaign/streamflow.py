@@ -84,6 +84,7 @@ def carry_out(program: str, folder: Path, number: int, end: float, late: float =
     """Run StreamFlow to its end; it is stopped at another, the deadline's grace.
 
     late: from then on, too, as soon as no step is under way here: a facility keeps it waiting.
+    Returns its code; where it was stopped 1, or 0 if a model or an update was on its way.
     """
     shutil.rmtree(folder / "work", ignore_errors=True)  # it never cleans up itself
     argv = [program, "run", str(folder / "streamflow.yml"), "--outdir", str(folder / "out")]
@@ -99,7 +100,7 @@ def carry_out(program: str, folder: Path, number: int, end: float, late: float =
         while time.time() < min(end, late) or (time.time() < end and _has_a_step_here(process.pid)):
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=LOOK_SECONDS)
-        return 1
+        return 0 if _has_a_step_here(process.pid) else 1
     finally:
         end_older(folder)
         process.wait()

@@ -4,8 +4,8 @@ What such settings mean depends on the weights that a run begins with, or on its
 rounds they would do something else, and nobody would be told.
 """
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from atoll.campaign.asked import composed_here, words_here
 from atoll.campaign.lasting_settings import has_begun
@@ -13,15 +13,21 @@ from atoll.campaign.store import CampaignStore
 from atoll.config.compose import AUTO, compose, config_tree, groups, settings_of
 from atoll.errors import UserError
 from atoll.settings import Run
+from atoll.settings.check import is_setting
 
 
 def refuse_what_cannot_compose(store: CampaignStore) -> None:
-    """Of a new campaign: else its first model is sent before a facility says so."""
+    """Of a new campaign: else its first model is sent before a facility says so.
+
+    Another clone's local/ may give other nodes and sizes: of those, names alone are judged.
+    """
     for site in [] if has_begun(store) else store.campaign.sites:
         if composed_here(store.campaign, site) is not None:
             continue
+        is_here = site.host is None and not site.command
+        judged = _is_all_here if is_here else _is_mistyped
         try:
-            if _is_all_here(words := words_here(store.campaign, site)):
+            if judged(words := words_here(store.campaign, site)):
                 compose(words)
         except UserError as error:
             raise UserError(f"{site.name}: {error.found}", error.hint) from None
@@ -38,10 +44,16 @@ def _is_all_here(words: Sequence[str]) -> bool:
     for name, value, is_choice in settings_of(words):
         has_facility = has_facility or name == "facility"  # else its own local/ chooses one
         if isinstance(value, str):
-            is_away = "/" in value and not Path(value).expanduser().exists()
+            is_away = "/" in value and not os.path.exists(os.path.expanduser(value))
             if is_away or (name in offered and not is_choice):
                 return False
     return has_facility
+
+
+def _is_mistyped(words: Sequence[str]) -> bool:
+    """Whether a word names what no Atoll of this version knows."""
+    offered = groups(config_tree())
+    return any(name not in offered and not is_setting(name) for name, _, _ in settings_of(words))
 
 
 def refuse_unsuited_runs(store: CampaignStore) -> None:

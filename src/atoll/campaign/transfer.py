@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from atoll.campaign.calls import NO_ANSWER, Over, call, never
+from atoll.campaign.calls import CUT_OFF, NO_ANSWER, Over, call, never
 from atoll.commands import run_command
 from atoll.errors import UserError, printable
 from atoll.settings.exchange import SHOWN
@@ -61,6 +61,8 @@ WITHOUT_SAFE_PATH = (  # for Python 3.10, which has no -P
 
 class Unreachable(UserError):
     """A facility that does not answer now, and may later."""
+
+    has_begun = False  # it was at what it was asked for, or its model was on the way
 
 
 class NoRoom(UserError):
@@ -150,13 +152,15 @@ def _output(campaign: Campaign, site: Site, argv: list[str], over: Over) -> str:
     if done.returncode == 0:
         return done.stdout
     failed = site.host is not None and done.returncode == SSH_FAILED
-    if failed or done.returncode == NO_ANSWER:
+    if failed or done.returncode in (NO_ANSWER, CUT_OFF):
         words = [*ssh(campaign), "--", site.host or "", "true"] if site.host else argv
         hint, refused = f"try it: {shlex.join(words)}", _refusals(done.stderr)
         if failed and refused:
             raise UserError(f"{site.name} refuses ssh: {refused[-1]}", hint)
         last = printable((_lines(done.stderr) or ["ssh failed"])[-1], SHOWN)
-        raise Unreachable(f"{site.name} does not answer: {last}", hint)
+        error = Unreachable(f"{site.name} does not answer: {last}", hint)
+        error.has_begun = done.returncode == CUT_OFF
+        raise error
     found, hint = complaint(done.stderr)
     raise UserError(f"{site.name}: {found}", hint)
 
@@ -225,7 +229,7 @@ def _rsync(
     done = call([*argv, *words], over)
     if done.returncode == 0:
         return
-    if done.returncode == NO_ANSWER:
+    if done.returncode in (NO_ANSWER, CUT_OFF):
         raise Unreachable(f"{site.name}: rsync: {done.stderr}", "it goes on from there later")
     lines = [printable(line, SHOWN) for line in _lines(done.stderr)]
     lines, refused = lines or [f"exit code {done.returncode}"], _refusals(done.stderr)

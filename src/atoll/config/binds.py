@@ -97,9 +97,15 @@ def _behind_links(run: Run) -> list[Path]:
 
 
 def _links(path: str) -> list[str]:
-    """Those among what a path or a pattern means; in a folder at any depth, as text is found."""
+    """Those among what a path or a pattern means; in a folder at any depth, as text is found.
+
+    Of a pattern the folders above, too: `/data/*/*.txt` goes through links of `/data`.
+    """
+    if not os.path.isdir(path) and "**" in path:  # which glob would follow round in circles
+        path = str(_first_folder(Path(path)))
     if not os.path.isdir(path):
-        return list(filter(os.path.islink, glob(path, recursive=True)))
+        above = [folder for folder in map(str, Path(path).parents) if set("*?[") & set(folder)]
+        return [found for each in (path, *above) for found in glob(each) if os.path.islink(found)]
     links, folders = [], [path]
     while folders:  # os.walk would ask the file system once more for each of a million files
         with suppress(OSError), os.scandir(folders.pop()) as entries:

@@ -41,7 +41,10 @@ def refuse_other_text(run: Run, fingerprints: Mapping[str, str]) -> None:
     if not steps or run_dir.result_file(folder).is_file():
         return
     manifest = run_dir.checkpoint(folder, steps[-1]) / "manifest.json"
-    texts = json.loads(manifest.read_bytes()).get("progress", {}).get("texts", [])
+    try:
+        texts = json.loads(manifest.read_bytes()).get("progress", {}).get("texts", [])
+    except (ValueError, AttributeError):
+        return  # one that is damaged is set aside by the ranks, who judge the one before it
     if texts and shards.text_digest(fingerprints) not in texts:
         raise UserError(
             f"run {run.name} has trained {steps[-1]} steps, and its text has changed since: a file "

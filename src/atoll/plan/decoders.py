@@ -84,7 +84,7 @@ def window_of(config: Mapping[str, Any], layers: int) -> tuple[int, int]:
     window = config.get("sliding_window", line.window_tokens)
     kinds = config.get("layer_types")
     if kinds:
-        windowed = list(kinds).count("sliding_attention")
+        windowed = list(kinds)[:layers].count("sliding_attention")
     elif line.full_every is None:
         windowed = 0
     else:

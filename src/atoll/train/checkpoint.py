@@ -71,6 +71,7 @@ class Progress:
     history: dict[str, list[float | None]] = field(default_factory=dict)
     # digests of the texts whose samples were taken; none: of an earlier version
     texts: list[str] = field(default_factory=list)
+    tokenizer: str = ""  # of their tokens
 
     def samples_behind(self, step: int, batch_samples: int) -> int:
         """The data's position behind a later step."""

@@ -23,6 +23,11 @@ def texts_of(train_state: TrainState) -> list[str]:
     return [text_digest(manifest.input_fingerprints) for manifest in manifests]
 
 
+def tokenizer_of(train_state: TrainState) -> str:
+    """The sha256 of the tokenizer that made the tokens; sources share one."""
+    return train_state.validation.sources[0].manifest.tokenizer_sha256
+
+
 class CheckpointSaver:
     """Saves a train state; observers hear of each checkpoint when it is whole."""
 
@@ -66,6 +71,7 @@ class CheckpointSaver:
             step_counts(train_state.optimizer),
             self.guard.saved(),
             texts_of(train_state),
+            tokenizer_of(train_state),
         )
         self.pending = checkpoint.start_save(
             train_state.run_folder,

@@ -33,7 +33,7 @@ from atoll.sharding.process_group import (
 from atoll.train import checkpoint
 from atoll.train.assemble import TrainState, assemble
 from atoll.train.checkpoint_files import bytes_of_all
-from atoll.train.checkpoint_saver import texts_of
+from atoll.train.checkpoint_saver import texts_of, tokenizer_of
 from atoll.train.evaluate import Evaluation, evaluate
 from atoll.train.export_model import export_model
 from atoll.train.guard import Trouble, note
@@ -316,13 +316,19 @@ def check_world(train_state: TrainState, progress: checkpoint.Progress) -> None:
 
 
 def check_text(train_state: TrainState, progress: checkpoint.Progress) -> None:
-    """A position in one text is none in another."""
-    takes_samples = progress.step < train_state.total_steps
-    if takes_samples and progress.texts and progress.texts != texts_of(train_state):
+    """A position in one text is none in another, and a token of one tokenizer another's word."""
+    if progress.step >= train_state.total_steps:  # no samples are taken any more
+        return
+    trained = f"run {train_state.run.name} was trained {progress.step} steps on"
+    if progress.texts and progress.texts != texts_of(train_state):
         raise UserError(
-            f"run {train_state.run.name} was trained {progress.step} steps on a text that has "
-            "changed since: a file is new, gone or another one",
+            f"{trained} a text that has changed since: a file is new, gone or another one",
             "put the text back as it was, or begin anew with another name=",
+        )
+    if progress.tokenizer and progress.tokenizer != tokenizer_of(train_state):
+        raise UserError(
+            f"{trained} tokens of a tokenizer that has changed since",
+            "put the tokenizer back as it was, or begin anew with another name=",
         )
 
 
