@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from atoll import run_dir
 from atoll.errors import UserError
 from atoll.federation.aggregate import aggregate, verified
+from atoll.federation.codec import CODECS
 from atoll.federation.cohort import SmallCohort
 from atoll.federation.global_model import read_global
 from atoll.federation.tensors import TensorReader
@@ -45,10 +46,12 @@ NAMES = b'{"__metadata__":{"stays":"' + b" ".join(b"%x" % n for n in range(600_0
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A global model, and an update of it in 8 bits."""
+    """A global model, and the folder of an update of it in each encoding."""
     folder = tmp_path_factory.mktemp("fuzz")
     base = made_up.first(folder)
-    return base, made_up.update(folder, base, "reef", made_up.weights(1, 1e-3), "int8").folder
+    for codec in CODECS:
+        made_up.update(folder / codec, base, "reef", made_up.weights(1, 1e-3), codec)
+    return base, folder
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -180,16 +183,20 @@ def fuzzed(count: int) -> Callable[..., None]:
         max_examples=count, deadline=None, database=None, derandomize=count < 1000,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    @given(st.lists(CHANGES, max_size=3), st.lists(BYTES, max_size=2), BESIDE, st.booleans())
+    @given(
+        st.sampled_from(sorted(CODECS)), st.lists(CHANGES, max_size=3), st.lists(BYTES, max_size=2),
+        BESIDE, st.booleans(),
+    )  # fmt: skip
     def attack(
-        original: tuple[Path, Path], changes: Any, scars: Any, beside: str, seal: bool
+        original: tuple[Path, Path], codec: str, changes: Any, scars: Any, beside: str, seal: bool
     ) -> None:
-        base, update = original
+        base, updates = original
+        update = updates / codec / "update-reef"
         folder = update.parent / "mutated"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(update, folder)
         mutate(folder, changes, scars, beside, seal)
-        judged(base, folder, update.parent / "next")
+        judged(base, folder, updates / "next")
 
     return attack
 
