@@ -205,6 +205,16 @@ def test_who_never_began_a_round_is_asked_for_the_next(
     assert store.asked_round(3, north) == (1 if asked == 1 else 3), "it is at the first yet"
 
 
+def test_errors_of_a_line_leave_what_was_begun(tmp_path: Path) -> None:
+    """Its model was on the way, or it trained while it was asked."""
+    store = store_of(tmp_path, rule={"max_staleness": 1})
+    north = store.campaign.sites[0]
+    store.record_answer(1, north, {"state": "unreachable", "why": "cut off", "begun": True})
+    told(store, 1, "wrong", "wrong")
+    assert store.asked_round(2, north) == 1
+    assert store.has_worked("north"), "its settings stay"
+
+
 def test_errors_of_a_line_leave_a_late_job_at_work(tmp_path: Path) -> None:
     store = store_of(tmp_path, rule={"max_staleness": 2})
     north = store.campaign.sites[0]

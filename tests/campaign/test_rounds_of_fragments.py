@@ -232,6 +232,31 @@ def test_a_kill_while_late_work_is_let_go_changes_no_data(
     assert store.steps_before(4, south) - store.steps_before(4, north) == 10 * (read - 2)
 
 
+def test_late_work_that_was_let_go_is_not_asked_for_after_a_kill(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = LATE | {"fragments": 2, "overlap_rounds": 1}
+    store, facilities = begin(Facilities(), rule=rule)
+    south = store.site("south")
+    one_round(store, facilities, 1, late=["south"])
+    append = Journal.append
+
+    def killed(self: Journal, event: str, **facts: Any) -> Any:
+        if event == "afresh":
+            raise Killed
+        return append(self, event, **facts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", killed)
+        with pytest.raises(Killed):
+            one_round(store, facilities, 2, late=["north"])
+    assert not store.update(2, south).is_dir() and store.asked_round(2, south) == 1
+    for _ in range(2):
+        average.finish_letting_go(store, 2)
+    assert store.asked_round(2, south) == 2 and store.steps_before(4, south) == 0
+    assert not list(store.round(2).glob("*/.update.let-go"))
+
+
 @pytest.mark.parametrize("steps_by", ["fixed", "queue"])
 def test_a_job_at_work_is_asked_for_the_same_when_late_work_is_let_go(
     begin: Begin, steps_by: str

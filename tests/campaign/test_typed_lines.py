@@ -114,8 +114,8 @@ def test_what_another_clone_gives_is_not_judged_here(tmp_path: Path) -> None:
     sites = [site.model_copy(update={"host": "far"}) for site in store.campaign.sites]
     far = CampaignStore(store.campaign.model_copy(update={"sites": sites}), store.folder)
     refuse_what_cannot_compose(far)
-    mistyped = retyped(far, train=[*words, "optimizer.learning_rat=1"])
-    with pytest.raises(UserError, match="north: unknown setting"):
+    mistyped = retyped(far, train=["facility=of_their_own", "optimizer.learning_rat=1"])
+    with pytest.raises(UserError, match=r"north: unknown setting: optimizer.learning_rat\n.*did"):
         refuse_what_cannot_compose(mistyped)
 
 

@@ -16,6 +16,7 @@ from atoll.settings.exchange import read_manifest
 from atoll.settings.federation import Site
 
 MOST_WAIT_SECONDS = 1800.0
+LET_GO = ".update.let-go"
 
 
 def average(store: CampaignStore, number: int, decides: bool = True) -> bool:
@@ -105,12 +106,23 @@ def _ask_for_its_own(store: CampaignStore, number: int, sites: list[Site], why: 
     for site in sites:
         update = store.update(number, site)
         nonce = read_manifest(update).nonce
-        gone = update.with_name(".update.let-go")
+        gone = update.with_name(LET_GO)
         shutil.rmtree(gone, ignore_errors=True)
         update.rename(gone)  # half of one would be taken for a damaged one
         run_dir.sync_folder(update.parent)
-        # behind it: one that was let go is in no model; killed between, it comes and goes again
+        # behind it: one that was let go is in no model
         store.journal(number).append("afresh", facility=site.name, why=why, nonce=nonce)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def finish_letting_go(store: CampaignStore, number: int) -> None:
+    """What a kill cut off: nobody may be asked again for late work that was let go."""
+    noted = {record["facility"] for record in store.journal(number).records("afresh")}
+    for gone in store.round(number).glob(f"*/{LET_GO}"):
+        name = gone.parent.name
+        if name not in noted:
+            facts = {"facility": name, "why": "it was let go", "nonce": read_manifest(gone).nonce}
+            store.journal(number).append("afresh", **facts)
         shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -135,10 +147,13 @@ def _below_quorum(
         return None
     wrong = outcome.get("rejected", {}) | outcome.get("unreadable", {})
     sites = {site.name: site for site in campaign.sites}
-    for name in wrong:
-        site = sites.get(name) or Site(name=name, folder=name)  # it has left the campaign since
-        shutil.rmtree(store.update(number, site), ignore_errors=True)
-        store.count_failure(number, site, wrong[name])
+    for name in [name for name in wrong if name not in sites]:  # it has left the campaign since
+        gone = Site(name=name, folder=name)
+        store.count_failure(number, gone, wrong[name])  # first: it is asked for no other
+        shutil.rmtree(store.update(number, gone), ignore_errors=True)
+    for name in [name for name in wrong if name in sites]:
+        shutil.rmtree(store.update(number, sites[name]), ignore_errors=True)
+        store.count_failure(number, sites[name], wrong[name])
     if campaign.rule.below_quorum == "ask" and store.unsettled(number):
         return None
     waits, journal = campaign.rule.below_quorum == "wait", store.journal(number)

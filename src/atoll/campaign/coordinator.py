@@ -11,7 +11,7 @@ from pathlib import Path
 from atoll.campaign import streamflow
 from atoll.campaign.asked import refuse_unknown_samples
 from atoll.campaign.asking import Collect, collect_here, overlapped
-from atoll.campaign.average import average
+from atoll.campaign.average import average, finish_letting_go
 from atoll.campaign.dry_run import dry_run
 from atoll.campaign.first_model import make_first_model, merge_adapter
 from atoll.campaign.journal import alone
@@ -99,6 +99,7 @@ def _rounds(store: CampaignStore) -> int:
     with _collecting(store) as collect:
         for number in range(1, store.campaign.rounds + 1):
             _open_again(store, number)
+            finish_letting_go(store, number)
             while not store.has_model(number):
                 choose_steps(store, number)
                 with shown(store, number):

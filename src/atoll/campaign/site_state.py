@@ -7,6 +7,11 @@ AT_WORK = ("queued", "running", "unknown", "ready")  # states of a facility that
 NO_NEWS = ("unreachable", "refused")  # they tell nothing of a job
 
 
+def has_taken_work(facts: dict[str, Any]) -> bool:
+    """Whether an answer says so, or was cut off while the facility was at it."""
+    return facts.get("begun") is True or facts.get("state") in AT_WORK
+
+
 @dataclass
 class SiteState:
     """Where a facility stands in a round: what the lines of the journal add up to."""
@@ -47,8 +52,9 @@ class SiteState:
     def _answered(self, facts: dict[str, Any]) -> None:
         """Who waits or works is well again: errors between two such answers do not add up."""
         self.answer, said = facts, facts["state"]
-        self.has_worked = self.has_worked or said in AT_WORK or facts.get("begun") is True
-        if said not in NO_NEWS:
-            self.has_job = said in AT_WORK and said != "ready"
+        has_begun = has_taken_work(facts)
+        self.has_worked = self.has_worked or has_begun
+        if has_begun or said not in NO_NEWS:
+            self.has_job = has_begun and said != "ready"
         if said in ("queued", "running"):
             self.failures = 0

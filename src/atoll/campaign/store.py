@@ -17,7 +17,7 @@ from typing import Any
 
 from atoll import run_dir
 from atoll.campaign.journal import Journal, round_name
-from atoll.campaign.site_state import AT_WORK, SiteState
+from atoll.campaign.site_state import SiteState, has_taken_work
 from atoll.errors import UserError, first_line
 from atoll.settings.federation import Campaign, Site, checked_settings
 
@@ -116,7 +116,8 @@ class CampaignStore:
     def has_worked(self, facility: str) -> bool:
         """Whether it has taken any work of this campaign."""
         return any(
-            record["facility"] == facility and record.get("state", "ready") in AT_WORK
+            record["facility"] == facility
+            and (record["event"] == "received" or has_taken_work(record))
             for folder in self.folder.glob("round-*")
             for record in Journal(folder).records("answered", "received")
         )

@@ -14,6 +14,7 @@ from atoll.config.compose import AUTO, compose, config_tree, groups, settings_of
 from atoll.errors import UserError
 from atoll.settings import Run
 from atoll.settings.check import is_setting
+from atoll.settings.suggestions import unknown_setting
 
 
 def refuse_what_cannot_compose(store: CampaignStore) -> None:
@@ -24,10 +25,11 @@ def refuse_what_cannot_compose(store: CampaignStore) -> None:
     for site in [] if has_begun(store) else store.campaign.sites:
         if composed_here(store.campaign, site) is not None:
             continue
-        is_here = site.host is None and not site.command
-        judged = _is_all_here if is_here else _is_mistyped
+        words = words_here(store.campaign, site)
         try:
-            if judged(words := words_here(store.campaign, site)):
+            if site.host is not None or site.command:
+                _refuse_unknown_names(words)
+            elif _is_all_here(words):
                 compose(words)
         except UserError as error:
             raise UserError(f"{site.name}: {error.found}", error.hint) from None
@@ -50,10 +52,12 @@ def _is_all_here(words: Sequence[str]) -> bool:
     return has_facility
 
 
-def _is_mistyped(words: Sequence[str]) -> bool:
-    """Whether a word names what no Atoll of this version knows."""
+def _refuse_unknown_names(words: Sequence[str]) -> None:
+    """Raise `UserError` where a word names what no Atoll of this version knows."""
     offered = groups(config_tree())
-    return any(name not in offered and not is_setting(name) for name, _, _ in settings_of(words))
+    for name, _, _ in settings_of(words):
+        if name not in offered and not is_setting(name):
+            raise unknown_setting(name, offered)
 
 
 def refuse_unsuited_runs(store: CampaignStore) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import suppress
+from fnmatch import fnmatch
 from glob import escape, glob
 from pathlib import Path, PurePosixPath
 
@@ -101,8 +102,9 @@ def _links(path: str) -> list[str]:
 
     Of a pattern the folders above, too: `/data/*/*.txt` goes through links of `/data`.
     """
-    if not os.path.isdir(path) and "**" in path:  # which glob would follow round in circles
-        path = str(_first_folder(Path(path)))
+    if not os.path.isdir(path) and "**" in Path(path).parts:  # glob would follow them in circles
+        found, name = _links(str(_first_folder(Path(path)))), Path(path).name
+        return [link for link in found if os.path.isdir(link) or fnmatch(Path(link).name, name)]
     if not os.path.isdir(path):
         above = [folder for folder in map(str, Path(path).parents) if set("*?[") & set(folder)]
         return [found for each in (path, *above) for found in glob(each) if os.path.islink(found)]

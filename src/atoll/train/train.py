@@ -328,7 +328,8 @@ def check_text(train_state: TrainState, progress: checkpoint.Progress) -> None:
     if progress.tokenizer and progress.tokenizer != tokenizer_of(train_state):
         raise UserError(
             f"{trained} tokens of a tokenizer that has changed since",
-            "put the tokenizer back as it was, or begin anew with another name=",
+            "put it back as it was (WordPiece, made again, is another), or begin anew with another "
+            "name=",
         )
 
 
