@@ -14,7 +14,7 @@ from test_federate import MODEL, TINY, finished, settings
 from torch import Tensor
 
 from atoll.__main__ import main
-from atoll.campaign import site_models
+from atoll.campaign import first_model, site_models
 from atoll.campaign.asked import request, training_words
 from atoll.campaign.store import CampaignStore, checked_campaign, load_store
 from atoll.config.compose import compose, path_word
@@ -155,6 +155,38 @@ def campaign_of(folder: Path, **changes: Any) -> CampaignStore:
     train = {"train": [*TINY, *BASE, "optimizer.learning_rate=1e-2"], "lora": LORA}
     values = settings(folder, **(train | changes))
     return CampaignStore(checked_campaign(values), folder / "campaigns" / "c")
+
+
+def test_a_base_that_is_a_link_is_named_where_it_leads(tmp_path: Path) -> None:
+    """A snapshot of a cache: its files are links, by names that only lead on from there."""
+    snapshot = tmp_path / "models--x" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "base").symlink_to(snapshot)
+    words = site_models.model_words(tmp_path / "site", {"frozen": "f", "overrides": []}, tmp_path)
+    assert path_word("model.source", snapshot) in words
+
+
+def test_an_image_has_every_round_where_adapters_are_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = campaign_of(tmp_path)
+    start = ["facility=generic_slurm", "image=cuda", f"image.file={tmp_path}/x.sif"]
+    campaign = store.campaign.model_copy(update={"start": [*store.campaign.start, *start]})
+    store = CampaignStore(campaign, store.folder)
+    store.round(0).mkdir(parents=True, exist_ok=True)
+    store.model(0).mkdir(exist_ok=True)
+    (store.model(0) / "manifest.json").write_text(json.dumps({"frozen": "f" * 64, "digest": "0"}))
+    ran: list[list[str]] = []
+
+    def noted(argv: list[str], what: str) -> str:
+        ran.append(argv)
+        return json.dumps({"digest": "f" * 64})
+
+    monkeypatch.setattr(first_model, "run_atoll", noted)
+    monkeypatch.setattr(first_model, "_shown", noted)
+    first_model.merge_adapter(store, store.model(1) / "master", store.folder / "merged")
+    assert len(ran) == 2 and all(str(store.folder) in argv for argv in ran)
 
 
 def test_a_facility_with_another_base_is_refused(

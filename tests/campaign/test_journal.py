@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atoll import run_dir
-from atoll.campaign import asking, last_loss
+from atoll.campaign import asking, coordinator, last_loss
 from atoll.campaign import round as round_
 from atoll.campaign.journal import Journal, alone
 from atoll.campaign.lasting_settings import keep_settings
@@ -299,6 +299,42 @@ def test_nobody_holds_a_campaign_that_asks_for_its_last_loss(
     answers.clear()
     last_loss.measure_last(store, 2)
     assert not answers
+
+
+def losing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[str]) -> CampaignStore:
+    """A campaign of one facility that is asked for its last loss, and what it says."""
+    store = store_of(tmp_path, poll_seconds=0.01)
+    sites = store.campaign.sites[:1]
+    store = CampaignStore(store.campaign.model_copy(update={"sites": sites}), store.folder)
+
+    def bring(*_: object, **__: object) -> Any:
+        if (state := answers.pop(0)) == "wrong":
+            raise UserError("north: its certificate is over", "renew it")
+        return {"state": state, "losses": [2.5]}
+
+    monkeypatch.setattr(last_loss, "bring", bring)
+    monkeypatch.setattr(last_loss, "request", lambda *_: {"overrides": []})
+    store.model(1).mkdir(parents=True)
+    (store.model(1) / "manifest.json").write_text(json.dumps({"digest": BASE}))
+    return store
+
+
+def test_errors_of_a_line_do_not_add_up_while_a_loss_is_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = losing(tmp_path, monkeypatch, ["wrong", "queued", "wrong", "running", "ready"])
+    last_loss.measure_last(store, 1)
+    assert store.global_loss(1) == 2.5
+
+
+def test_a_loss_that_nobody_said_is_asked_for_when_the_line_is_typed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = losing(tmp_path, monkeypatch, ["wrong", "wrong", "ready"])
+    last_loss.measure_last(store, 1)
+    assert store.global_loss(1) is None and "without north" in coordinator.last_line(store, 1)
+    last_loss.measure_last(store, 1)
+    assert store.global_loss(1) == 2.5 and "without" not in coordinator.last_line(store, 1)
 
 
 def test_a_loss_that_was_measured_while_nobody_looked_is_taken(

@@ -13,7 +13,7 @@ from test_hostile_facilities import asking, made, made_key, store_of
 from atoll import run_dir
 from atoll.__main__ import main
 from atoll.campaign import coordinator, site
-from atoll.campaign.asked import request
+from atoll.campaign.asked import refuse_unknown_samples, request
 from atoll.campaign.journal import Journal, alone
 from atoll.campaign.kept_request import attempts, keep_campaign, keep_request
 from atoll.campaign.lasting_settings import refuse_missing_keys, refuse_what_loses, settings_to_keep
@@ -117,6 +117,13 @@ def test_what_another_clone_gives_is_not_judged_here(tmp_path: Path) -> None:
     mistyped = retyped(far, train=["facility=of_their_own", "optimizer.learning_rat=1"])
     with pytest.raises(UserError, match=r"north: unknown setting: optimizer.learning_rat\n.*did"):
         refuse_what_cannot_compose(mistyped)
+
+
+def test_a_campaign_that_changes_its_nodes_hears_what_does_not_fit(tmp_path: Path) -> None:
+    words = ["experiment=demo", "facility=laptop", "sharding.tensor=3"]
+    store = store_of(tmp_path, train=words)
+    with pytest.raises(UserError, match=r"north is, is not known here.*must be divisible by"):
+        refuse_unknown_samples(store)
 
 
 def test_a_template_in_words_is_no_path(tmp_path: Path) -> None:

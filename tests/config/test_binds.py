@@ -124,6 +124,13 @@ def test_a_folder_that_a_pattern_goes_through_by_a_link_is_bound(composed, tmp_p
     assert str(tmp_path / "far") in binds(composed(*LINE, *words).run)
 
 
+def test_the_adapter_that_a_run_begins_with_is_bound(composed, tmp_path):
+    """A round's, in a campaign of adapters: each job ended without it, wherever it had an image."""
+    (tmp_path / "a").mkdir()
+    words = ("+model.lora.rank=4", f"+model.lora.start={tmp_path}/a")
+    assert str(tmp_path / "a") in binds(composed(*LINE, *words).run)
+
+
 def test_a_link_is_followed_by_the_name_that_it_says(composed, tmp_path):
     """A relative one, in a folder that is given by the name of another link."""
     (tmp_path / "lustre" / "blobs").mkdir(parents=True)

@@ -113,6 +113,17 @@ def test_a_batch_that_follows_the_ranks_keeps_a_run_on_as_many(composed):
         check_same_run(run, run_dir.folder(run))
 
 
+def test_a_run_without_a_step_may_begin_without_moments(composed):
+    """On other nodes there are none: 8-bit moments do not reshard."""
+    line = (*BASE, "name=x")
+    write_run_folder(composed(*line, "checkpoint.optimizer_load_path=/x/checkpoints/step-00000500"))
+    run = composed(*line).run
+    check_same_run(run, run_dir.folder(run))
+    run_dir.write_whole(run_dir.checkpoint(run_dir.folder(run), 3) / "manifest.json", "{}")
+    with pytest.raises(UserError, match="was made with checkpoint.optimizer_load_path="):
+        check_same_run(run, run_dir.folder(run))
+
+
 def test_a_rate_that_follows_the_ranks_keeps_a_run_on_as_many(composed):
     line = (*BASE, "name=x", "optimizer.scale_with_ranks=linear")
     write_run_folder(composed(*line))

@@ -391,8 +391,12 @@ def test_a_base_that_is_elsewhere_is_a_gap_and_another_one_is_not(
     [line] = again._merged(of_adapters(store, "data=of_its_own_clone"), 2, tmp_path)
     assert line.state == "not at hand" and "of_its_own_clone" in line.what
     monkeypatch.setattr(first_model, "run_atoll", lambda argv, what: '{"digest": "cd"}')
+    theirs = of_adapters(store)
     with pytest.raises(UserError, match="the campaign began with abababab"):
-        list(again._merged(of_adapters(store), 2, tmp_path))
+        list(again._merged(theirs, 2, tmp_path))
+    shutil.rmtree(theirs.model(0))  # removed as a folder
+    [line] = again._merged(theirs, 2, tmp_path)
+    assert line.state == "not at hand" and "the first model" in line.what
 
 
 def test_the_first_model_has_the_digest_that_updates_began_with(

@@ -546,6 +546,15 @@ def test_an_update_that_another_signed_is_named(
     assert "is not signed by south" in capsys.readouterr().err
 
 
+def test_scores_beside_any_model_are_no_part_of_the_proof(store: CampaignStore) -> None:
+    for number in (0, 1, 2):
+        run_dir.scores_file(store.model(number) / "export").write_text("{}")
+    assert verify(store) == 0
+    prove_campaign(store, 2)
+    run_dir.scores_file(store.model(0) / "export").write_text('{"again": 1}')
+    assert verify(store) == 0
+
+
 def test_updates_that_were_not_kept_are_said_to_be_missing(
     store: CampaignStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -560,6 +569,7 @@ def test_updates_that_were_not_kept_are_said_to_be_missing(
 def test_the_next_round_does_not_take_over_the_proof(made: CampaignStore, tmp_path: Path) -> None:
     from atoll.federation.global_model import copy_beside_weights
 
+    run_dir.scores_file(made.model(2) / "export").write_text("{}")  # of this model alone
     (tmp_path / "next").mkdir()
     copy_beside_weights(made.model(2) / "export", tmp_path / "next", "float32")
     assert (tmp_path / "next" / "config.json").is_file()

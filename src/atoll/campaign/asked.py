@@ -145,19 +145,21 @@ def sequence_tokens(campaign: Campaign, site: Site) -> int:
     """
     words = words_here(campaign, site)
     run = _composed(words)
-    found = _said_tokens(words) if run is None else run.data.sequence_tokens
-    if found is None:
-        raise UserError(
-            f"how long a sample at {site.name} is, is not known here, so neither is how many "
-            "tokens its update may claim",
-            f"say it in the overrides of {site.name}: data.sequence_tokens=N",
-        )
-    return found
+    if isinstance(run, Run):
+        return run.data.sequence_tokens
+    if (said := _said_tokens(words)) is not None:
+        return said
+    raise UserError(
+        f"how long a sample at {site.name} is, is not known here, so neither is how many tokens "
+        f"its update may claim: {run.found}",
+        f"mend that; where it is right at {site.name}, say data.sequence_tokens=N in its overrides",
+    )
 
 
 def composed_here(campaign: Campaign, site: Site) -> Run | None:
     """A facility's run as this machine's clone knows its settings; None: only it has them."""
-    return _composed(words_here(campaign, site))
+    run = _composed(words_here(campaign, site))
+    return run if isinstance(run, Run) else None
 
 
 def words_here(campaign: Campaign, site: Site) -> tuple[str, ...]:
@@ -167,11 +169,12 @@ def words_here(campaign: Campaign, site: Site) -> tuple[str, ...]:
 
 
 @cache
-def _composed(words: tuple[str, ...]) -> Run | None:
+def _composed(words: tuple[str, ...]) -> Run | UserError:
+    """A run of these words, or why there is none here."""
     try:
         return compose(words).run
-    except UserError:
-        return None
+    except UserError as error:
+        return error
 
 
 def _said_tokens(words: tuple[str, ...]) -> int | None:

@@ -161,7 +161,8 @@ def last_line(store: CampaignStore, number: int) -> str:
     """The held-out loss of the model that the campaign ends with, and who did not say it."""
     loss, journal = store.global_loss(number), store.loss_journal(number)
     text = "not measured" if loss is None else f"loss {loss:.4f} (mean over facilities)"
-    left_out = {record["facility"]: record["why"] for record in journal.records("left out")}
+    told = [record for record in journal.since("began") if record["event"] == "left out"]
+    left_out = {record["facility"]: record["why"] for record in told}
     without = "".join(f"; without {name}: {why}" for name, why in sorted(left_out.items()))
     return f"the model of round {number}: {text}{without}"
 

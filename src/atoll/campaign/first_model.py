@@ -71,6 +71,7 @@ def merge_adapter(
     """
     dtype = store.campaign.rule.dtype
     words = [*start_words(store), f"export.dtype={dtype}", "export.max_file_gib=4"]
+    words.append(path_word("folders.prepared", store.folder))  # where an image has all rounds
     settings = out.with_name(f".{out.name}.yaml")
     with ExitStack() as stack:
         stack.callback(settings.unlink, missing_ok=True)

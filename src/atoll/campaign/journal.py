@@ -65,6 +65,12 @@ class Journal:
         records = run_dir.records(self.path)
         return [record for record in records if not events or record["event"] in events]
 
+    def since(self, event: str) -> list[Record]:
+        """What came behind the last line of an event; all lines where there is none."""
+        records = self.records()
+        behind = [n + 1 for n, record in enumerate(records) if record["event"] == event]
+        return records[behind[-1] if behind else 0 :]
+
     def last(self, event: str) -> Record:
         """The last line of an event; empty where there is none."""
         return next(reversed(self.records(event)), {})

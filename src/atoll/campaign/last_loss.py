@@ -24,6 +24,8 @@ from atoll.errors import UserError, printable
 from atoll.settings.exchange import SHOWN
 from atoll.settings.federation import Site
 
+SETTLED = ("measured", "left out")
+
 
 @dataclass
 class _Line:
@@ -38,10 +40,12 @@ class _Line:
 def measure_last(store: CampaignStore, number: int) -> None:
     """Ask every facility for the loss of this round's model, until all said it or the deadline.
 
-    Killed and started again it asks those that are missing.
+    Killed and started again it asks those that are missing; typed again where nobody said it, all.
     """
     journal = store.loss_journal(number)
-    began = journal.last("began") or journal.append("began")
+    began = journal.last("began")
+    if not began or not (_missing(store, journal) or journal.records("measured")):
+        began = journal.append("began")
     deadline = float(began["time"]) + 60 * store.campaign.deadline_minutes
     waiting, stop = _missing(store, journal), threading.Event()
     if not waiting:
@@ -78,6 +82,7 @@ def _ask_until_measured(
             if _answered(store, number, end, stop, site, line):
                 return
             line.hear()
+            failures = 0  # errors of a line do not add up over days in a queue
         except Unreachable as error:
             why = error.in_a_line
             is_silent = time.time() - line.heard > 60 * campaign.grace_minutes
@@ -133,5 +138,5 @@ def _patience(
 
 def _missing(store: CampaignStore, journal: Journal) -> list[Site]:
     """Facilities that have neither measured nor failed."""
-    settled = {record["facility"] for record in journal.records("measured", "left out")}
+    settled = {r["facility"] for r in journal.since("began") if r["event"] in SETTLED}
     return [site for site in store.campaign.sites if site.name not in settled]

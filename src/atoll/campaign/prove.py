@@ -13,7 +13,17 @@ from atoll.campaign.model_card import campaign_card
 from atoll.campaign.signing import OF_MODELS, sign
 from atoll.campaign.store import NONCES, CampaignStore, settings_file
 from atoll.proof.prove import prove
-from atoll.proof.statement import NAME, SIGNATURE, Made, Resource, existing, grown, resource, said
+from atoll.proof.statement import (
+    NAME,
+    SCORES,
+    SIGNATURE,
+    Made,
+    Resource,
+    existing,
+    grown,
+    resource,
+    said,
+)
 
 Job = dict[str, Any]  # of settings/exchange.py's JobRecord, with facility and round
 
@@ -59,8 +69,11 @@ def sign_model(store: CampaignStore, last: int) -> None:
 def _first_export(store: CampaignStore) -> list[str]:
     """What the first model has beside its weights: all later ones have it from there."""
     export = store.model(0) / "export"
-    beside = (path for path in sorted(export.rglob("*")) if path.suffix != ".safetensors")
-    return [path.relative_to(store.folder).as_posix() for path in beside]
+    return [
+        path.relative_to(store.folder).as_posix()
+        for path in sorted(export.rglob("*"))
+        if path.suffix != ".safetensors" and path.name != SCORES
+    ]
 
 
 def _journals(store: CampaignStore, last: int) -> list[Resource]:

@@ -74,6 +74,8 @@ def model_words(folder: Path, request: dict[str, Any], begin: Path) -> list[str]
     named = [value for name, value, _ in settings_of(request["overrides"]) if f"{name}=" == BUNDLE]
     places = [folder / "base", *(Path(value).absolute() / "model" for value in named[-1:])]
     here = next((place for place in places if place.is_dir()), None)
+    if here is not None and here.is_symlink():  # of a snapshot in a cache, its files are links too
+        here = here.resolve()
     own = [] if here is None else ["model=from_path", path_word("model.source", here)]
     return [*own, *start]
 
@@ -93,7 +95,7 @@ def refuse_other_frozen(folder: Path, request: dict[str, Any], lines: list[str])
     record = json.loads(known.read_text()) if known.is_file() else {}
     if record.get("of") != key:
         run_dir.write_whole(folder / "base.yaml", composition.as_yaml())
-        argv = [*container_side(folder, request["overrides"]), "adapter"]
+        argv = [*container_of(composition.run, folder), "adapter"]
         answer = run_atoll([*argv, str(folder / "base.yaml")], "the base's digest")
         record = {"of": key, "digest": frozen_digest(answer)}
         run_dir.write_whole(known, json.dumps(record))

@@ -125,8 +125,8 @@ def _named(run: Run) -> list[Path]:
     texts = [] if run.folders.bundle else run.data.each  # whose tokens a bundle has
     named += [file for data in texts for file in (*data.files, *data.validation.files)]
     named += [data.hub and os.path.expanduser(data.hub) for data in texts]
-    saved = run.checkpoint
-    others = (run.folders.bundle, saved.initial_load_path, saved.optimizer_load_path)
+    saved, adapter = run.checkpoint, run.model.lora and run.model.lora.start
+    others = (run.folders.bundle, adapter, saved.initial_load_path, saved.optimizer_load_path)
     named += [str(path) for path in others if path]
     return [Path(name) for name in named if name and name.startswith("/")]
 

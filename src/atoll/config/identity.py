@@ -89,7 +89,11 @@ def check_same_run(run: Run, run_folder: Path) -> None:
     if not settings_file.exists():
         return
     earlier = load_run(settings_file)
+    has_trained = bool(run_dir.complete_checkpoints(run_folder))
     before, now = fixed_values(earlier), fixed_values(run)
+    if not has_trained:  # on other nodes there may be none: 8-bit moments do not reshard
+        before.pop("checkpoint.optimizer_load_path", None)
+        now.pop("checkpoint.optimizer_load_path", None)
     for name in [*now, *(name for name in before if name not in now)]:
         if before.get(name) != now.get(name):
             raise UserError(
@@ -98,7 +102,6 @@ def check_same_run(run: Run, run_folder: Path) -> None:
                 "give this one another name: name=NAME",
             )
     ranks, scale = (earlier.axes.data, run.axes.data), run.optimizer.scale_with_ranks
-    has_trained = bool(run_dir.complete_checkpoints(run_folder))
     if has_trained and scale != "none" and ranks[0] != ranks[1]:
         raise UserError(
             f"run {run.name} has the learning rate of {ranks[0]} data-parallel ranks "

@@ -22,6 +22,11 @@ from atoll.federation.update_files import facts_of
 from atoll.one_writer import one_writer
 from atoll.settings.exchange import MAX_MANIFEST_BYTES, FileFacts, provenance_file
 
+DIVERGED = (
+    "nothing is sent: the campaign goes on without it (rule.below_quorum=hold where the quorum "
+    "needs it), or another one begins with a lower learning rate"
+)
+
 
 def main(argv: list[str]) -> int:
     """`atoll make-delta`: the update of a finished run to the global model it began from."""
@@ -68,7 +73,7 @@ def training_facts(run_folder: Path) -> dict[str, Any]:
     if not math.isfinite(result["loss"]):
         raise UserError(
             f"the held-out loss of {run_folder} is {result['loss']}",
-            "nothing is sent: lower the learning rate, and start the round's job again",
+            DIVERGED,
         )
     return {"tokens": int(counts[-1]), "steps": result["steps"], "loss": result["loss"]}
 
@@ -112,7 +117,7 @@ def make_delta(
             if not bool(torch.isfinite(residual_N).all()):
                 raise UserError(
                     f"the trained model has values in {stretch.name} that are not finite",
-                    "nothing is sent: lower the learning rate, and start the round's job again",
+                    DIVERGED,
                 )
             kept.put(stretch, residual_N)
     manifest = UpdateManifest(

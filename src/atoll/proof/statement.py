@@ -20,8 +20,8 @@ STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://slsa.dev/provenance/v1"
 # of an export, and never copied from one into another
 CARD, CRATE, NAME = "README.md", "ro-crate-metadata.json", "provenance.json"
-SIGNATURE = f"{NAME}.sig"
-OWN = {CARD, CRATE, NAME, SIGNATURE}
+SIGNATURE, SCORES = f"{NAME}.sig", "scores.json"
+OWN = {CARD, CRATE, NAME, SIGNATURE, SCORES}
 KINDS = ("run", "campaign")
 CHANGED = "changed since"  # of code: files differ from its commit
 MAX_BYTES = 1 << 26  # a longer statement is not read

@@ -66,6 +66,10 @@ def _read_beside(store: CampaignStore, number: int) -> list[str]:
 
 def _merged(store: CampaignStore, number: int, out: Path) -> Iterator[Line]:
     """The base with the adapters, where it is here; one with another digest is no gap."""
+    if not store.has_model(0):
+        shutil.rmtree(out / "merged", ignore_errors=True)
+        yield Line("not at hand", f"round {number}: the first model, which says what was merged")
+        return
     try:
         merge_adapter(store, out / "master", out / "merged", HERE)
     except NoBase as error:

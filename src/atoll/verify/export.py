@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from atoll import run_dir
 from atoll.campaign.signing import OF_MODELS, refuse_changed_since_signed, refuse_unsigned
 from atoll.errors import UserError
-from atoll.proof.statement import MAX_BYTES, NAME, SIGNATURE
+from atoll.proof.statement import MAX_BYTES, NAME, SCORES, SIGNATURE
 from atoll.verify.lines import Line, differs, refuse_changed
 
 
@@ -17,7 +16,7 @@ def files(export: Path, statement: dict[str, Any]) -> Iterator[Line]:
     stated = {entry["name"]: entry for entry in statement["subject"]}
     present = {path.relative_to(export).as_posix() for path in files_in(export)}
     for name in sorted(stated.keys() | present - {NAME, SIGNATURE}):
-        if name not in stated and name == run_dir.scores_file(export).name:
+        if name not in stated and name == SCORES:
             yield Line("not at hand", f"{name}: who measured it, since the export was made")
             continue
         if name not in stated:
