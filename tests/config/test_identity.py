@@ -120,7 +120,7 @@ def test_a_run_without_a_step_may_begin_without_moments(composed):
     run = composed(*line).run
     check_same_run(run, run_dir.folder(run))
     run_dir.write_whole(run_dir.checkpoint(run_dir.folder(run), 3) / "manifest.json", "{}")
-    with pytest.raises(UserError, match="was made with checkpoint.optimizer_load_path="):
+    with pytest.raises(UserError, match=r"made with checkpoint\.optimizer_load_path="):
         check_same_run(run, run_dir.folder(run))
 
 
