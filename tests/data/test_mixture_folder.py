@@ -71,6 +71,22 @@ def test_a_made_tokenizer_has_seen_every_source(tmp_path: Path) -> None:
     assert {"Æ", "a"} <= set(known["model"]["vocab"])
 
 
+def test_a_run_that_has_trained_keeps_its_tokens_when_a_text_changes(tmp_path: Path) -> None:
+    """It is refused before the tokenizer of all is made anew, and with it their tokens."""
+    run = mixed_run(tmp_path, two_sources(tmp_path), name="x")
+    folder = prepare(run, quiet)
+    folders = run_dir.prepared_sources(run)
+    plans = [shards.read_manifest(path).input_fingerprints for path in folders]
+    progress = {"texts": [shards.text_digest(plan) for plan in plans]}
+    whole = run_dir.checkpoint(run_dir.folder(run), 3) / "manifest.json"
+    run_dir.write_whole(whole, json.dumps({"progress": progress}))
+    kept = [shards.manifest_file(path).stat().st_ino for path in (folder, *folders)]
+    (tmp_path / "long.txt").write_text("\n".join(prose(n, 40) + " ÆÅ" for n in range(70)))
+    with pytest.raises(UserError, match="source long: .*its text has changed since"):
+        prepare(run, quiet)
+    assert kept == [shards.manifest_file(path).stat().st_ino for path in (folder, *folders)]
+
+
 def test_weights_and_other_runs_take_the_same_tokens(mixed: Run) -> None:
     values = dumped(mixed)
     for source in values["data"]["sources"]:

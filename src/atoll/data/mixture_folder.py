@@ -17,12 +17,14 @@ from pydantic import ValidationError
 
 from atoll import run_dir
 from atoll.data import shard_writer, shards, vocabulary
+from atoll.data.refusals import refuse_other_text
 from atoll.data.shards import FORMAT_VERSION, Record
 from atoll.data.sources.parts import naming
 from atoll.data.text_folder import (
     Log,
     Steps,
     in_blocks,
+    input_fingerprints,
     locked,
     preparing,
     save_tokenizer,
@@ -158,11 +160,13 @@ def _shared_tokenizer(run: Run, folder: Path, log: Log) -> str:
         if same:
             return before.tokenizer_sha256
     assert plan is not None, "a text out of reach goes with a tokenizer that is there"
-    shard_writer.clear(folder)
     texts = []
     for source in run_dir.source_runs(run) if vocabulary.origin(run) is None else []:
         with naming(source.data.name):
-            texts.append((source.data, in_blocks(source, split_corpora(source))))
+            corpora = split_corpora(source)
+            refuse_other_text(source, input_fingerprints(corpora))  # before anything is cleared
+            texts.append((source.data, in_blocks(source, corpora)))
+    shard_writer.clear(folder)
     made = save_tokenizer(folder, run, texts, log)
     done = plan.model_copy(update={"tokenizer_sha256": made.sha256})
     done.write(shards.plan_file(folder))

@@ -150,13 +150,16 @@ def _cut(run: Run, source: SplitCorpus) -> CorpusBlocks:
     return text
 
 
+def input_fingerprints(sources: list[SplitCorpus]) -> dict[str, str]:
+    """Of each text, by the splits that it is of."""
+    return {"+".join(source.splits): source.corpus.fingerprint for source in sources}
+
+
 def _identity(run: Run, sources: list[SplitCorpus]) -> dict[str, Any]:
     return {
         "format_version": shards.FORMAT_VERSION,
         "settings_digest": run_dir.prepared_digest(run),
-        "input_fingerprints": {
-            "+".join(source.splits): source.corpus.fingerprint for source in sources
-        },
+        "input_fingerprints": input_fingerprints(sources),
         "tokenizer_fingerprint": vocabulary.fingerprint(run),
     }
 
