@@ -101,6 +101,24 @@ def test_dpo_begins_with_a_checkpoint_of_its_own_kind(fits, here):
     assert refused.value.hint.endswith("before/export")
 
 
+def test_a_branch_of_a_run_is_no_reference(here):
+    """Any task has a loss of preferences among its settings, and only one of them compares."""
+    origin = compose(["facility=laptop", "name=trunk"]).run
+    folder = run_dir.checkpoint(run_dir.folder(origin), 5)
+    folder.mkdir(parents=True)
+    file = run_dir.settings_file(run_dir.folder(origin))
+    run_dir.write_whole(file, yaml.safe_dump(dumped(origin)))
+    words = ["facility=laptop", f"checkpoint.initial_load_path={folder}", "training.steps=9"]
+    submit_checks.check_reference(compose(words).run)
+
+
+def test_an_adapter_that_is_not_there_is_refused_before_a_job_waits_for_it(here):
+    words = ["facility=generic_slurm", "facility.account=a", "name=x", "image=none"]
+    words += ["+model.lora.rank=4", f"+model.lora.start={here}/a"]
+    with pytest.raises(UserError, match=f"no such folder: model.lora.start={here}/a"):
+        submit_checks.check_before_start(compose(words).run, False, {})
+
+
 def test_what_an_earlier_job_makes_may_be_missing_yet(here):
     words = ["facility=generic_slurm", "facility.account=a", "name=x", "image=none"]
     words += [f"model.source={here}/export", f"tokenizer.path={here}/export"]

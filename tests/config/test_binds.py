@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from atoll.cluster.job_script import launch_script
+from atoll.cluster.start import write_run_folder
 from atoll.config.binds import binds
 from atoll.errors import UserError
 
@@ -75,6 +76,8 @@ def test_a_cache_that_is_elsewhere_by_another_word_or_a_link_is_bound(
     assert list(run.folders.caches.values()) == [real]
     if name != "HUGGINGFACE_HUB_CACHE":  # which is no more than the login node's, for all we know
         assert composed(*LINE).run.folders.caches == {}, "nothing is read of the hub"
+        tasks = composed(*LINE, "evaluation.tasks=[piqa]").run.folders.caches
+        assert list(tasks.values()) == [real], "but a task's data is"
 
 
 def test_what_links_in_a_given_folder_lead_to_is_bound(composed, tmp_path):
@@ -129,6 +132,46 @@ def test_the_adapter_that_a_run_begins_with_is_bound(composed, tmp_path):
     (tmp_path / "a").mkdir()
     words = ("+model.lora.rank=4", f"+model.lora.start={tmp_path}/a")
     assert str(tmp_path / "a") in binds(composed(*LINE, *words).run)
+
+
+def test_an_adapter_s_and_a_data_set_s_folder_may_be_typed_from_here(
+    composed, tmp_path, monkeypatch
+):
+    """A job starts in another folder, on PBS in the home folder."""
+    for name in ("a", "ds"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    words = ("+model.lora.rank=4", "+model.lora.start=a", "data=hub", "data.hub=ds")
+    run = composed(*LINE, *words).run
+    assert run.model.lora.start == tmp_path / "a" and run.data.hub == str(tmp_path / "ds")
+    assert {str(tmp_path / "a"), str(tmp_path / "ds")} <= set(binds(run))
+    assert composed(*LINE, "data=hub", "data.hub=wikitext").run.data.hub == "wikitext"
+
+
+def test_a_cache_of_one_s_own_is_made_and_bound(composed, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "x.sif").touch()
+    words = (*LINE, f"folders.runs={tmp_path}/runs", f"folders.prepared={tmp_path}/prepared")
+    words += (f"image.file={tmp_path}/x.sif",)
+    composition = composed(*words, "name=x", "+folders.caches.HF_HOME='~/hf'")
+    assert str(tmp_path / "hf") in binds(composition.run)
+    write_run_folder(composition)
+    assert (tmp_path / "hf").is_dir(), "Apptainer begins no container without what it binds"
+
+
+def test_text_that_was_put_away_keeps_no_container_from_its_start(composed, tmp_path):
+    found = binds(composed(*LINE, "data=text_files", f"data.files={tmp_path}/gone/*.txt").run)
+    assert f"{tmp_path}/gone" not in found and str(tmp_path) in found
+
+
+def test_a_folder_that_a_link_leads_away_from_another_is_bound_itself(composed, tmp_path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "far").mkdir()
+    (tmp_path / "work" / "a.txt").touch()
+    (tmp_path / "work" / "runs").symlink_to(tmp_path / "far")
+    words = ("data=text_files", f"data.files={tmp_path}/work/a.txt")
+    found = binds(composed(*LINE, *words, f"folders.runs={tmp_path}/work/runs").run)
+    assert f"{tmp_path}/far:{tmp_path}/work/runs" in found
 
 
 def test_a_link_is_followed_by_the_name_that_it_says(composed, tmp_path):

@@ -72,6 +72,40 @@ def test_a_bundle_of_other_settings_is_refused(
             composed(*words(f"folders.bundle={bundle}", f"model.source={trained}", change))
 
 
+@pytest.mark.parametrize(
+    ("files", "change"),
+    [
+        (["data=text_files", "data.files=book.txt"], ""),
+        (["data=chat_files", "data.files=talks.jsonl"], ""),
+        (["data=chat_files", "data.files=talks.jsonl"], "data.files=others.jsonl"),
+        (["data=text_files", "data.files=book.txt"], "data.validation.fraction=0.3"),
+        (["data=chat_files", "data.files=talks.jsonl"], "seed=1"),
+    ],
+)
+def test_the_same_files_lie_in_other_folders_at_a_facility(
+    here: Path, composed, tmp_path: Path, monkeypatch, files: list[str], change: str
+) -> None:
+    """Or are not there at all: the bundle has their tokens."""
+    home, away = tmp_path / "home", tmp_path / "away"
+    for folder in (home, away):
+        folder.mkdir()
+    for name in ("book.txt", "talks.jsonl"):
+        (home / name).touch()
+    monkeypatch.chdir(home)
+    line = ["facility=laptop", *MODEL, *files]
+    made = composed(*line)
+    run_dir.write_whole(run_dir.bundle_request(away / "bundle"), made.as_yaml())
+    manifest = {"made_for": made_for(made.run), "files": {}}
+    run_dir.write_whole(run_dir.bundle_manifest(away / "bundle"), json.dumps(manifest))
+    monkeypatch.chdir(away)
+    words = [*line, f"folders.bundle={away / 'bundle'}", *([change] if change else [])]
+    if change:
+        with pytest.raises(UserError, match="was made with data="):
+            composed(*words)
+    else:
+        assert composed(*words).run.data == made.run.data
+
+
 def test_a_task_that_is_not_in_the_bundle_is_refused(bundle: Path, composed) -> None:
     line = [*words(f"folders.bundle={bundle}"), "evaluation.tasks=[arc_easy]"]
     with pytest.raises(UserError, match=r"holds the data of no task, this run is .* arc_easy"):

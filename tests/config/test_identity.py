@@ -109,8 +109,10 @@ def test_a_batch_that_follows_the_ranks_keeps_a_run_on_as_many(composed):
     line = ("name=x", "training.global_batch_samples=null", "training.device_batch_samples=2")
     write_run_folder(composed(*BASE, *line))
     run = composed(*BASE, *line, "nodes=4").run
-    with pytest.raises(UserError, match=r"training\.global_batch_samples=\d+, now it is \d+"):
+    with pytest.raises(UserError, match=r"global_batch_samples=\d+, now it is \d+") as refused:
         check_same_run(run, run_dir.folder(run))
+    same = ("training.device_batch_samples=null", refused.value.hint.split()[1])
+    check_same_run(composed(*BASE, "name=x", "nodes=4", *same).run, run_dir.folder(run))
 
 
 def test_a_run_without_a_step_may_begin_without_moments(composed):

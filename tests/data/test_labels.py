@@ -11,14 +11,17 @@ import pyarrow.parquet as pq
 import pytest
 from composing import ROOT
 from data_runs import make_run
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from atoll import run_dir
 from atoll.config.compose import compose
 from atoll.data import shards
+from atoll.data.encode import _labelled
 from atoll.data.samples import open_samples
 from atoll.data.sources import blocks, corpus
 from atoll.data.tokenize import open_prepared, prepare
 from atoll.errors import UserError
+from atoll.settings import Classes
 
 ROWS = [
     {"first": "the reef is red", "second": "a reef", "label": 0},
@@ -48,6 +51,17 @@ def labelled(folder: Path, path: Path, **changes: Any) -> Any:
     task = {"name": "classification"}
     tokenizer = {"kind": "wordpiece", "vocabulary_tokens": 300}
     return make_run(folder, data=data, task=task, tokenizer=tokenizer)
+
+
+def test_a_blank_row_takes_its_label_with_it() -> None:
+    """Where a tokenizer puts nothing around a text it has no token, and no place in an index."""
+    words = Tokenizer(models.WordLevel({"reef": 0, "red": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    classes = Classes(text_fields=["text"], label_field="label", labels=["yes", "no"])
+    rows = [(0, "reef red", 0), (1, "", 1), (2, "reef", 1)]
+    block = _labelled(words, "uint16", classes, rows)
+    assert block.lengths.tolist() == [2, 1] and block.blank == 1
+    assert block.labels is not None and block.labels.tolist() == [0, 1]
 
 
 def test_rows_keep_their_labels_and_their_cut(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_run_that_has_trained_keeps_its_tokens_when_a_text_changes(tmp_path: P
     run_dir.write_whole(whole, json.dumps({"progress": progress}))
     kept = [shards.manifest_file(path).stat().st_ino for path in (folder, *folders)]
     (tmp_path / "long.txt").write_text("\n".join(prose(n, 40) + " ÆÅ" for n in range(70)))
-    with pytest.raises(UserError, match="source long: .*its text has changed since"):
+    with pytest.raises(UserError, match=r"source long: .*its text has changed since"):
         prepare(run, quiet)
     assert kept == [shards.manifest_file(path).stat().st_ino for path in (folder, *folders)]
 

@@ -252,6 +252,16 @@ def test_a_classifier_s_adapter_is_loaded_by_peft(
         torch.testing.assert_close(loaded(tokens).logits, hf.eval()(tokens).logits)
 
 
+@pytest.mark.parametrize("end", ["lm_head", "embed_tokens"])
+def test_an_adapter_that_would_learn_nothing_is_refused(tmp_path: Path, end: str) -> None:
+    """The loss and the embedding read the weight itself, past the layer that has the adapter."""
+    saved("llama", tmp_path)
+    lora = Lora(rank=2, targets=["q_proj", end])
+    with pytest.raises(UserError, match=f"targets names {end}") as refused:
+        adapted(tmp_path, Model(name="x", source=str(tmp_path), lora=lora))
+    assert f"leave {end} out" in refused.value.hint
+
+
 def test_targets_that_are_not_there_are_named(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     with pytest.raises(UserError, match=r"model\.lora\.targets fits no layer"):

@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +50,24 @@ def state(world: World, value: float) -> dict[str, torch.Tensor]:
         "model/vector": torch.full((3,), value),
         "step": torch.tensor(value),
     }
+
+
+def test_what_another_run_learned_is_not_left_behind_where_it_is_frozen(tmp_path: Path) -> None:
+    """Else it would be the source's again, beside layers that were trained with it."""
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    path = tmp_path / "trunk" / "checkpoints" / "step-00000003"
+    whole = {f"model/{name}": p.detach() for name, p in model.named_parameters()}
+    dcp.save(whole, checkpoint_id=path, no_dist=True)
+    train_state: Any = SimpleNamespace(model=model)
+    trainer.refuse_frozen(train_state, path)
+    model["a"].requires_grad_(False)
+    with pytest.raises(UserError, match=r"learned a\.bias, which is frozen here") as refused:
+        trainer.refuse_frozen(train_state, path)
+    assert f"model.source={tmp_path}/trunk/export" in refused.value.hint
+    shutil.rmtree(path)
+    parts = {name: value for name, value in whole.items() if "model/b" in name}
+    dcp.save(parts, checkpoint_id=path, no_dist=True)
+    trainer.refuse_frozen(train_state, path)  # there, too, it was the source's
 
 
 def save(folder: Path, world: World, step: int, keep: int = 2) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from atoll import run_dir
 from atoll.errors import UserError
+from atoll.models import text_generator
 from atoll.train import checkpoint, generate
 
 SIZES = tiny.CONFIGS["llama"] | {"vocab_size": 300, "hidden_size": 64}
@@ -113,6 +114,17 @@ def test_an_export_that_is_an_adapter_alone_speaks(
     assert last is not None
     cold = ["--prompt", "the reef", "--temperature", "0.01"]
     assert said(capsys, run_folder, *cold) == said(capsys, last, *cold)
+
+
+def test_a_model_that_no_device_has_room_for_speaks_on_the_processors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(30, 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for free, kind in ((1000, "cpu"), (10**6, "cuda")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 10**6))
+        assert text_generator._device_for(model).type == kind
+    assert "the processors say it" in capsys.readouterr().err
 
 
 @pytest.mark.image

@@ -186,6 +186,40 @@ def test_the_reference_leaves_each_rank_its_own_part(ranks: RankPool, folder: Pa
     assert ranks.run(whole_parameters, run, world=2) == [[], []]
 
 
+def references(world: World, run: Run) -> list[float]:
+    """Of the training pairs, as a run without a checkpoint gets them."""
+    train_state = assemble(run, run_dir.folder(run), world)
+    set_reference(train_state)
+    assert train_state.training.reference is not None
+    return [float(x) for x in train_state.training.reference.ravel()]
+
+
+def test_the_reference_is_of_the_pairs_and_the_weights_that_are_there(
+    ranks: RankPool, folder: Path, tmp_path: Path
+) -> None:
+    """A run that died before its first checkpoint begins again, and its files may be others now."""
+    pairs, base = tmp_path / "pairs.jsonl", tmp_path / "base"
+    rows = (folder / "pairs.jsonl").read_text().splitlines()
+    pairs.write_text("\n".join(rows) + "\n")
+    shutil.copytree(folder / "base", base)
+    changes = {"data__files": [str(pairs)], "model__source": str(base), "name": "again"}
+    changes["folders"] = {name: str(tmp_path / name) for name in ("runs", "prepared")}
+    run = pair_run(folder, 1, **changes)
+    small_run.ready(run)
+    [before] = ranks.run(references, run, world=1)
+    assert ranks.run(references, run, world=1) == [before]
+    pairs.write_text("\n".join(reversed(rows)) + "\n")
+    small_run.ready(run)
+    [turned] = ranks.run(references, run, world=1)
+    assert turned != before
+    run_dir.reference_file(run_dir.folder(run)).unlink()
+    assert ranks.run(references, run, world=1) == [turned]
+    torch.manual_seed(4)
+    config = AutoConfig.for_model(**SIZES)
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    assert ranks.run(references, run, world=1) != [turned]
+
+
 def test_simpo_needs_no_reference(ranks: RankPool, folder: Path) -> None:
     run = pair_run(folder, 1, {"loss": "simpo", "margin": 0.25}, name="simpo")
     run_folder = trained(ranks, run)

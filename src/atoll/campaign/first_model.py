@@ -113,5 +113,5 @@ def start_words(store: CampaignStore) -> list[str]:
     lora = store.campaign.lora
     adapter = [] if lora is None else lora_words(lora)
     if lora is not None and lora.start is not None:
-        adapter.append(path_word("++model.lora.start", lora.start.absolute()))
+        adapter.append(path_word("++model.lora.start", lora.start.expanduser().absolute()))
     return ["export.max_file_gib=1", *store.campaign.start, *adapter, *own, "export.dtype=float32"]

@@ -39,12 +39,15 @@ def write_run_folder(
     """Write all that a job reads, then `run.yaml`, and return the run's folder."""
     folder = run_dir.folder(composition.run)
     text = launch_text(composition.run, here, entrypoint)
-    prepared = composition.run.folders.prepared
-    try:
-        prepared.mkdir(parents=True, exist_ok=True)  # a bind needs it
-    except OSError as error:
-        found = f"cannot make {prepared}: {error.strerror}"
-        raise UserError(found, "give another place: folders.prepared=FOLDER") from None
+    folders = composition.run.folders
+    needed = {"prepared": folders.prepared}
+    needed |= {f"caches.{name}": cache for name, cache in folders.caches.items()}
+    for name, needs in needed.items():
+        try:
+            needs.mkdir(parents=True, exist_ok=True)  # a bind needs it
+        except OSError as error:
+            found = f"cannot make {needs}: {error.strerror}"
+            raise UserError(found, f"give another place: folders.{name}=FOLDER") from None
     try:
         run_dir.write_whole(run_dir.job_script(folder), around_job())
         run_dir.write_whole(run_dir.launch_script(folder), text)

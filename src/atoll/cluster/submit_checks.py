@@ -62,6 +62,9 @@ def check_source(run: Run) -> None:
         raise UserError(f"no such folder: evaluation.tasks_folder={tasks}", "check the path")
     if run_dir.complete_checkpoints(run_dir.folder(run)):
         return  # of its own, from which it goes on: what it began with may have been put away
+    adapter = None if run.model.lora is None else run.model.lora.start
+    if adapter is not None and not adapter.is_dir():
+        raise UserError(f"no such folder: model.lora.start={adapter}", "check the path")
     for name in ("initial_load_path", "optimizer_load_path"):
         origin = getattr(run.checkpoint, name)
         if origin is not None and not origin.is_dir():
@@ -71,7 +74,7 @@ def check_source(run: Run) -> None:
 def check_reference(run: Run) -> None:
     """Refuse another kind of run's weights for DPO: it would be held against the model's source."""
     origin = run.checkpoint.initial_load_path
-    if origin is None or run.task.loss != "dpo":
+    if origin is None or run.task.name != "preference" or run.task.loss != "dpo":
         return
     settings = run_dir.settings_file(origin.parent.parent)
     if settings.is_file() and load_run(settings).task.name != "preference":

@@ -19,11 +19,17 @@ def binds(run: Run) -> list[str]:
     """The facility's mounts, then the folders of the run itself, links followed."""
     folders: dict[str, str] = {}
     for path in sorted({str(path) for path in own_folders(run)}):
-        inside_another = any(path.startswith(f"{other}/") for other in folders)
-        if not inside_another:
+        if not any(_is_inside(path, other) for other in folders):
             folders[path] = bound(path)
     source = [f"{PACKAGE}:{PACKAGE_INSIDE}"] if run.image.bind_source else []
     return [*run.facility.binds, *_fabric(run), *source, *folders.values()]
+
+
+def _is_inside(path: str, other: str) -> bool:
+    """Whether a folder is there where the other one is, under its own name: no link leads away."""
+    if not path.startswith(f"{other}/"):
+        return False
+    return os.path.realpath(path) == os.path.realpath(other) + path[len(other) :]
 
 
 def own_folders(run: Run) -> list[Path]:
@@ -77,7 +83,14 @@ def _covers(folder: str, path: str) -> bool:
 
 def _given_files(run: Run) -> list[Path]:
     """The folders of the model, tokenizer, text files and data sets that a run names by path."""
-    return [path if path.is_dir() else _first_folder(path) for path in _named(run)]
+    return [_there(path if path.is_dir() else _first_folder(path)) for path in _named(run)]
+
+
+def _there(folder: Path) -> Path:
+    """The folder, or what is above one that has been put away: no container begins without it."""
+    above = (each for each in (folder, *folder.parents) if each.is_dir())
+    found = next(above, folder)
+    return folder if found == Path("/") else found
 
 
 def _behind_links(run: Run) -> list[Path]:

@@ -11,14 +11,18 @@ BUNDLE/
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from atoll import run_dir
 from atoll.errors import UserError
-from atoll.settings import Run
+from atoll.settings import Data, Run, Source
+from atoll.settings.data import Validation
+
+Text = TypeVar("Text", Data, Source)
 
 
 def with_bundle(run: Run) -> Run:
@@ -31,6 +35,7 @@ def with_bundle(run: Run) -> Run:
     if folder is None:
         return run
     manifest = read_manifest(folder)
+    run = _with_its_text(run, folder)
     own_model = _has_own_model(run, manifest)
     _refuse_another(_as_made(run, folder, manifest) if own_model else run, folder, manifest)
     _refuse_other_tasks(run, folder, manifest)
@@ -63,6 +68,47 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}", "copy the bundle again") from None
     return manifest
+
+
+def _with_its_text(run: Run, folder: Path) -> Run:
+    """The run with its text as it was named where the bundle was made, in folders of that machine.
+
+    Where file names or a setting differ it stays as it is: it is another text.
+    """
+    made = yaml.safe_load(run_dir.bundle_request(folder).read_text())["data"]
+    own, theirs = run.data.sources, made.get("sources") or []
+    same = [source.name for source in own] == [source.get("name") for source in theirs]
+    sources = [_as_named(*pair) for pair in zip(own, theirs, strict=True)] if same else own
+    data = _as_named(run.data, made).model_copy(update={"sources": sources})
+    return run.model_copy(update={"data": data})
+
+
+def _as_named(own: Text, made: dict[str, Any]) -> Text:
+    """A text, or a source, by the files that were named there, where their names are alike."""
+    update: dict[str, Any] = {}
+    if _names(own.files) == _names(made.get("files")):
+        update["files"] = made.get("files") or []
+    if own.hub and Path(own.hub).name == Path(made.get("hub") or "").name:
+        update["hub"] = made["hub"]
+    held_out = made.get("validation")
+    mine = None if own.validation is None else own.validation.model_dump()
+    if mine and held_out and _alike(mine) == _alike(held_out):
+        update["validation"] = Validation(**held_out)
+    return own.model_copy(update=update)
+
+
+def _names(files: Sequence[str] | None) -> list[str]:
+    return [Path(file).name for file in files or []]
+
+
+def _alike(held_out: Mapping[str, Any]) -> dict[str, Any]:
+    """A share is of a file's end where that is here, else of documents (held_out.py)."""
+    share = held_out.get("tail") or held_out.get("fraction")
+    others = ("split", "max_documents")
+    return {name: held_out.get(name) for name in others} | {
+        "share": share,
+        "files": _names(held_out.get("files")),
+    }
 
 
 def _has_own_model(run: Run, manifest: dict[str, Any]) -> bool:

@@ -29,6 +29,7 @@ FIXED = (
     "checkpoint.optimizer_load_path",
 )
 FREE = ("data.workers",)
+BATCH = "training.global_batch_samples"
 
 
 NAME_CHARACTERS = 120  # as settings allow
@@ -96,10 +97,14 @@ def check_same_run(run: Run, run_folder: Path) -> None:
         now.pop("checkpoint.optimizer_load_path", None)
     for name in [*now, *(name for name in before if name not in now)]:
         if before.get(name) != now.get(name):
+            hint = "give this one another name: name=NAME"
+            if name == BATCH and run.training.device_batch_samples is not None:
+                same = f"training.device_batch_samples=null {BATCH}={before.get(name)}"
+                hint = f"{same} goes on with it; or {hint}"
             raise UserError(
                 f"run {run.name} was made with {name}={before.get(name)!r}, "
                 f"now it is {now.get(name)!r}",
-                "give this one another name: name=NAME",
+                hint,
             )
     ranks, scale = (earlier.axes.data, run.axes.data), run.optimizer.scale_with_ranks
     if has_trained and scale != "none" and ranks[0] != ranks[1]:

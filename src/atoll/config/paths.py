@@ -34,12 +34,14 @@ def with_absolute_paths(run: Run, start: Path, home: Path, images: Path) -> Run:
     are_files = data.source != "python_stdlib"
     tasks_folder = run.evaluation.tasks_folder
     held_out = [absolute(file, start) for file in data.validation.files]
+    caches = {name: path(folder, home) for name, folder in run.folders.caches.items()}
+    lora = model.lora and model.lora.model_copy(update={"start": path(model.lora.start)})
     updates: dict[str, dict[str, Any]] = {
         "folders": {name: path(folder, home) for name, folder in run.folders if name != "caches"}
-        | {"images": path(run.folders.images, images)},
+        | {"images": path(run.folders.images, images), "caches": caches},
         "image": {"file": path(image.file), "verify_key": path(image.verify_key)},
         "facility": {"hosts_file": path(run.facility.hosts_file)},
-        "model": {"source": path_or_name(model.source, start)},
+        "model": {"source": path_or_name(model.source, start), "lora": lora},
         "checkpoint": {
             "initial_load_path": path(run.checkpoint.initial_load_path),
             "optimizer_load_path": path(run.checkpoint.optimizer_load_path),
@@ -51,6 +53,7 @@ def with_absolute_paths(run: Run, start: Path, home: Path, images: Path) -> Run:
         "evaluation": {"tasks_folder": tasks_folder and absolute(tasks_folder, start)},
         "data": {
             "files": [absolute(file, start) if are_files else file for file in data.files],
+            "hub": path_or_name(data.hub, start),
             "validation": data.validation.model_copy(update={"files": held_out}),
             "sources": [_absolute_source(data, source, start) for source in data.sources],
         },
@@ -60,7 +63,7 @@ def with_absolute_paths(run: Run, start: Path, home: Path, images: Path) -> Run:
 
 
 def _absolute_source(data: Data, source: Source, start: Path) -> Source:
-    update: dict[str, Any] = {}
+    update: dict[str, Any] = {"hub": path_or_name(source.hub, start)}
     if source.files and data.kind_of(source) != "python_stdlib":
         update["files"] = [absolute(file, start) for file in source.files]
     if source.validation is not None:
@@ -86,6 +89,8 @@ def with_caches(run: Run, environment: Mapping[str, str]) -> Run:
 
 def _reads_of_the_hub(run: Run) -> bool:
     names = [run.model.source, run.tokenizer.path, *(data.hub for data in run.data.each)]
+    if run.evaluation.tasks and run.folders.bundle is None:  # whose data the harness fetches
+        return True
     return any(name and not name.startswith("/") for name in names)
 
 

@@ -212,10 +212,13 @@ def _labelled(
     """Rows of number, text, perhaps a second text, and label; with the model's special tokens."""
     labels = [_label(classes, row[0], row[-1]) for row in rows]
     inputs = [row[1] if len(row) == 3 else (row[1], str(row[2] or "")) for row in rows]
-    ids = [np.array(encoding.ids, dtype=dtype) for encoding in tokenizer.encode_batch(inputs)]
-    lengths = np.array(list(map(len, ids)), dtype=np.int64)
-    tokens = b"".join(tokens_of_row.tobytes() for tokens_of_row in ids)
-    return TokenBlock(tokens, lengths, 0, np.array(labels, dtype=np.float32))
+    encoded = [np.array(encoding.ids, dtype=dtype) for encoding in tokenizer.encode_batch(inputs)]
+    # a blank one has no token where the tokenizer puts nothing around a text
+    kept = [(ids, label) for ids, label in zip(encoded, labels, strict=True) if len(ids)]
+    lengths = np.array([len(ids) for ids, _ in kept], dtype=np.int64)
+    tokens = b"".join(ids.tobytes() for ids, _ in kept)
+    kept_labels = np.array([label for _, label in kept], dtype=np.float32)
+    return TokenBlock(tokens, lengths, len(rows) - len(kept), kept_labels)
 
 
 def _label(classes: Classes, number: int, value: Any) -> float:

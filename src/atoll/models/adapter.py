@@ -56,6 +56,7 @@ def adapt(hf: Any, model: Model, compute_dtype: torch.dtype = torch.float32) -> 
             f"model.lora.targets fits no layer: {first_line(error)}",
             "name linear layers of the model, or model.lora.targets=all-linear",
         ) from None
+    _refuse_ends(hf)
     for module in hf.modules():
         if isinstance(module, Nf4Linear):  # peft takes its adapters' type from the weight's
             module.pack(compute_dtype)
@@ -67,6 +68,20 @@ def adapt(hf: Any, model: Model, compute_dtype: torch.dtype = torch.float32) -> 
     if model.lora.start is not None:  # here, where the model is whole
         own = {name_in_file(name) for name, _ in hf.named_parameters() if is_adapters(name, head)}
         _refuse_other_start(model.lora.start, model.lora, own)
+
+
+def _refuse_ends(hf: Any) -> None:
+    """Raise `UserError` for adapters beside what is read without its layer: they learn nothing."""
+    ends = (hf.get_input_embeddings(), hf.get_output_embeddings())
+    names = [name for name, module in hf.named_modules() if any(module is end for end in ends)]
+    adapted = [name for name in names if hasattr(hf.get_submodule(name), "base_layer")]
+    if adapted:
+        last = adapted[0].rpartition(".")[2]
+        raise UserError(
+            f"model.lora.targets names {last}, whose weight is read past its layer: an adapter "
+            "beside it would learn nothing",
+            f"leave {last} out of model.lora.targets",
+        )
 
 
 def check_device(quantisation: str, device: torch.device) -> None:

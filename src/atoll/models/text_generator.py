@@ -1,6 +1,7 @@
 """Continue a text with a Hugging Face model: an export, or an adapter beside its model."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from atoll.settings import Generation
 
 # no code of theirs is run, and nobody is asked whether it may be
 PLAIN: dict[str, Any] = {"dtype": "auto", "trust_remote_code": False}
+MOST_OF_DEVICE = 0.9  # of what is free, for weights: the rest is for a text's keys and values
 
 
 class TextGenerator(NamedTuple):
@@ -32,7 +34,6 @@ def from_folder(folder: Path) -> TextGenerator:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     below = folder / "adapter"
     if not (folder / "config.json").is_file() and (below / "adapter_config.json").is_file():
         folder = below
@@ -51,8 +52,25 @@ def from_folder(folder: Path) -> TextGenerator:
         home = folder
         model = AutoModelForCausalLM.from_pretrained(folder, **PLAIN)
     return TextGenerator(
-        model.eval().to(device), AutoTokenizer.from_pretrained(home, trust_remote_code=False)
+        model.eval().to(_device_for(model)),
+        AutoTokenizer.from_pretrained(home, trust_remote_code=False),
     )
+
+
+def _device_for(model: Any) -> torch.device:
+    """A GPU where the whole model fits into it, else the processors: slow, and it ends."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    needed = sum(p.numel() * p.element_size() for p in model.parameters())
+    free, _ = torch.cuda.mem_get_info()
+    if needed <= MOST_OF_DEVICE * free:
+        return torch.device("cuda")
+    print(
+        f"{needed / 2**30:.0f} GiB of weights, {free / 2**30:.0f} GiB free on a device: the "
+        "processors say it",
+        file=sys.stderr,
+    )
+    return torch.device("cpu")
 
 
 def continue_text(

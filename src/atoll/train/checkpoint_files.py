@@ -87,6 +87,11 @@ def read_own(folder: Path, state: dict[str, Tensor], metadata: Metadata | None) 
         dcp.load(state, storage_reader=reader, no_dist=True)
 
 
+def names_in(folder: Path) -> set[str]:
+    """The names of all tensors of a checkpoint."""
+    return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
 def parts_of(state: dict[str, Tensor], world: World, holders: Sequence[int]) -> dict[Part, int]:
     """Each part that this rank has, and who writes it."""
     items = create_default_local_save_plan(state, world.rank == 0).items

@@ -3,7 +3,9 @@
 They are computed once, by all ranks, before the first step, and kept in the run's folder.
 """
 
+import hashlib
 import io
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,7 @@ from atoll.sharding.engines import FORWARDS
 from atoll.sharding.process_group import run_on_all_ranks, run_on_first_rank, say, summed
 from atoll.sharding.step_plan import free_gathered
 from atoll.train.assemble import TrainState
+from atoll.train.checkpoint_saver import texts_of, tokenizer_of
 from atoll.train.evaluate import shares
 
 
@@ -25,18 +28,44 @@ def set_reference(train_state: TrainState) -> None:
         return
     assert isinstance(train_state.training, Samples), "settings let pairs in windows through"
     path = run_dir.reference_file(train_state.run_folder)
-    if not run_on_first_rank(world, path.is_file):
+    if not run_on_first_rank(world, lambda: _is_of_this(train_state, path)):
         say(world, "log-probabilities of the reference: once for all pairs …")
         arrays = {
             "train": _log_probabilities(train_state, train_state.training),
             "validation": _log_probabilities(train_state, train_state.validation),
         }
-        written = io.BytesIO()
-        np.savez(written, allow_pickle=False, **arrays)
-        run_on_first_rank(world, lambda: run_dir.write_whole(path, written.getvalue()))
+        run_on_first_rank(world, lambda: _keep(train_state, path, arrays))
     with run_on_all_ranks(world, lambda: np.load(path, allow_pickle=False)) as stored:
         train_state.training.reference = stored["train"]
         train_state.validation.reference = stored["validation"]
+
+
+def _is_of_this(train_state: TrainState, path: Path) -> bool:
+    """Whether what is kept is of these pairs and this model; a checkpoint knows its own text."""
+    if not path.is_file():
+        return False
+    if run_dir.complete_checkpoints(train_state.run_folder):
+        return True
+    with np.load(path, allow_pickle=False) as stored:
+        return "key" in stored and str(stored["key"]) == _key(train_state)
+
+
+def _keep(train_state: TrainState, path: Path, arrays: dict[str, npt.NDArray[np.float32]]) -> None:
+    written = io.BytesIO()
+    np.savez(written, allow_pickle=False, key=np.array(_key(train_state)), **arrays)
+    run_dir.write_whole(path, written.getvalue())
+
+
+def _key(train_state: TrainState) -> str:
+    """A digest of the pairs and of the weights: a file may be another one under its old name."""
+    model = train_state.run.model
+    places = [Path(place) for place in (model.source, model.lora and model.lora.start) if place]
+    files = [path for place in places for path in sorted(place.glob("*.safetensors"))]
+    weights = []
+    for path in files:
+        with open(path, "rb") as file:
+            weights.append([path.stat().st_size, hashlib.sha256(file.read(1 << 20)).hexdigest()])
+    return run_dir.digest([texts_of(train_state), tokenizer_of(train_state), weights])
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ from atoll.sharding.process_group import (
 )
 from atoll.train import checkpoint
 from atoll.train.assemble import TrainState, assemble
-from atoll.train.checkpoint_files import bytes_of_all
+from atoll.train.checkpoint_files import bytes_of_all, names_in
 from atoll.train.checkpoint_saver import texts_of, tokenizer_of
 from atoll.train.evaluate import Evaluation, evaluate
 from atoll.train.export_model import export_model
@@ -255,12 +255,31 @@ def resume(train_state: TrainState, found: Path | None = None) -> checkpoint.Pro
     run_on_all_ranks(world, lambda: check_resumable(train_state, progress))
     if is_verified:  # it is this run's own
         run_on_all_ranks(world, lambda: check_text(train_state, progress))
+    else:
+        run_on_all_ranks(world, lambda: refuse_frozen(train_state, path))
     state = state_dict(train_state)
     checkpoint.load(path, state, world, is_verified)
     load_state_dict(train_state, state)
     load_step_counts(train_state.optimizer, progress.step_counts)
     say(world, f"resumed from {path} (step {progress.step})")
     return progress
+
+
+def refuse_frozen(train_state: TrainState, path: Path) -> None:
+    """What is frozen is as the source has it: nothing of it is read from another run's checkpoint.
+
+    Raises `UserError` where that run had learned some of it.
+    """
+    named = train_state.model.named_parameters()
+    frozen = {f"model/{name}" for name, parameter in named if not parameter.requires_grad}
+    learned = sorted(frozen & names_in(path)) if frozen else []
+    if learned:
+        name = learned[0].removeprefix("model/").removeprefix("hf.")
+        raise UserError(
+            f"the run of {path} learned {name}, which is frozen here: it would be the source's",
+            f"begin with what it exported: model.source={run_dir.export(path.parents[1])}, and its "
+            "moments with checkpoint.optimizer_load_path",
+        )
 
 
 def load_moments(train_state: TrainState) -> None:
