@@ -297,6 +297,7 @@ def test_the_files_that_a_run_names_are_bound_too(composed, tmp_path):
     text = tmp_path / "texts" / "a.txt"
     text.parent.mkdir()
     text.write_text("a")
+    (tmp_path / "more").mkdir()
     run = composed(
         *SLURM,
         "image.file=/x.sif",
