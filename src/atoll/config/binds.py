@@ -18,7 +18,8 @@ NEEDED = ("/opt/atoll", "/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/
 def binds(run: Run) -> list[str]:
     """The facility's mounts, then the folders of the run itself, links followed."""
     folders: dict[str, str] = {}
-    for path in sorted({str(path) for path in own_folders(run)}):
+    given = map(_there, _given_files(run))
+    for path in sorted({str(path) for path in (*_made(run), *given, *_behind_links(run))}):
         if not any(_is_inside(path, other) for other in folders):
             folders[path] = bound(path)
     source = [f"{PACKAGE}:{PACKAGE_INSIDE}"] if run.image.bind_source else []
@@ -34,13 +35,12 @@ def _is_inside(path: str, other: str) -> bool:
 
 def own_folders(run: Run) -> list[Path]:
     """The folders that a run itself reads and writes."""
-    return [
-        run.folders.runs,
-        run.folders.prepared,
-        *run.folders.caches.values(),
-        *_given_files(run),
-        *_behind_links(run),
-    ]
+    return [*_made(run), *_given_files(run), *_behind_links(run)]
+
+
+def _made(run: Run) -> list[Path]:
+    """Those that are made where they are not there yet."""
+    return [run.folders.runs, run.folders.prepared, *run.folders.caches.values()]
 
 
 def _fabric(run: Run) -> list[str]:
@@ -83,7 +83,7 @@ def _covers(folder: str, path: str) -> bool:
 
 def _given_files(run: Run) -> list[Path]:
     """The folders of the model, tokenizer, text files and data sets that a run names by path."""
-    return [_there(path if path.is_dir() else _first_folder(path)) for path in _named(run)]
+    return [path if path.is_dir() else _first_folder(path) for path in _named(run)]
 
 
 def _there(folder: Path) -> Path:
