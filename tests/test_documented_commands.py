@@ -38,7 +38,7 @@ OTHERS |= {
     "eval",
     "export",
 }
-OTHERS |= {"tensorboard", "wandb", "mlflow", "ssh-keygen"}  # which show a run, and make keys
+OTHERS |= {"tensorboard", "wandb", "mlflow", "ssh-keygen", "hf"}  # show a run, make keys, fetch
 DRY = {"submit", "evaluate"}  # commands that take --dry-run
 COMPOSED = {"plan", "doctor", "prepare", "rehearse"}  # whose KEY=VALUE are a run's
 STAND_INS = {"facility=X": "facility=leonardo", "facility=NAME": "facility=leonardo"}
