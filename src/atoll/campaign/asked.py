@@ -152,7 +152,8 @@ def sequence_tokens(campaign: Campaign, site: Site) -> int:
     raise UserError(
         f"how long a sample at {site.name} is, is not known here, so neither is how many tokens "
         f"its update may claim: {run.found}",
-        f"mend that; where it is right at {site.name}, say data.sequence_tokens=N in its overrides",
+        f"mend that, or, where it is right there, say it in the overrides of {site.name}: "
+        "data.sequence_tokens=N",
     )
 
 
