@@ -165,13 +165,13 @@ def test_text_that_was_put_away_keeps_no_container_from_its_start(composed, tmp_
 
 
 def test_a_folder_that_a_link_leads_away_from_another_is_bound_itself(composed, tmp_path):
-    (tmp_path / "work").mkdir()
+    (tmp_path / "texts").mkdir()
     (tmp_path / "far").mkdir()
-    (tmp_path / "work" / "a.txt").touch()
-    (tmp_path / "work" / "runs").symlink_to(tmp_path / "far")
-    words = ("data=text_files", f"data.files={tmp_path}/work/a.txt")
-    found = binds(composed(*LINE, *words, f"folders.runs={tmp_path}/work/runs").run)
-    assert f"{tmp_path}/far:{tmp_path}/work/runs" in found
+    (tmp_path / "texts" / "a.txt").touch()
+    (tmp_path / "texts" / "runs").symlink_to(tmp_path / "far")
+    words = ("data=text_files", f"data.files={tmp_path}/texts/a.txt")
+    found = binds(composed(*LINE, *words, f"folders.runs={tmp_path}/texts/runs").run)
+    assert f"{tmp_path}/far:{tmp_path}/texts/runs" in found
 
 
 def test_a_link_is_followed_by_the_name_that_it_says(composed, tmp_path):
