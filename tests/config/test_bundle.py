@@ -80,6 +80,9 @@ def test_a_bundle_of_other_settings_is_refused(
         (["data=chat_files", "data.files=talks.jsonl"], "data.files=others.jsonl"),
         (["data=text_files", "data.files=book.txt"], "data.validation.fraction=0.3"),
         (["data=chat_files", "data.files=talks.jsonl"], "seed=1"),
+        (["data=hub", "data.hub=rows"], ""),
+        (["data=hub", "data.hub=rows"], "data.hub=other/rows"),
+        (["data=hub", "data.hub=org/rows"], "data.hub=other/rows"),
     ],
 )
 def test_the_same_files_lie_in_other_folders_at_a_facility(
@@ -91,6 +94,7 @@ def test_the_same_files_lie_in_other_folders_at_a_facility(
         folder.mkdir()
     for name in ("book.txt", "talks.jsonl"):
         (home / name).touch()
+    (home / "rows").mkdir()
     monkeypatch.chdir(home)
     line = ["facility=laptop", *MODEL, *files]
     made = composed(*line)

@@ -88,13 +88,19 @@ def _as_named(own: Text, made: dict[str, Any]) -> Text:
     update: dict[str, Any] = {}
     if _names(own.files) == _names(made.get("files")):
         update["files"] = made.get("files") or []
-    if own.hub and Path(own.hub).name == Path(made.get("hub") or "").name:
+    if _is_same_folder(own.hub or "", made.get("hub") or ""):
         update["hub"] = made["hub"]
     held_out = made.get("validation")
     mine = None if own.validation is None else own.validation.model_dump()
     if mine and held_out and _alike(mine) == _alike(held_out):
         update["validation"] = Validation(**held_out)
     return own.model_copy(update=update)
+
+
+def _is_same_folder(hub: str, made: str) -> bool:
+    """A data set in a folder, by that folder's name; two names of the hub are two data sets."""
+    is_folder = made.startswith("/") and (hub.startswith("/") or "/" not in hub)
+    return is_folder and Path(hub).name == Path(made).name
 
 
 def _names(files: Sequence[str] | None) -> list[str]:
