@@ -48,7 +48,7 @@ def test_a_run_whose_loss_is_no_number(
     made_up.first(tmp_path)
     words = delta(tmp_path, trained(tmp_path / "run", loss))
     error = told(words, tmp_path, capsys)
-    assert f"is {loss}" in error and "lower the learning rate" in error
+    assert f"is {loss}" in error and "a lower learning rate" in error
 
 
 def test_a_run_that_has_not_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
