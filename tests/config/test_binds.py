@@ -174,6 +174,15 @@ def test_a_folder_that_a_link_leads_away_from_another_is_bound_itself(composed, 
     assert f"{tmp_path}/far:{tmp_path}/texts/runs" in found
 
 
+def test_where_a_link_of_the_home_folder_leads_is_there_before_its_bind(composed, tmp_path):
+    """A container has the home folder, link and all, before its binds."""
+    (tmp_path / "lustre" / "runs").mkdir(parents=True)
+    (tmp_path / "scratch").symlink_to("lustre")
+    found = binds(composed(*LINE, f"folders.runs={tmp_path}/scratch/runs").run)
+    real = f"{tmp_path}/lustre/runs"
+    assert found.index(real) < found.index(f"{real}:{tmp_path}/scratch/runs")
+
+
 def test_a_link_is_followed_by_the_name_that_it_says(composed, tmp_path):
     """A relative one, in a folder that is given by the name of another link."""
     (tmp_path / "lustre" / "blobs").mkdir(parents=True)

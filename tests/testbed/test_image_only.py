@@ -1,11 +1,15 @@
 """Every command that a person types, in a clone that has an image and nothing else."""
 
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 from testbed_site import USER, queued_jobs
+
+from atoll.cluster.container import container_prefix
+from atoll.config.compose import compose
 
 SLURM = ("facility=testbed", "nodes=1", "training.global_batch_samples=2", "model=llama_tiny")
 
@@ -55,3 +59,29 @@ def test_the_doctor_asks_this_machine(site, runs):
     answer = site.type("sbatch/atoll", "doctor", *SLURM, f"folders.runs={runs}", check=False)
     assert "apptainer" in answer.lower()
     assert "Traceback" not in answer
+
+
+@pytest.fixture
+def linked(site, runs):
+    """A clone on scratch, by the name of a link in the home folder."""
+    scratch, link = runs.parent, Path(f"/home/{USER}", runs.parent.name)
+    left_out = shutil.ignore_patterns("images", "runs", "prepared")
+    shutil.copytree(site.clone, scratch / "atoll", ignore=left_out)
+    (scratch / "atoll" / "images").symlink_to(site.clone / "images")
+    scratch.chmod(0o755)
+    link.symlink_to(scratch)
+    yield link / "atoll"
+    link.unlink()
+    shutil.rmtree(scratch / "atoll")
+
+
+def test_a_clone_and_its_runs_through_a_link_of_the_home_folder(site, linked):
+    """A container has the home folder, and in it the link, before its binds."""
+    said = site.shell(f"cd / && {linked}/sbatch/atoll compose {shlex.join(SLURM)}")
+    assert f"images: {linked}/images" in said
+    texts = linked / "texts"
+    words = (f"image.file={site.image}", "data=text_files", f"data.files={texts}/*.txt")
+    run = compose((*SLURM, *words), site.clone / "hydra_conf").run
+    assert "__main__" in site.shell(
+        f"cd / && {shlex.join([*container_prefix(run), 'ls', str(texts)])}"
+    )

@@ -20,8 +20,14 @@ def binds(run: Run) -> list[str]:
     folders: dict[str, str] = {}
     given = map(_there, _given_files(run))
     for path in sorted({str(path) for path in (*_made(run), *given, *_behind_links(run))}):
-        if not any(_is_inside(path, other) for other in folders):
-            folders[path] = bound(path)
+        if any(_is_inside(path, other) for other in folders):
+            continue
+        real = os.path.realpath(path)
+        # in a home folder, that a container has before its binds, the link itself stands there and
+        # the bind goes where it leads: that has to be there
+        if real != path and not any(_covers(real, own) or _covers(own, real) for own in NEEDED):
+            folders.setdefault(real, real)
+        folders[path] = bound(path)
     source = [f"{PACKAGE}:{PACKAGE_INSIDE}"] if run.image.bind_source else []
     return [*run.facility.binds, *_fabric(run), *source, *folders.values()]
 
