@@ -237,3 +237,21 @@ def test_an_environment_that_cannot_start_leaves_it_to_the_image(clone):
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 2
     assert "libpython3.11.so" in done.stderr and "make setup" in done.stderr
+
+
+def test_what_a_run_reads_is_there_for_a_command_about_it(clone, tmp_path):
+    """Whichever folder of the run is given; tokens and text lie elsewhere."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("words of a text\n")
+    (tmp_path / "scratch").mkdir()
+    places = (f"folders.runs={tmp_path}/runs", f"folders.prepared={tmp_path}/scratch/prepared")
+    text = ("data=text_files", f"data.files={tmp_path}/texts/*.txt")
+    assert clone.type(*SLURM, "name=one", *places, *text).returncode == 0
+    inside = tmp_path / "runs" / "one" / "checkpoints"
+    inside.mkdir()
+    command(clone, "generate", str(inside))
+    asking = (tmp_path / "apptainer.log").read_text().splitlines()[-1]
+    for folder in ("runs/one", "texts", "scratch/prepared"):
+        assert f"--bind {tmp_path / folder} " in asking
+    mounts = re.findall(r"--bind (\S+)", asking)
+    assert len(mounts) == len(set(mounts))

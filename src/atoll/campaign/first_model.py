@@ -19,7 +19,7 @@ from atoll.campaign.journal import alone
 from atoll.campaign.store import CampaignStore
 from atoll.campaign.suited import refuse_unsuited_start
 from atoll.campaign.transfer import atoll_here, run_atoll
-from atoll.cluster.launchers import atoll_command
+from atoll.cluster.modules import atoll_outside_jobs
 from atoll.config.compose import compose, known_shape, path_word
 from atoll.errors import UserError
 from atoll.settings import Run
@@ -36,7 +36,7 @@ def make_first_model(store: CampaignStore) -> None:
         refuse_unsuited_start(composition.run)
         settings, model = store.round(0) / "run.yaml", store.round(0) / "untrained"
         run_dir.write_whole(settings, composition.as_yaml())
-        atoll, about = atoll_command(composition.run), dict[str, str]()
+        atoll, about = atoll_outside_jobs(composition.run), dict[str, str]()
         if store.campaign.lora is None:
             _shown([*atoll, "untrained", str(settings), str(model)], "the first model")
         else:
@@ -79,7 +79,7 @@ def merge_adapter(
         try:
             composition = compose(words)  # which may name files of the coordinator's own clone
             run_dir.write_whole(settings, composition.as_yaml())
-            atoll = atoll or atoll_command(composition.run)
+            atoll = atoll or atoll_outside_jobs(composition.run)
             now = frozen_digest(run_atoll([*atoll, "adapter", str(settings)], "the base's digest"))
         except UserError as error:
             raise NoBase(error.found, error.hint) from None

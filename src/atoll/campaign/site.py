@@ -44,6 +44,7 @@ from atoll.campaign.own_weights import begins_with, needless_residuals, residual
 from atoll.campaign.signing import sign
 from atoll.campaign.site_models import (
     container_of,
+    container_side,
     make_bases,
     model_words,
     refuse_other_frozen,
@@ -164,6 +165,7 @@ def _advance(
     here, newest = _place(folder, number, how), request["global_round"]
     have = make_bases(folder, newest + 1, request["overrides"])
     if have < newest:
+        container_side(folder, request["overrides"])  # whatever it lacks is said before models come
         return {"state": "needs", "have": have}
     base = folder / "bases" / round_name(newest)
     refuse_wrong_base(base, request)

@@ -12,7 +12,7 @@ from atoll.campaign.first_model import frozen_digest
 from atoll.campaign.inner_state import trained_rounds
 from atoll.campaign.journal import Journal, round_name
 from atoll.campaign.transfer import run_atoll
-from atoll.cluster.launchers import atoll_command
+from atoll.cluster.modules import atoll_outside_jobs
 from atoll.config.compose import compose, path_word, settings_of
 from atoll.errors import UserError, printable
 from atoll.settings import Run
@@ -116,7 +116,7 @@ def container_side(folder: Path, overrides: Sequence[str]) -> list[str]:
 def container_of(run: Run, folder: Path) -> list[str]:
     """The same, in the image of this run; all of the campaign's folder is there."""
     bound = run.model_copy(update={"folders": run.folders.model_copy(update={"prepared": folder})})
-    return atoll_command(bound)
+    return atoll_outside_jobs(bound)
 
 
 def refuse_other_kinds(came: Path) -> None:

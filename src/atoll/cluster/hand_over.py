@@ -12,9 +12,10 @@ from atoll.config.binds import own_folders
 from atoll.config.compose import combinations, compose, config_tree
 from atoll.config.stated_folders import stated_folder
 from atoll.errors import UserError
-from atoll.settings import Run
+from atoll.settings import Run, load_run
 
 OF_RUNS = "--runs"  # the folders of runs and images alone, for a command that takes no settings
+OF = "--of"  # the folders of runs that are there
 
 
 def hand_over(run: Run, file: Path, folder: Path, follows: Path | None = None) -> None:
@@ -48,9 +49,17 @@ def folders(overrides: Sequence[str]) -> list[str]:
     return sorted(map(str, named))
 
 
+def asked(words: Sequence[str]) -> list[str]:
+    """The folders of runs, of those that come behind `OF`, or of those that settings make."""
+    if words == [OF_RUNS]:
+        return [str(stated_folder(name).absolute()) for name in ("runs", "images")]
+    if words[:1] == [OF]:
+        runs = [load_run(run_dir.settings_file(Path(folder))) for folder in words[1:]]
+        return sorted({str(path) for run in runs for path in own_folders(run)})
+    return folders([word for word in words if not word.startswith("-") and "=" in word])
+
+
 if __name__ == "__main__":
     file, *words = sys.argv[1:]
-    settings = [word for word in words if not word.startswith("-") and "=" in word]
-    of_runs = [str(stated_folder(name).absolute()) for name in ("runs", "images")]
-    named = of_runs if words == [OF_RUNS] else folders(settings)
+    named = asked(words)
     Path(file).write_text("".join(f"{folder}\0" for folder in named))

@@ -6,6 +6,7 @@ from pathlib import Path
 from atoll import run_dir
 from atoll.cluster import pbs, slurm
 from atoll.cluster.launchers import SAFE_PATH, atoll_command, exported, launch_step
+from atoll.cluster.modules import load_modules
 from atoll.cluster.summary import writes_text
 from atoll.settings import Run
 
@@ -16,8 +17,6 @@ STRICT = "set -euo pipefail\n"
 # A site's settings of Python would reach into the image; sbatch --export=NONE would reach srun.
 # Nor is what lies in the folder it was typed in ever imported (Python 3.11 and later).
 ALONE = "unset PYTHONHOME PYTHONPATH PYTHONSTARTUP SLURM_EXPORT_ENV\n" + f"export {SAFE_PATH}=1\n"
-# A module system greets with unset variables and failing commands, so strictness comes after it.
-MODULES = "source /etc/profile\n"
 # scheduler -> the shell function by which a job requeues the run.
 REQUEUE = {"slurm": slurm.requeue_function, "pbs": pbs.requeue_function}
 AROUND = Path(__file__).with_name("job.sh")
@@ -41,7 +40,7 @@ def launch_script(
     return (
         HEADER
         + _around(run, run_folder)
-        + _modules(run)
+        + load_modules(run.facility)  # greets with unset variables and failing commands
         + STRICT
         + ALONE
         + (asks + REQUEUE[scheduler](run, run_folder, batch_file) if queued else "")
@@ -65,14 +64,8 @@ def then_head(run: Run, run_folder: Path) -> str:
     header = "#!/bin/bash\n# What follows this run. Written when it was submitted.\n"
     nodes = NODE_FILE.format(file=shlex.quote(str(run_folder / "then_nodes.txt")))
     own = nodes if run.facility.scheduler == "pbs" else ""
-    return header + _modules(run) + STRICT + ALONE + own + _lines(preparation(run, run_folder))
-
-
-def _modules(run: Run) -> str:
-    named = run.facility.modules
-    modules = [["module", "use", folder] for folder in named.use]
-    modules += [["module", "load", name] for name in named.load]
-    return MODULES + _lines(modules) if modules else ""
+    start = load_modules(run.facility) + STRICT + ALONE
+    return header + start + own + _lines(preparation(run, run_folder))
 
 
 def preparation(run: Run, run_folder: Path) -> list[list[str]]:

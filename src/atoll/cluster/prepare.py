@@ -6,7 +6,7 @@ from pathlib import Path
 
 from atoll import run_dir
 from atoll.cluster import striping
-from atoll.cluster.launchers import atoll_command
+from atoll.cluster.modules import atoll_outside_jobs
 from atoll.config.bundle import read_manifest
 from atoll.config.compose import compose, overrides_parser
 from atoll.errors import UserError
@@ -33,11 +33,10 @@ def main(argv: list[str]) -> int:
     composition = compose(overrides)
     run = composition.run
     check_image(run)
+    atoll = atoll_outside_jobs(_seeing(run, folder))
     _refuse_another_request(folder, composition.as_yaml())
     run_dir.write_whole(run_dir.bundle_request(folder), composition.as_yaml())
-    if code := subprocess.run(
-        [*atoll_command(_seeing(run, folder)), "fetch", str(folder)]
-    ).returncode:
+    if code := subprocess.run([*atoll, "fetch", str(folder)]).returncode:
         return code
     words = [word for word in overrides if not word.startswith("folders.")]
     line = shlex.join(["sbatch/train.sbatch", *words, f"folders.bundle={folder}"])

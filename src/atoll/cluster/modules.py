@@ -1,0 +1,39 @@
+"""A facility's environment modules, in its jobs and for what is typed outside of one."""
+
+import shlex
+import shutil
+
+from atoll.cluster.launchers import atoll_command
+from atoll.commands import run_command
+from atoll.errors import UserError
+from atoll.settings import Run
+from atoll.settings.machine import Facility
+
+MODULE_SYSTEM = "source /etc/profile\n"  # what makes `module` known to a shell
+
+
+def load_modules(facility: Facility) -> str:
+    """The lines of a script that load them; none without modules."""
+    named = facility.modules
+    words = [["module", "use", folder] for folder in named.use]
+    words += [["module", "load", name] for name in named.load]
+    lines = [f"{shlex.join(argv)}\n" for argv in words]
+    return "".join([MODULE_SYSTEM, *lines]) if lines else ""
+
+
+def atoll_outside_jobs(run: Run) -> list[str]:
+    """`atoll` as a job has it: where the container's program is a module, that is loaded first.
+
+    Raises `UserError` where the program is not to be had on this machine.
+    """
+    command, program = atoll_command(run), run.facility.container
+    if run.image.file is None or shutil.which(program):
+        return command
+    modules = load_modules(run.facility)
+    if run_command(["bash", "-c", f'{modules}command -v "$0"', program]).returncode:
+        tried = f", nor after module load {' '.join(run.facility.modules.load)}" if modules else ""
+        raise UserError(
+            f"no {program} on this machine's PATH{tried}: it is to run {run.image.file}",
+            f"type it where {program} is, or after make setup without an image: image=none",
+        )
+    return ["bash", "-c", f'{modules}exec "$@"\n', "bash", *command]
