@@ -201,3 +201,18 @@ def test_settings_and_choices_that_a_page_names_are_there(page):
         elif not is_setting(name):
             unknown.append(word)
     assert unknown == []
+
+
+def test_the_parts_of_a_wheel_that_a_page_or_a_hint_names_are_there():
+    project = (ROOT / "pyproject.toml").read_text()
+    given = set(
+        re.findall(r"^(\w+) = \[", project.split("[project.optional-dependencies]")[1], re.M)
+    )
+    texts = [*PAGES, *(ROOT / "src").rglob("*.py")]
+    named = {
+        extra
+        for path in texts
+        for words in re.findall(r"(?:\.whl|WHEEL)\[([\w,]+)\]", path.read_text())
+        for extra in words.split(",")
+    }
+    assert {"train", "scores"} <= named <= given

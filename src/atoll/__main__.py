@@ -115,7 +115,8 @@ def _of_files(error: OSError, hint: str) -> UserError:
 def _of_packages(command: str, name: str) -> UserError:
     return UserError(
         f"{sys.executable} has no {name}, which atoll {command} needs: a login node's side alone",
-        "make setup installs it; or run in an image: image=cpu, after make image-cpu",
+        "make setup installs it (a wheel: pip install 'WHEEL[train]'); or run in an image: "
+        "image=cpu, after make image-cpu",
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from atoll.config import working_folder
 from atoll.images.recipe import source_digest
 
 ROOT = Path(__file__).parents[2]
@@ -125,3 +126,17 @@ def test_a_clone_is_a_working_folder_already(tmp_path: Path) -> None:
     printed = run(sys.executable, "-m", "atoll", "init", tmp_path / "x", cwd=tmp_path, code=2)
     assert "clone" in printed and len(printed.splitlines()) == 2
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(("torch", "first"), [(None, "--dry-run"), ("here", "make demo")])
+def test_what_init_says_comes_next_can_be_done(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    torch: str | None,
+    first: str,
+) -> None:
+    monkeypatch.setattr(working_folder, "write_working_folder", lambda folder, again: [])
+    monkeypatch.setattr(working_folder, "find_spec", lambda name: torch)
+    assert working_folder.main([str(tmp_path)]) == 0
+    assert first in capsys.readouterr().out

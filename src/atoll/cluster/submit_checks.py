@@ -146,5 +146,6 @@ def check_environment(run: Run) -> None:
     if run.image.file is None and find_spec("torch") is None:
         raise UserError(
             f"{sys.executable} has no torch: it composes and submits, and cannot train",
-            "choose an image, as image=cpu, or install the rest: make setup",
+            "choose an image, as image=cpu, or install the rest: make setup (a wheel: pip install "
+            "'WHEEL[train]')",
         )

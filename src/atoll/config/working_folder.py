@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from atoll import run_dir
@@ -40,9 +41,15 @@ def main(argv: list[str]) -> int:
         print(f"{folder / kept}: kept as you changed it; this version's is {kept.name}.new")
     print(
         f"{folder}: your settings go to {OWN / 'default.yaml'}\n"
-        f"next: cd {shlex.quote(str(folder))} && make demo\ndocs: {CARRIED / 'docs'}"
+        f"next: cd {shlex.quote(str(folder))} && {_first_command()}\ndocs: {CARRIED / 'docs'}"
     )
     return 0
+
+
+def _first_command() -> str:
+    if find_spec("torch") is not None:
+        return "make demo"
+    return "sbatch/train.sbatch facility=laptop experiment=demo --dry-run"
 
 
 def source_folder() -> Path:
