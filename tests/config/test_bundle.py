@@ -12,6 +12,9 @@ from atoll.errors import UserError
 MODEL = ["model=from_path", "model.source=hub/model", "model.revision=abc"]
 
 
+TALKS = "{name: own, files: [talks.jsonl]}"  # a source
+
+
 def words(*more: str) -> list[str]:
     return ["facility=laptop", "data=python_stdlib", *MODEL, *more]
 
@@ -83,6 +86,7 @@ def test_a_bundle_of_other_settings_is_refused(
         (["data=hub", "data.hub=rows"], ""),
         (["data=hub", "data.hub=rows"], "data.hub=other/rows"),
         (["data=hub", "data.hub=org/rows"], "data.hub=other/rows"),
+        (["data=mixture", f"data.sources=[{{name: web, hub: a/b}},{TALKS}]"], ""),
     ],
 )
 def test_the_same_files_lie_in_other_folders_at_a_facility(

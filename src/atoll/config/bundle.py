@@ -86,8 +86,8 @@ def _with_its_text(run: Run, folder: Path) -> Run:
 def _as_named(own: Text, made: dict[str, Any]) -> Text:
     """A text, or a source, by the files that were named there, where their names are alike."""
     update: dict[str, Any] = {}
-    if _names(own.files) == _names(made.get("files")):
-        update["files"] = made.get("files") or []
+    if own.files and _names(own.files) == _names(made.get("files")):
+        update["files"] = made["files"]
     if _is_same_folder(own.hub or "", made.get("hub") or ""):
         update["hub"] = made["hub"]
     held_out = made.get("validation")
