@@ -14,6 +14,9 @@ MODEL = ["model=from_path", "model.source=hub/model", "model.revision=abc"]
 
 TALKS = "{name: own, files: [talks.jsonl]}"  # a source
 
+TAIL = "data.validation={fraction: null, tail: 0.05}"
+SHARE = "data.validation={fraction: 0.05, tail: null}"
+
 
 def words(*more: str) -> list[str]:
     return ["facility=laptop", "data=python_stdlib", *MODEL, *more]
@@ -86,6 +89,17 @@ def test_a_bundle_of_other_settings_is_refused(
         (["data=hub", "data.hub=rows"], ""),
         (["data=hub", "data.hub=rows"], "data.hub=other/rows"),
         (["data=hub", "data.hub=org/rows"], "data.hub=other/rows"),
+        (["data=python_stdlib", "data.files=[asyncio/*]"], ""),
+        (["data=python_stdlib", "data.files=[asyncio/*]"], "data.files=[email/*]"),
+        (["data=python_stdlib", "data.files=[lib/asyncio]"], "data.files=[asyncio]"),
+        (["data=text_files", "data.files=[code/*.txt]"], ""),
+        (["data=text_files", "data.files=[code/*/*.txt]"], ""),
+        (["data=text_files", "data.files=[code/*.txt]"], "data.files=[wiki/*.txt]"),
+        (["data=text_files", "data.files=[code/*/*.txt]"], "data.files=[wiki/*/*.txt]"),
+        (["data=text_files", "data.files=[book.txt,more.txt]"], ""),
+        (["data=text_files", "data.files=[book.txt,more.txt]"], TAIL),
+        (["data=text_files", "data.files=[code/*.txt]"], TAIL),
+        (["data=text_files", "data.files=[code/*.txt]", TAIL], SHARE),
         (["data=mixture", f"data.sources=[{{name: web, hub: a/b}},{TALKS}]"], ""),
     ],
 )

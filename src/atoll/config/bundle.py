@@ -12,12 +12,14 @@ BUNDLE/
 
 import json
 from collections.abc import Mapping, Sequence
+from glob import has_magic
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from atoll import run_dir
+from atoll.config.held_out import tail_of
 from atoll.errors import UserError
 from atoll.settings import Data, Run, Source
 from atoll.settings.data import Validation
@@ -77,22 +79,25 @@ def _with_its_text(run: Run, folder: Path) -> Run:
     """
     made = yaml.safe_load(run_dir.bundle_request(folder).read_text())["data"]
     own, theirs = run.data.sources, made.get("sources") or []
-    same = [source.name for source in own] == [source.get("name") for source in theirs]
-    sources = [_as_named(*pair) for pair in zip(own, theirs, strict=True)] if same else own
-    data = _as_named(run.data, made).model_copy(update={"sources": sources})
+    if own and [source.name for source in own] == [source.get("name") for source in theirs]:
+        own = list(map(_as_named, own, run.data.each, theirs))
+    data = _as_named(run.data, run.data, made).model_copy(update={"sources": own})
     return run.model_copy(update={"data": data})
 
 
-def _as_named(own: Text, made: dict[str, Any]) -> Text:
-    """A text, or a source, by the files that were named there, where their names are alike."""
+def _as_named(own: Text, data: Data, made: dict[str, Any]) -> Text:
+    """A text, or a source, by the files that were named there, where their names are alike.
+
+    data: the text with what a source leaves unset.
+    """
     update: dict[str, Any] = {}
-    if own.files and _names(own.files) == _names(made.get("files")):
+    are_files = data.source != "python_stdlib"  # its patterns of modules are of no folder
+    if are_files and own.files and _names(own.files) == _names(made.get("files")):
         update["files"] = made["files"]
     if _is_same_folder(own.hub or "", made.get("hub") or ""):
         update["hub"] = made["hub"]
     held_out = made.get("validation")
-    mine = None if own.validation is None else own.validation.model_dump()
-    if mine and held_out and _alike(mine) == _alike(held_out):
+    if held_out and own.validation and _is_alike(data, held_out):
         update["validation"] = Validation(**held_out)
     return own.model_copy(update=update)
 
@@ -104,17 +109,25 @@ def _is_same_folder(hub: str, made: str) -> bool:
 
 
 def _names(files: Sequence[str] | None) -> list[str]:
-    return [Path(file).name for file in files or []]
+    return [_name(Path(file)) for file in files or []]
 
 
-def _alike(held_out: Mapping[str, Any]) -> dict[str, Any]:
-    """A share is of a file's end where that is here, else of documents (held_out.py)."""
-    share = held_out.get("tail") or held_out.get("fraction")
-    others = ("split", "max_documents")
-    return {name: held_out.get(name) for name in others} | {
-        "share": share,
-        "files": _names(held_out.get("files")),
-    }
+def _name(path: Path) -> str:
+    """A file's own; a pattern's with the folder that it begins in: `*.txt` says nothing."""
+    plain = next(part for part in (path, *path.parents) if not has_magic(str(part)))
+    return path.name if plain == path else path.relative_to(plain.parent).as_posix()
+
+
+def _is_alike(data: Data, made: Mapping[str, Any]) -> bool:
+    """Whether the same is held out: of one file its end, also where that file is not here."""
+    one_file = None if any(map(has_magic, data.files)) else tail_of(data)
+    mine = [held_out.model_dump() for held_out in (data.validation, one_file) if held_out]
+    return any(_held_out(each) == _held_out(made) for each in mine)
+
+
+def _held_out(validation: Mapping[str, Any]) -> dict[str, Any]:
+    shares = {name: validation.get(name) for name in Validation.model_fields}
+    return shares | {"files": _names(validation.get("files"))}
 
 
 def _has_own_model(run: Run, manifest: dict[str, Any]) -> bool:

@@ -31,13 +31,18 @@ def _with_tail(source: Source, data: Data) -> Source:
 
 
 def _tail(data: Data) -> Validation | None:
+    """The same, where the file is here."""
+    tail = tail_of(data)
+    return tail if tail and Path(data.files[0]).is_file() else None
+
+
+def tail_of(data: Data) -> Validation | None:
     """What is held out instead of a share of documents; nothing where there are several."""
     is_one_text = (
         data.source == "files"
         and data.document == "file"
         and len(data.files) == 1
         and data.files[0].endswith(".txt")
-        and Path(data.files[0]).is_file()
     )
     fraction = data.validation.fraction
     return Validation(tail=fraction) if fraction and is_one_text else None
