@@ -128,6 +128,17 @@ def test_the_same_files_lie_in_other_folders_at_a_facility(
         assert composed(*words).run.data == made.run.data
 
 
+@pytest.mark.parametrize("text", [None, "", "data:", "data: {name: x}\ntokenizer: [", "\x00"])
+def test_a_bundle_without_its_request_is_not_whole(bundle: Path, composed, text) -> None:
+    file = run_dir.bundle_request(bundle)
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UserError, match=f"the bundle {bundle} is not whole: {file} ") as refused:
+        composed(*words(f"folders.bundle={bundle}"))
+    assert "copy the bundle again" in refused.value.hint
+
+
 def test_a_task_that_is_not_in_the_bundle_is_refused(bundle: Path, composed) -> None:
     line = [*words(f"folders.bundle={bundle}"), "evaluation.tasks=[arc_easy]"]
     with pytest.raises(UserError, match=r"holds the data of no task, this run is .* arc_easy"):

@@ -72,12 +72,29 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def _request(folder: Path) -> dict[str, Any]:
+    """The settings of the run that a bundle was made for."""
+    path = run_dir.bundle_request(folder)
+    try:
+        request = yaml.safe_load(path.read_bytes())
+    except (OSError, yaml.YAMLError):
+        request = None
+    groups = request if isinstance(request, dict) else {}
+    if not all(isinstance(groups.get(name), dict) for name in ("data", "tokenizer")):
+        state = "does not have the settings of a run" if path.is_file() else "is missing"
+        raise UserError(
+            f"the bundle {folder} is not whole: {path} {state}",
+            "copy the bundle again: rsync -a goes on from there",
+        )
+    return groups
+
+
 def _with_its_text(run: Run, folder: Path) -> Run:
     """The run with its text as it was named where the bundle was made, in folders of that machine.
 
     Where file names or a setting differ it stays as it is: it is another text.
     """
-    made = yaml.safe_load(run_dir.bundle_request(folder).read_text())["data"]
+    made = _request(folder)["data"]
     own, theirs = run.data.sources, made.get("sources") or []
     if own and [source.name for source in own] == [source.get("name") for source in theirs]:
         own = list(map(_as_named, own, run.data.each, theirs))
@@ -140,8 +157,8 @@ def _as_made(run: Run, folder: Path, manifest: dict[str, Any]) -> Run:
     """The run with the bundle's model and tokenizer: what is left to compare is the text."""
     made = manifest["made_for"]
     source = {"source": made["model.source"], "revision": made["model.revision"]}
-    request = yaml.safe_load(run_dir.bundle_request(folder).read_text())
-    tokenizer = run.tokenizer.model_copy(update={"path": request["tokenizer"]["path"]})
+    path = _request(folder)["tokenizer"].get("path")
+    tokenizer = run.tokenizer.model_copy(update={"path": path})
     model = run.model.model_copy(update=source)
     return run.model_copy(update={"model": model, "tokenizer": tokenizer})
 
