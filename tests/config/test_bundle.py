@@ -14,6 +14,7 @@ MODEL = ["model=from_path", "model.source=hub/model", "model.revision=abc"]
 
 TALKS = "{name: own, files: [talks.jsonl]}"  # a source
 
+BOOK = "{name: book, files: [book.txt]}"
 TAIL = "data.validation={fraction: null, tail: 0.05}"
 SHARE = "data.validation={fraction: 0.05, tail: null}"
 
@@ -101,6 +102,8 @@ def test_a_bundle_of_other_settings_is_refused(
         (["data=text_files", "data.files=[code/*.txt]"], TAIL),
         (["data=text_files", "data.files=[code/*.txt]", TAIL], SHARE),
         (["data=mixture", f"data.sources=[{{name: web, hub: a/b}},{TALKS}]"], ""),
+        (["data=mixture", f"data.sources=[{BOOK},{TALKS}]"], ""),
+        (["data=mixture", f"data.sources=[{BOOK},{TALKS}]"], "data.validation.fraction=0.3"),
     ],
 )
 def test_the_same_files_lie_in_other_folders_at_a_facility(

@@ -114,7 +114,7 @@ def _as_named(own: Text, data: Data, made: dict[str, Any]) -> Text:
     if _is_same_folder(own.hub or "", made.get("hub") or ""):
         update["hub"] = made["hub"]
     held_out = made.get("validation")
-    if held_out and own.validation and _is_alike(data, held_out):
+    if held_out and _is_alike(data, held_out):
         update["validation"] = Validation(**held_out)
     return own.model_copy(update=update)
 
