@@ -89,6 +89,8 @@ def test_a_bundle_of_other_settings_is_refused(
         (["data=chat_files", "data.files=talks.jsonl"], "seed=1"),
         (["data=hub", "data.hub=rows"], ""),
         (["data=hub", "data.hub=rows"], "data.hub=other/rows"),
+        (["data=hub", "data.hub=rows/chat"], ""),
+        (["data=hub", "data.hub=rows/chat"], "data.hub=other/chat"),
         (["data=hub", "data.hub=org/rows"], "data.hub=other/rows"),
         (["data=python_stdlib", "data.files=[asyncio/*]"], ""),
         (["data=python_stdlib", "data.files=[asyncio/*]"], "data.files=[email/*]"),
@@ -115,7 +117,7 @@ def test_the_same_files_lie_in_other_folders_at_a_facility(
         folder.mkdir()
     for name in ("book.txt", "talks.jsonl"):
         (home / name).touch()
-    (home / "rows").mkdir()
+    (home / "rows" / "chat").mkdir(parents=True)
     monkeypatch.chdir(home)
     line = ["facility=laptop", *MODEL, *files]
     made = composed(*line)

@@ -120,9 +120,12 @@ def _as_named(own: Text, data: Data, made: dict[str, Any]) -> Text:
 
 
 def _is_same_folder(hub: str, made: str) -> bool:
-    """A data set in a folder, by that folder's name; two names of the hub are two data sets."""
-    is_folder = made.startswith("/") and (hub.startswith("/") or "/" not in hub)
-    return is_folder and Path(hub).name == Path(made).name
+    """A data set in a folder, by that folder's name; two names of the hub are two data sets.
+
+    One that is not here is named as it was typed, from a folder that differs.
+    """
+    own = Path(hub).name if hub.startswith("/") else hub
+    return made.startswith("/") and bool(own) and made.endswith(f"/{own}")
 
 
 def _names(files: Sequence[str] | None) -> list[str]:
