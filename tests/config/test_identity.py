@@ -146,6 +146,41 @@ def test_a_run_of_another_text_is_another_run(composed):
         check_same_run(run, run_dir.folder(run))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("data=hub", "data.hub=mydata"),
+        ("data=mixture", "data.sources=[{name: web, hub: a/b},{name: own, hub: mydata}]"),
+        ("data=mixture", "data.sources=[{name: chats, hub: my/chats},{name: own, hub: mydata}]"),
+    ],
+)
+def test_a_data_set_that_was_put_away_keeps_its_run_once_it_has_tokens(words, here, composed):
+    folders = [here / "mydata", here / "my" / "chats"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    run, made = composed(*BASE, *words).run, composed(*BASE, *words, "name=x")
+    write_run_folder(made)
+    for folder in folders:
+        folder.rmdir()
+    assert composed(*BASE, *words).run.name != run.name  # a data set of the hub, for all we know
+    run_dir.write_whole(run_dir.prepared(run) / "manifest.json", "{}")
+    assert composed(*BASE, *words).run.name == run.name
+    again = composed(*BASE, *words, "name=x").run
+    check_same_run(again, run_dir.folder(again))
+    assert run_dir.prepared(again) == run_dir.prepared(made.run)
+
+
+def test_a_data_set_of_the_hub_stays_one_beside_tokens_of_a_folder(here, composed):
+    words = (*BASE, "data=hub", "data.hub=mydata")
+    (here / "mydata").mkdir()
+    run_dir.write_whole(run_dir.prepared(composed(*words).run) / "manifest.json", "{}")
+    (here / "mydata").rmdir()
+    run = composed(*words, "seed=1").run
+    assert run.data.hub == "mydata"
+    run_dir.write_whole(run_dir.prepared(run) / "manifest.json", "{}")
+    assert composed(*words, "seed=1").run.data.hub == "mydata"
+
+
 def test_a_default_that_changes_renames_no_run(composed, tree):
     before = composed(*BASE).run.name
     run_yaml = tree / "run.yaml"

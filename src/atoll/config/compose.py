@@ -43,6 +43,7 @@ from atoll.config.paths import (
     with_absolute_paths,
     with_caches,
     with_image_file,
+    with_put_away,
 )
 from atoll.config.provenance import DERIVED, annotated, changed, leaves, origins
 from atoll.config.working_folder import source_folder
@@ -203,7 +204,7 @@ def compose(
     around = clone or clone_around(start)
     images = around or clone_around(Path(__file__)) or start
     run = with_image_file(with_absolute_paths(typed, start, around or start, images))
-    run = with_held_out_tail(run, sources)
+    run = with_put_away(with_held_out_tail(run, sources), start)
     check_chat_template(run)
     if not named:
         name = derived_name(run, _stated(tree), changed(layers, COMMAND_LINE))

@@ -1,12 +1,15 @@
 """Paths of a run that hold wherever its job will run."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from atoll import run_dir
 from atoll.config.chat_templates import template_text
 from atoll.settings import Data, Run, Source
+
+Text = TypeVar("Text", Data, Source)
 
 # Where Hugging Face's libraries keep what they fetched (manuals of huggingface_hub, datasets).
 CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
@@ -70,6 +73,34 @@ def _absolute_source(data: Data, source: Source, start: Path) -> Source:
         held_out = [absolute(file, start) for file in source.validation.files]
         update["validation"] = source.validation.model_copy(update={"files": held_out})
     return source.model_copy(update=update)
+
+
+def with_put_away(run: Run, start: Path) -> Run:
+    """The run with the paths of its data sets' folders, where these are gone and have tokens.
+
+    By their names alone they would be data sets of the hub, and this another run without tokens.
+    """
+    names = sorted({data.hub for data in run.data.each if data.hub and data.hub[0] != "/"})
+    if not names or _has_tokens(run):
+        return run
+    folders = (_in_folders(run, gone, start) for gone in (*([name] for name in names), names))
+    return next(filter(_has_tokens, folders), run)
+
+
+def _has_tokens(run: Run) -> bool:
+    return (run_dir.prepared(run) / "manifest.json").is_file()
+
+
+def _in_folders(run: Run, names: Sequence[str], start: Path) -> Run:
+    """The run with the data sets of these names in folders from `start`."""
+
+    def of(text: Text) -> Text:
+        if text.hub is None or text.hub not in names:
+            return text
+        return text.model_copy(update={"hub": absolute(text.hub, start)})
+
+    data = of(run.data.model_copy(update={"sources": list(map(of, run.data.sources))}))
+    return run.model_copy(update={"data": data})
 
 
 def with_caches(run: Run, environment: Mapping[str, str]) -> Run:
