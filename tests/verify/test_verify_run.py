@@ -168,6 +168,15 @@ def test_no_path_of_the_machine_is_in_a_card(tmp_path: Path) -> None:
     assert "| Begun from | a local folder |" in text and "- Training: Tokens" in text
 
 
+def test_a_card_names_a_data_set_in_a_folder_by_that_folder_alone(tmp_path: Path) -> None:
+    small_run.write_text(tmp_path)
+    sources = [{"name": "web", "hub": "a/b"}, {"name": "own", "hub": str(tmp_path / "chats")}]
+    run = small_run.settings(tmp_path, 1, data__files=[], data__sources=sources)
+    text = card.run_card(run, {}, [], {}, {})
+    assert str(tmp_path) not in text and 'datasets: ["a/b"]' in text
+    assert "| web: Source | a/b |" in text and "| own: Source | the folder chats |" in text
+
+
 LINK = ("Link", "![x](http://elsewhere) *\\|\x1b")
 
 

@@ -77,7 +77,7 @@ def _front(run: Run) -> dict[str, Any]:
     front: dict[str, Any] = {"library_name": "transformers", "tags": ["atoll"]}
     if base := hub_name(run.model.source):
         front["base_model"] = base
-    if hubs := [data.hub for data in run.data.each if data.hub]:
+    if hubs := list(filter(None, (hub_name(data.hub) for data in run.data.each))):
         front["datasets"] = list(dict.fromkeys(hubs))
     return front
 
@@ -114,7 +114,9 @@ def _data(run: Run) -> Rows:
             weights = ", ".join(f"{w:g} from step {step}" for step, w in source.weights.items())
             yield f"{of}Weight", weights if len(source.weights) > 1 else f"{source.weights[0]:g}"
         origin = {"python_stdlib": "Python's own library"}.get(data.source, "files")
-        yield f"{of}Source", data.hub or origin
+        if data.hub:
+            origin = hub_name(data.hub) or f"the folder {Path(data.hub).name}"
+        yield f"{of}Source", origin
         if data.hub:
             yield f"{of}Configuration", data.hub_config or "the default"
             yield f"{of}Revision", data.hub_revision
