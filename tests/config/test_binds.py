@@ -164,6 +164,26 @@ def test_text_that_was_put_away_keeps_no_container_from_its_start(composed, tmp_
     assert f"{tmp_path}/gone" not in found and str(tmp_path) in found
 
 
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [
+        (("model.source=/opt/nope/llama",), "/opt/nope"),
+        (("model.source=/usr/share/nope/llama",), "/usr/share/nope"),
+        (("data=text_files", "data.files=[/opt/nope/corpora/*.jsonl]"), "/opt/nope/corpora"),
+    ],
+)
+def test_a_folder_that_is_not_there_hides_nothing_of_the_image(words, folder, composed):
+    """It is mistyped, and said to be missing, or another machine has it."""
+    found = binds(composed(*LINE, *words).run)
+    assert folder in found and not {"/opt", "/usr", "/usr/share"} & set(found)
+
+
+def test_a_folder_that_is_not_there_hides_nothing_that_this_image_needs(composed, tmp_path):
+    (tmp_path / "hpcx").mkdir()
+    words = (f"image.needs=[{tmp_path}/hpcx]", f"model.source={tmp_path}/nope/llama")
+    assert f"{tmp_path}/nope" in binds(composed(*LINE, *words).run)
+
+
 def test_a_folder_that_a_link_leads_away_from_another_is_bound_itself(composed, tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "far").mkdir()

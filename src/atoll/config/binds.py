@@ -18,7 +18,7 @@ NEEDED = ("/opt/atoll", "/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/
 def binds(run: Run) -> list[str]:
     """The facility's mounts, then the folders of the run itself, links followed."""
     folders: dict[str, str] = {}
-    given = map(_there, _given_files(run))
+    given = (_there(folder, run) for folder in _given_files(run))
     for path in sorted({str(path) for path in (*_made(run), *given, *_behind_links(run))}):
         if any(_is_inside(path, other) for other in folders):
             continue
@@ -92,11 +92,19 @@ def _given_files(run: Run) -> list[Path]:
     return [path if path.is_dir() else _first_folder(path) for path in _named(run)]
 
 
-def _there(folder: Path) -> Path:
-    """The folder, or what is above one that has been put away: no container begins without it."""
+def _there(folder: Path, run: Run) -> Path:
+    """The folder, or what is above one that has been put away: no container begins without it.
+
+    Where that would hide what the image needs it stays: it is mistyped, or another machine's.
+    """
     above = (each for each in (folder, *folder.parents) if each.is_dir())
     found = next(above, folder)
-    return folder if found == Path("/") else found
+    return folder if _is_of_image(str(found), run) else found
+
+
+def _is_of_image(folder: str, run: Run) -> bool:
+    """Whether a folder is, holds or lies in one that the image needs."""
+    return any(_covers(folder, own) or _covers(own, folder) for own in (*NEEDED, *run.image.needs))
 
 
 def _behind_links(run: Run) -> list[Path]:
@@ -112,8 +120,7 @@ def _behind_links(run: Run) -> list[Path]:
     targets = [*map(os.path.normpath, said), *map(os.path.realpath, links)]
     there = [path for path in targets if os.path.exists(path)]
     folders = {path if os.path.isdir(path) else os.path.dirname(path) for path in there}
-    own = (*NEEDED, *run.image.needs)
-    return [Path(f) for f in folders if not any(_covers(f, p) or _covers(p, f) for p in own)]
+    return [Path(folder) for folder in folders if not _is_of_image(folder, run)]
 
 
 def _links(path: str) -> list[str]:
