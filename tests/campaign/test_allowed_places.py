@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from atoll import run_dir
 from atoll.campaign import site
 from atoll.campaign.allow import allowed_at, refuse_folder, refuse_outside, refuse_settings
+from atoll.config.bundle import made_for
 from atoll.config.compose import compose
 from atoll.errors import UserError
 
@@ -29,6 +31,24 @@ def test_validation_files_lie_in_the_folder_whatever_the_source(home: Path, word
     with pytest.raises(UserError, match="outside"):
         refuse_outside(run, words, home / "camp")
     refuse_outside(run, words, home)
+
+
+def test_files_that_a_bundle_was_made_of_are_read_by_nobody_here(home: Path) -> None:
+    """They are named as where it was made; the bundle's own place is asked about as ever."""
+    (home / "coord").mkdir()
+    words = ["facility=laptop", "data=chat_files", "model=from_path", "model.source=hub/model"]
+    own = [*words, "data.files=[texts/x.jsonl]", f"data.validation.files=[{home}/coord/y.jsonl]"]
+    own.append("data.validation.fraction=null")
+    made = compose(own)
+    bundle = home / "camp" / "bundle"
+    run_dir.write_whole(run_dir.bundle_request(bundle), made.as_yaml())
+    manifest = {"made_for": made_for(made.run), "files": {}}
+    run_dir.write_whole(run_dir.bundle_manifest(bundle), json.dumps(manifest))
+    refuse_outside(compose([*own, f"folders.bundle={bundle}"]).run, own, home / "camp")
+    with pytest.raises(UserError, match="does not let a request name"):
+        refuse_outside(made.run, own, home / "camp")
+    with pytest.raises(UserError, match=r"does not let a request change folders\.bundle"):
+        refuse_settings([f"folders.bundle={home}/other/bundle"], home / "camp")
 
 
 @pytest.mark.parametrize("folder", [".", "..", "keys", "~"])

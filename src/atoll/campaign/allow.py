@@ -62,7 +62,12 @@ def refuse_settings(overrides: Sequence[str], folder: Path) -> None:
 
 
 def refuse_outside(run: Run, overrides: Sequence[str], folder: Path) -> None:
-    """Files of a request that are not the clone's own choice lie in the folder, or are listed."""
+    """Files of a request that are not the clone's own choice lie in the folder, or are listed.
+
+    With a bundle they are the names of where it was made, and nobody reads them here.
+    """
+    if run.folders.bundle is not None:
+        return
     named = {name for name, _, is_choice in settings_of(overrides) if not is_choice}
     allowed = allowed_at(folder)
     data = run.data
