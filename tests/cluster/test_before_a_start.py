@@ -50,6 +50,12 @@ def test_a_place_that_cannot_be_used_is_named(word, found, here, capsys):
         assert lines[1].strip() == f"give another place: {word.partition('=')[0]}=FOLDER"
 
 
+def test_a_cache_that_only_compute_nodes_have_keeps_no_run_without_an_image(here):
+    (here / "local_scratch").touch()
+    with pytest.raises(StartedError):
+        main(["submit", *LAPTOP, f"folders.caches={{HF_HOME: {here}/local_scratch/hf}}"])
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -40,6 +40,25 @@ def test_where_the_program_is_there_nothing_is_loaded(composed, monkeypatch):
     assert atoll_outside_jobs(without) == atoll_command(without)
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_cache_is_made_before_a_container_binds_it(is_there, composed, tmp_path, monkeypatch):
+    """One that only compute nodes have is left out: no container begins without what it binds."""
+    monkeypatch.setattr(modules.shutil, "which", lambda name: name if is_there else None)
+    monkeypatch.setattr(modules, "MODULE_SYSTEM", "module() { apptainer() { :; }; }\n")
+    (tmp_path / "local_scratch").touch()
+    caches = f"HF_HOME: {tmp_path}/own/hf, HF_HUB_CACHE: {tmp_path}/local_scratch/hf"
+    argv = atoll_outside_jobs(composed(*IMAGE, f"folders.caches={{{caches}}}").run)
+    binds = [argv[at + 1] for at, word in enumerate(argv) if word == "--bind"]
+    assert (tmp_path / "own" / "hf").is_dir() and f"{tmp_path}/own/hf" in binds
+    assert not any("local_scratch" in bind for bind in binds)
+
+
+def test_without_an_image_no_cache_is_made(composed, tmp_path):
+    words = ("facility=meluxina", "model=llama_tiny", "image=none")
+    atoll_outside_jobs(composed(*words, f"folders.caches={{HF_HOME: {tmp_path}/hf}}").run)
+    assert not (tmp_path / "hf").exists()
+
+
 def test_a_program_that_is_nowhere_is_said_before_anything_is_written(
     composed, tmp_path, monkeypatch
 ):

@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+from pathlib import Path
 
 from atoll.cluster.launchers import atoll_command
 from atoll.commands import run_command
@@ -26,9 +27,11 @@ def atoll_outside_jobs(run: Run) -> list[str]:
 
     Raises `UserError` where the program is not to be had on this machine.
     """
-    command, program = atoll_command(run), run.facility.container
-    if run.image.file is None or shutil.which(program):
-        return command
+    program = run.facility.container
+    if run.image.file is None:
+        return atoll_command(run)
+    if shutil.which(program):
+        return atoll_command(_with_caches_there(run))
     modules = load_modules(run.facility)
     if run_command(["bash", "-c", f'{modules}command -v "$0"', program]).returncode:
         tried = f", nor after module load {' '.join(run.facility.modules.load)}" if modules else ""
@@ -36,4 +39,23 @@ def atoll_outside_jobs(run: Run) -> list[str]:
             f"no {program} on this machine's PATH{tried}: it is to run {run.image.file}",
             f"type it where {program} is, or after make setup without an image: image=none",
         )
+    command = atoll_command(_with_caches_there(run))
     return ["bash", "-c", f'{modules}exec "$@"\n', "bash", *command]
+
+
+def _with_caches_there(run: Run) -> Run:
+    """The run with its caches made, and without one that only compute nodes can have.
+
+    No container begins without a folder that it binds.
+    """
+    there = {name: path for name, path in run.folders.caches.items() if _is_made(path)}
+    folders = run.folders.model_copy(update={"caches": there})
+    return run.model_copy(update={"folders": folders})
+
+
+def _is_made(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return True

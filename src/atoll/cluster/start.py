@@ -41,7 +41,8 @@ def write_run_folder(
     text = launch_text(composition.run, here, entrypoint)
     folders = composition.run.folders
     needed = {"prepared": folders.prepared}
-    needed |= {f"caches.{name}": cache for name, cache in folders.caches.items()}
+    if composition.run.image.file is not None:
+        needed |= {f"caches.{name}": cache for name, cache in folders.caches.items()}
     for name, needs in needed.items():
         try:
             needs.mkdir(parents=True, exist_ok=True)  # a bind needs it
