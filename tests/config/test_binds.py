@@ -6,8 +6,9 @@ import pytest
 import yaml
 
 from atoll.cluster.job_script import launch_script
+from atoll.cluster.launchers import exported
 from atoll.cluster.start import write_run_folder
-from atoll.config.binds import binds
+from atoll.config.binds import FABRIC, binds
 from atoll.errors import UserError
 
 FACILITIES = Path(__file__).parents[2] / "hydra_conf" / "facility"
@@ -192,6 +193,17 @@ def test_a_folder_that_a_link_leads_away_from_another_is_bound_itself(composed, 
     words = ("data=text_files", f"data.files={tmp_path}/texts/a.txt")
     found = binds(composed(*LINE, *words, f"folders.runs={tmp_path}/texts/runs").run)
     assert f"{tmp_path}/far:{tmp_path}/texts/runs" in found
+
+
+def test_a_network_s_plugin_and_libraries_may_be_in_the_home_folder(
+    composed, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    network = "plugin: '~/ofi/lib/librccl-net.so', libraries: ['~/fabric', lib]"
+    run = composed(*LINE, f"facility.network={{{network}}}").run
+    assert {f"{tmp_path}/ofi/lib", f"{tmp_path}/fabric:{FABRIC}/0"} <= set(binds(run))
+    assert f"{Path.cwd()}/lib:{FABRIC}/1" in binds(run)
+    assert exported(run)["NCCL_NET_PLUGIN"] == f"{tmp_path}/ofi/lib/librccl-net.so"
 
 
 def test_where_a_link_of_the_home_folder_leads_is_there_before_its_bind(composed, tmp_path):

@@ -34,6 +34,9 @@ def with_absolute_paths(run: Run, start: Path, home: Path, images: Path) -> Run:
         return given and Path(absolute(given, start))
 
     data, image, model, tokenizer = run.data, run.image, run.model, run.tokenizer
+    network = run.facility.network
+    libraries = [absolute(folder, start) for folder in network.libraries]
+    of_network = {"plugin": path(network.plugin), "libraries": libraries}
     are_files = data.source != "python_stdlib"
     tasks_folder = run.evaluation.tasks_folder
     held_out = [absolute(file, start) for file in data.validation.files]
@@ -43,7 +46,10 @@ def with_absolute_paths(run: Run, start: Path, home: Path, images: Path) -> Run:
         "folders": {name: path(folder, home) for name, folder in run.folders if name != "caches"}
         | {"images": path(run.folders.images, images), "caches": caches},
         "image": {"file": path(image.file), "verify_key": path(image.verify_key)},
-        "facility": {"hosts_file": path(run.facility.hosts_file)},
+        "facility": {
+            "hosts_file": path(run.facility.hosts_file),
+            "network": network.model_copy(update=of_network),
+        },
         "model": {"source": path_or_name(model.source, start), "lora": lora},
         "checkpoint": {
             "initial_load_path": path(run.checkpoint.initial_load_path),
