@@ -98,3 +98,15 @@ def test_the_doctor_s_job_may_write_it_and_git_ignores_it(composed):
     assert run.facility.binds == ["/scratch/facilities"]
     ignored = (Path(__file__).parents[2] / ".gitignore").read_text().splitlines()
     assert "/facilities/" in ignored
+
+
+def test_the_doctor_s_job_may_write_it_behind_a_link_of_the_home_folder(
+    composed, tmp_path, monkeypatch
+):
+    """A container has the home folder, link and all, before its binds."""
+    (tmp_path / "lustre" / "facilities").mkdir(parents=True)
+    (tmp_path / "scratch").symlink_to("lustre")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = doctor.as_probe(composed(*LINE, "folders.facilities='~/scratch/facilities'")).run
+    real = f"{tmp_path}/lustre/facilities"
+    assert run.facility.binds == [real, f"{real}:{tmp_path}/scratch/facilities"]

@@ -9,6 +9,7 @@ from atoll.cluster.start import start
 from atoll.cluster.submit import with_allocated_nodes
 from atoll.cluster.submit_checks import check
 from atoll.commands import CommandParser
+from atoll.config.binds import bound
 from atoll.config.compose import COMMAND_LINE, Composition, compose, overrides_parser
 from atoll.tables import table
 
@@ -55,7 +56,8 @@ def as_probe(composition: Composition) -> Composition:
     """
     run = composition.run
     name = f"doctor-{run.facility.name}-{run.nodes}x{run.ranks_per_node}"
-    binds = [*run.facility.binds, str(run.folders.facilities)]  # for its certificate
+    certificates = bound(str(run.folders.facilities), run)
+    binds = [*run.facility.binds, *certificates.values()]
     minutes = run.facility.walltime_minutes
     is_typed = composition.sources.get("facility.walltime_minutes") == COMMAND_LINE
     if minutes is not None and not is_typed:

@@ -22,12 +22,7 @@ def binds(run: Run) -> list[str]:
     for path in sorted({str(path) for path in (*_made(run), *given, *_behind_links(run))}):
         if any(_is_inside(path, other) for other in folders):
             continue
-        real = os.path.realpath(path)
-        # in a home folder, that a container has before its binds, the link itself stands there and
-        # the bind goes where it leads: that has to be there
-        if real != path and not any(_covers(real, own) or _covers(own, real) for own in NEEDED):
-            folders.setdefault(real, real)
-        folders[path] = bound(path)
+        folders |= bound(path, run)
     source = [f"{PACKAGE}:{PACKAGE_INSIDE}"] if run.image.bind_source else []
     return [*run.facility.binds, *_fabric(run), *source, *folders.values()]
 
@@ -57,10 +52,17 @@ def _fabric(run: Run) -> list[str]:
     return [*plugin, *libraries]
 
 
-def bound(path: str) -> str:
-    """The bind of a folder under the name it was given, wherever its links lead."""
+def bound(path: str, run: Run) -> dict[str, str]:
+    """Of a folder under the name it was given, wherever its links lead: place -> bind.
+
+    Before it the place where they lead: of a link in a home folder, that a container has before its
+    binds, the link itself stands there, and the bind goes where it leads.
+    """
     real = os.path.realpath(path)
-    return path if real == path else f"{real}:{path}"
+    if real == path:
+        return {path: path}
+    first = {} if _is_of_image(real, run) else {real: real}
+    return first | {path: f"{real}:{path}"}
 
 
 def check_binds(run: Run) -> None:
