@@ -2,6 +2,7 @@
 
 import shlex
 import subprocess
+import sys
 
 import pytest
 
@@ -67,6 +68,8 @@ def test_a_program_that_is_nowhere_is_said_before_anything_is_written(
     (tmp_path / "bin" / "bash").symlink_to("/bin/bash")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     run = composed(*IMAGE).run
+    assert atoll_outside_jobs(run) == [sys.executable, "-m", "atoll"], "which has torch here"
+    monkeypatch.setattr(modules, "find_spec", lambda name: None)
     with pytest.raises(UserError) as error:
         atoll_outside_jobs(run)
     said = "no apptainer on this machine's PATH, nor after module load Apptainer/1.3.6"

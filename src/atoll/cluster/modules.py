@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 from atoll.cluster.launchers import atoll_command
@@ -25,7 +26,8 @@ def load_modules(facility: Facility) -> str:
 def atoll_outside_jobs(run: Run) -> list[str]:
     """`atoll` as a job has it: where the container's program is a module, that is loaded first.
 
-    Raises `UserError` where the program is not to be had on this machine.
+    Where it is on compute nodes alone, by the environment this process runs from; `UserError` where
+    that has no torch.
     """
     program = run.facility.container
     if run.image.file is None:
@@ -34,10 +36,12 @@ def atoll_outside_jobs(run: Run) -> list[str]:
         return atoll_command(_with_caches_there(run))
     modules = load_modules(run.facility)
     if run_command(["bash", "-c", f'{modules}command -v "$0"', program]).returncode:
+        if find_spec("torch") is not None:
+            return atoll_command(_without_image(run))
         tried = f", nor after module load {' '.join(run.facility.modules.load)}" if modules else ""
         raise UserError(
             f"no {program} on this machine's PATH{tried}: it is to run {run.image.file}",
-            f"type it where {program} is, or after make setup without an image: image=none",
+            f"type it where {program} is, or once after make setup, whose environment then does it",
         )
     command = atoll_command(_with_caches_there(run))
     return ["bash", "-c", f'{modules}exec "$@"\n', "bash", *command]
@@ -51,6 +55,10 @@ def _with_caches_there(run: Run) -> Run:
     there = {name: path for name, path in run.folders.caches.items() if _is_made(path)}
     folders = run.folders.model_copy(update={"caches": there})
     return run.model_copy(update={"folders": folders})
+
+
+def _without_image(run: Run) -> Run:
+    return run.model_copy(update={"image": run.image.model_copy(update={"file": None})})
 
 
 def _is_made(folder: Path) -> bool:
