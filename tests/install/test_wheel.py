@@ -128,7 +128,7 @@ def test_a_clone_is_a_working_folder_already(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize(("torch", "first"), [(None, "--dry-run"), ("here", "make demo")])
+@pytest.mark.parametrize(("torch", "first"), [(None, "list facilities"), ("here", "make demo")])
 def test_what_init_says_comes_next_can_be_done(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 def _first_command() -> str:
     if find_spec("torch") is not None:
         return "make demo"
-    return "sbatch/train.sbatch facility=laptop experiment=demo --dry-run"
+    return "sbatch/atoll list facilities"
 
 
 def source_folder() -> Path:
