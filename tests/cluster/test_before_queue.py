@@ -209,6 +209,18 @@ def test_a_facility_s_own_command_as_its_documents_show_it(
     assert facility == "polaris" or before_queue.node_hours_left(nobody) is None
 
 
+@pytest.mark.parametrize(("facility", "account"), SHOWN)
+def test_a_budget_is_found_by_the_account_in_upper_and_in_lower_case(
+    scheduler, composed, here, facility, account
+):
+    text, hours = SHOWN[facility, account]
+    (here / "shown").write_text(text)
+    for name in (account.lower(), account.upper()):
+        run = composed(f"facility={facility}", f"facility.account={name}", "image=none").run
+        scheduler(run.facility.budget.command[0], "cat shown")
+        assert before_queue.node_hours_left(run) == pytest.approx(hours), name
+
+
 def test_what_the_account_cannot_pay_is_refused_with_the_steps_that_it_can(scheduler, here):
     words = [*QUEUED, "facility.budget.command=[quota]", r"facility.budget.pattern='left: (\d+)'"]
     words += ["facility.budget.per_node_hour=1", "training.steps=100000000"]

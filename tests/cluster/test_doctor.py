@@ -43,6 +43,16 @@ def test_accounts_that_are_not_yours_are_named_with_those_that_are(composed, sit
     assert finding.hint == "facility.account=NAME, one of: mine, ours"
 
 
+@pytest.mark.parametrize("account", ["EUHPC_D01_001", "euhpc_d01_001"])
+def test_an_account_is_yours_in_upper_and_in_lower_case(account, composed, site):
+    environment = site(sacctmgr="echo 'euhpc_d01_001|normal|'")
+    words = (f"facility.account={account}", "+facility.submit.qos=normal")
+    run = composed(*SLURM, *words).run
+    finding = found(run, environment, "account")
+    assert (finding.state, finding.found) == (OK, account)
+    assert found(run, environment, "qos").state == OK
+
+
 @pytest.mark.parametrize("facility", ["leonardo", "polaris"])
 def test_an_account_that_is_missing_is_no_matter_of_time(facility, composed, site):
     run = composed(f"facility={facility}", "folders.runs=/tmp").run

@@ -91,7 +91,8 @@ def node_hours_left(run: Run) -> float | None:
         return None
     pattern = budget.pattern.replace("{account}", re.escape(account or ""))
     done = run_command(words, timeout_seconds=ASK_SECONDS)
-    hours = re.search(pattern, done.stdout, re.MULTILINE) if done.returncode == 0 else None
+    either_case = re.MULTILINE | re.IGNORECASE  # of the account's name: Slurm takes both
+    hours = re.search(pattern, done.stdout, either_case) if done.returncode == 0 else None
     if hours is None:
         return None
     try:

@@ -163,7 +163,8 @@ def account(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(UNKNOWN, "account", "sacctmgr does not say which accounts are yours")
         return
     associations = [line.split("|") for line in lines]
-    own = [line for line in associations if line[0] == facility.account]
+    name = facility.account.lower()  # Slurm keeps accounts in lower case, and takes either
+    own = [line for line in associations if line[0].lower() == name]
     if not own:
         hint = f"facility.account=NAME, one of: {_listed(line[0] for line in associations)}"
         yield Finding(WRONG, "account", f"{facility.account} is not yours", hint)
