@@ -2,12 +2,15 @@
 
 import json
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import small_run
+import torch
 from composing import composed, here, tree
 from rank_pool import RankPool
 
@@ -43,6 +46,38 @@ def test_four_ranks_on_two_nodes_measure(ranks: RankPool, tmp_path: Path):
     assert (one["nodes"], one["ranks_per_node"], one["device"]) == (2, 2, "cpu")
     assert "secret-account" not in json.dumps(one)
     assert not list(tmp_path.glob("*.partial"))
+
+
+def counted(world: World, local: int, visible: int, stated: int) -> int | None:
+    """What ranks say of a node's devices where each is shown `visible` of them."""
+    node, on_device = world.rank // local, replace(world, device=torch.device("cuda", 0))
+    placement = Placement(
+        world.rank, world.size, world.rank % local, local, node, world.size // local, "n1", 1, "x"
+    )
+    own = SimpleNamespace(uuid=f"GPU-{world.rank % local}")
+    with (
+        mock.patch.object(torch.cuda, "device_count", lambda: visible),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda _: own),
+    ):
+        return first_day.devices_of_a_node(on_device, placement, stated)
+
+
+@pytest.mark.parametrize(
+    ("local", "visible", "stated", "devices"),
+    [
+        (4, 1, 4, 4),  # each rank is shown its own
+        (2, 1, 2, 2),
+        (4, 4, 4, 4),
+        (2, 1, 4, None),  # half of the node was asked for
+        (2, 4, 4, 4),
+        (2, 4, 2, 4),
+        (4, 1, 3, 4),
+    ],
+)
+def test_the_ranks_of_a_node_count_its_devices_together(
+    ranks: RankPool, local: int, visible: int, stated: int, devices: int | None
+) -> None:
+    assert ranks.run(counted, local, visible, stated, world=4) == [devices] * 4
 
 
 LINE = ("facility=generic_slurm", "facility.account=x", "facility.node.compute_capability=8.0")
@@ -84,6 +119,11 @@ def test_a_contradiction_is_wrong(certified):
     [_, finding] = measured(run, {})
     assert finding.state == WRONG
     assert finding.found == "facility.node.compute_capability: stated 8.0, measured 7.0"
+
+
+def test_devices_that_were_not_counted_contradict_nothing(certified):
+    run = certified(devices=None)
+    assert [finding.state for finding in measured(run, {})] == [OK]
 
 
 def test_what_is_no_certificate_is_refused(certified):

@@ -33,7 +33,7 @@ class Certificate:
     measured_on: str
     nodes: int
     ranks_per_node: int
-    devices: int
+    devices: int | None
     device: str
     compute_capability: str | None
     device_memory_gib: float | None
@@ -69,7 +69,7 @@ def certificate(
         measured_on=datetime.now(timezone.utc).date().isoformat(),
         nodes=placement.node_count,
         ranks_per_node=placement.local_world_size,
-        devices=torch.cuda.device_count() if device else 0,
+        devices=devices_of_a_node(world, placement, run.facility.node.devices) if device else 0,
         device=device.name if device else "cpu",
         compute_capability=_capability(device),
         device_memory_gib=round(device.total_memory / 2**30, 1) if device else None,
@@ -88,6 +88,26 @@ def certificate(
         faults=faults,
     )
     return asdict(measured)
+
+
+def devices_of_a_node(world: World, placement: Placement, stated: int) -> int | None:
+    """How many its ranks see together, where each may be shown its own alone; on the poorest node.
+
+    None where that is fewer than stated, and so are the ranks: the others were not asked for.
+    """
+    own = placement.node_rank, torch.cuda.device_count(), device_id(world)
+    visible: dict[int, int] = {}
+    ids: dict[int, set[str]] = {}
+    for node, count, identity in gathered(world, own):
+        visible[node] = max(count, visible.get(node, 0))
+        ids.setdefault(node, set()).add(identity)
+    least = min(max(visible[node], len(ids[node])) for node in ids)
+    return None if least < stated and placement.local_world_size < stated else least
+
+
+def device_id(world: World) -> str:
+    """What tells two devices of a host apart."""
+    return str(getattr(torch.cuda.get_device_properties(world.device), "uuid", world.device))
 
 
 def _on_gpu(world: World) -> bool:

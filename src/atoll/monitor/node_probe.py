@@ -12,7 +12,7 @@ import torch
 from atoll import run_dir
 from atoll.launch import Placement
 from atoll.monitor.bandwidth import Speed, measure
-from atoll.monitor.first_day import certificate
+from atoll.monitor.first_day import certificate, device_id
 from atoll.settings import Facility, load_run
 from atoll.sharding.process_group import World, gathered, joined, say
 from atoll.sharding.transport import FABRICS, HINT, SOCKET, networks_in
@@ -67,7 +67,7 @@ def report(world: World, facility: Facility) -> Report:
         host=socket.gethostname(),
         visible_devices=torch.cuda.device_count() if on_gpu else 0,
         device=properties.name if properties else platform.machine(),
-        device_id=str(getattr(properties, "uuid", world.device)) if properties else "",
+        device_id=device_id(world) if properties else "",
         cores=sorted(os.sched_getaffinity(0)),
         torch=torch.__version__,
         runtime=runtime if on_gpu else "processor",
