@@ -43,6 +43,10 @@ def write_later(path: Path) -> None:
     path.write_text("done")
 
 
+def name_task_folder(run_folder: Path, placement: Placement) -> None:
+    (run_folder / f"cache-{placement.rank}").write_text(os.environ["CACHE_DIR"])
+
+
 def end_on_sigusr2(run_folder: Path, placement: Placement) -> None:
     """End with exit code 75 on SIGUSR2, as a run that wants to go on in another job."""
     signal.signal(signal.SIGUSR2, lambda number, frame: sys.exit(75))

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -315,6 +316,20 @@ def test_a_device_opened_by_an_import_is_refused(monkeypatch: pytest.MonkeyPatch
     preload.refuse_open_devices()
     with Path("/dev/zero").open("rb"), pytest.raises(UserError, match="opened /dev/zero"):
         preload.refuse_open_devices()
+
+
+def test_task_folders_of_two_users_of_a_node_share_no_folder(tmp_path: Path) -> None:
+    """A parent that one user's job made could not be written by another's."""
+    shared = tmp_path / "caches" / "kernels"
+    folders = [f"--task-folder={name}={shared}" for name in ("CACHE_DIR", "DATABASE")]
+    names = "launch_entrypoints:name_task_folder"
+    exit_code, _, errors = launched_light(*folders, "--fork", 2, tmp_path, names)
+    assert exit_code == 0, errors
+    own = [Path((tmp_path / f"cache-{rank}").read_text()) for rank in (0, 1)]
+    private = Path(f"{shared}-{os.getuid()}")
+    assert [folder.parent for folder in own] == [private, private] and own[0] != own[1]
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in (private, *own)} == {0o700}
+    assert not shared.exists()
 
 
 def test_slurm_tasks_do_not_start_ranks_of_their_own(

@@ -223,12 +223,17 @@ def _check_one_task_per_node(placement: Placement, option: str) -> None:
 
 
 def _make_task_folders(placement: Placement, task_folders: Sequence[str]) -> None:
-    """Caches that many ranks must not share get a folder for each, and each makes its own."""
+    """Caches that many ranks must not share get a folder for each, and each makes its own.
+
+    In one of the user's own: another user's ranks come to the same node.
+    """
     for word in task_folders:
         variable, _, folder = word.partition("=")
-        own = Path(folder) / f"{os.getuid()}-{placement.master_port}-rank{placement.rank}"
+        private = Path(f"{Path(folder)}-{os.getuid()}")
+        own = private / f"{placement.master_port}-rank{placement.rank}"
         try:
-            own.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private.mkdir(mode=0o700, parents=True, exist_ok=True)
+            own.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise UserError(
                 f"cannot make {own} for {variable}: {error.strerror}",
