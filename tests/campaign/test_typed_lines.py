@@ -13,12 +13,14 @@ from test_hostile_facilities import asking, made, made_key, store_of
 from atoll import run_dir
 from atoll.__main__ import main
 from atoll.campaign import coordinator, site
+from atoll.campaign import round as round_
 from atoll.campaign.asked import refuse_unknown_samples, request
 from atoll.campaign.journal import Journal, alone
 from atoll.campaign.kept_request import attempts, keep_campaign, keep_request
 from atoll.campaign.lasting_settings import refuse_missing_keys, refuse_what_loses, settings_to_keep
 from atoll.campaign.store import CampaignStore, checked_campaign, load_store, settings_file
 from atoll.campaign.suited import refuse_unsuited, refuse_what_cannot_compose
+from atoll.campaign.transfer import Unreachable
 from atoll.commands import Finished
 from atoll.config.compose import compose
 from atoll.errors import UserError
@@ -307,6 +309,30 @@ def test_a_facility_may_leave_whatever_the_cap_is(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rule\.cap=0\.34 of 2 facilities") as refusal:
         refuse_what_loses(fewer)
     assert "rule.cap=0.5 or more" in refusal.value.hint
+
+
+def test_a_facility_may_change_while_its_first_model_is_on_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line was too slow for the deadline: what is mended then may be its folder."""
+    store = store_of(tmp_path)
+    settings_file(store.folder).write_text(json.dumps(settings_to_keep(store)))
+    north = store.campaign.sites[0]
+
+    def cut_off(*_: Any, **__: Any) -> None:
+        raise Unreachable("north: rsync: cut off", "it goes on from there later")
+
+    monkeypatch.setattr(round_, "_asked", lambda *_: {"state": "needs", "have": -1})
+    monkeypatch.setattr(round_, "send", cut_off)
+    round_.go_on(store, 1, north)
+    assert store.state(1, north).has_worked, "it is late, and its model goes on"
+    sites = [each.model_dump() | {"overrides": ["a=1"]} for each in store.campaign.sites]
+    sites[0]["folder"] = "/elsewhere"
+    other = retyped(store, sites=sites)
+    assert settings_to_keep(other)["sites"][0]["folder"] == "/elsewhere"
+    store.record_answer(1, north, {"state": "unreachable", "why": "cut off", "begun": True})
+    with pytest.raises(UserError, match=r"was begun with sites\.north="):
+        settings_to_keep(other)
 
 
 def test_a_facility_may_change_until_it_took_work(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def at_the_seam(store: CampaignStore, number: int, site: Site, step: Callable[[]
         raise
     except Unreachable as error:
         begun = {"begun": True} if error.has_begun else {}
+        begun |= {"sent_to": True} if error.is_sent_to else {}
         answer = {"state": "unreachable", "why": error.in_a_line, **begun}
         store.record_answer(number, site, answer)
     except UserError as error:
@@ -162,7 +163,7 @@ def bring(
         try:
             _send_models(store, words["global_round"], site, past, journal, newest)
         except Unreachable as error:
-            error.has_begun = True
+            error.has_begun = error.is_sent_to = True
             raise
     return answer
 

@@ -114,10 +114,11 @@ class CampaignStore:
         return state
 
     def has_worked(self, facility: str) -> bool:
-        """Whether it has taken any work of this campaign."""
+        """Whether it has taken any work of this campaign: a model on its way to it is none."""
         return any(
             record["facility"] == facility
             and (record["event"] == "received" or has_taken_work(record))
+            and not record.get("sent_to")
             for folder in self.folder.glob("round-*")
             for record in Journal(folder).records("answered", "received")
         )

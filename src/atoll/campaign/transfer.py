@@ -63,6 +63,7 @@ class Unreachable(UserError):
     """A facility that does not answer now, and may later."""
 
     has_begun = False  # it was at what it was asked for, or its model was on the way
+    is_sent_to = False  # it was its model alone
 
 
 class NoRoom(UserError):
