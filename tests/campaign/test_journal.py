@@ -337,6 +337,55 @@ def test_a_loss_that_nobody_said_is_asked_for_when_the_line_is_typed_again(
     assert store.global_loss(1) == 2.5 and "without" not in coordinator.last_line(store, 1)
 
 
+def test_who_failed_to_measure_has_its_attempts_again_when_the_line_is_typed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A facility counts its jobs of a request, and says at once that they failed."""
+    store, jobs, mended = losing(tmp_path, monkeypatch, []), [], []
+
+    def bring(_: object, __: int, ___: Any, words: Any, *____: Any, **_____: Any) -> Any:
+        if len(jobs) >= words["attempts"]:
+            return {"state": "failed", "why": f"{len(jobs)} attempts: no such file"}
+        jobs.append(words["attempts"])
+        return {"state": "ready" if mended else "retry", "losses": [2.5]}
+
+    monkeypatch.setattr(last_loss, "bring", bring)
+    for tries in (2, 4):
+        last_loss.measure_last(store, 1)
+        assert store.global_loss(1) is None and len(jobs) == tries
+    mended.append(True)
+    last_loss.measure_last(store, 1)
+    assert store.global_loss(1) == 2.5 and jobs == [2, 2, 4, 4, 6]
+
+
+def test_the_last_model_is_sent_again_when_the_line_is_typed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A facility without room lost it as often as it came."""
+    store, sent = store_of(tmp_path, poll_seconds=0.01, attempts=1), []
+    sites = store.campaign.sites[:1]
+    store = CampaignStore(store.campaign.model_copy(update={"sites": sites}), store.folder)
+    room = [0]
+
+    def asked(*_: Any) -> dict[str, Any]:
+        has_it = sent and room[0]
+        return {"state": "ready", "losses": [2.5]} if has_it else {"state": "needs", "have": -1}
+
+    monkeypatch.setattr(round_, "send", lambda *words, **_: sent.append(words[3]))
+    monkeypatch.setattr(round_, "_asked", asked)
+    monkeypatch.setattr(last_loss, "request", lambda *_: {"overrides": []})
+    for part in ("master", "export"):
+        (store.model(1) / part).mkdir(parents=True)
+    (store.model(1) / "manifest.json").write_text(json.dumps({"digest": BASE}))
+    for _ in range(3):
+        last_loss.measure_last(store, 1)
+        assert store.global_loss(1) is None
+    sent.clear()
+    room[0] = 1
+    last_loss.measure_last(store, 1)
+    assert sent and store.global_loss(1) == 2.5
+
+
 def test_a_loss_that_was_measured_while_nobody_looked_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
+from atoll.campaign.journal import Journal
 from atoll.campaign.signing import refuse_unsigned
 from atoll.campaign.store import CampaignStore
 from atoll.config.compose import compose, settings_of
@@ -19,10 +20,11 @@ ROOM_BYTES = 16 << 20  # of an update, for headers
 BUNDLE = "folders.bundle="
 
 
-def _typed_again(store: CampaignStore, number: int) -> int:
-    """How often a person was told of what failed in a round: it may be mended now."""
-    reopened = store.journal(number).records("reopened")
-    return sum(record.get("waits") is False for record in reopened)
+def attempts_by(campaign: Campaign, journal: Journal) -> int:
+    """All that a facility has: as many again each time a person was told of what failed."""
+    reopened = journal.records("reopened")
+    typed_again = sum(record.get("waits") is False for record in reopened)
+    return campaign.attempts * (1 + typed_again)
 
 
 def request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
@@ -41,7 +43,7 @@ def request(store: CampaignStore, number: int, site: Site) -> dict[str, Any]:
         "frozen": store.model_manifest(0).get("frozen"),
         "codec": campaign.codec,
         "inner_state": campaign.inner_state,
-        "attempts": campaign.attempts * (1 + _typed_again(store, number)),
+        "attempts": attempts_by(campaign, store.journal(number)),
         "keep_checkpoints": campaign.keep_checkpoints,
         "facilities_here": sum(each.host == site.host for each in campaign.sites),
         "signing_key": site.signing_key,

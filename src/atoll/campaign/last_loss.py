@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from atoll.campaign.asked import request
+from atoll.campaign.asked import attempts_by, request
 from atoll.campaign.calls import LOOK_SECONDS, Over
 from atoll.campaign.journal import Journal
 from atoll.campaign.round import bring
@@ -44,8 +44,10 @@ def measure_last(store: CampaignStore, number: int) -> None:
     """
     journal = store.loss_journal(number)
     began = journal.last("began")
-    if not began or not (_missing(store, journal) or journal.records("measured")):
-        began = journal.append("began")
+    if began and not (_missing(store, journal) or journal.records("measured")):
+        journal.append("reopened", waits=False)  # who failed may be mended, as in a round
+        began = {}
+    began = began or journal.append("began")
     deadline = float(began["time"]) + 60 * store.campaign.deadline_minutes
     waiting, stop = _missing(store, journal), threading.Event()
     if not waiting:
@@ -66,7 +68,9 @@ def loss_request(store: CampaignStore, number: int, site: Site) -> dict[str, Any
     """What a round after this one would ask, but for its steps."""
     words, digest = request(store, number + 1, site), store.model_manifest(number)["digest"]
     overrides = [*words["overrides"], "training.steps=0"]
-    return words | {"base": digest, "global_round": number, "overrides": overrides}
+    attempts = attempts_by(store.campaign, store.loss_journal(number))
+    words |= {"base": digest, "global_round": number, "attempts": attempts}
+    return words | {"overrides": overrides}
 
 
 def _ask_until_measured(
