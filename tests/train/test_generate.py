@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import families
@@ -16,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from atoll import run_dir
 from atoll.errors import UserError
 from atoll.models import text_generator
-from atoll.train import checkpoint, generate
+from atoll.sharding.process_group import World
+from atoll.train import checkpoint, generate, harness, run_scores, scores
 
 SIZES = tiny.CONFIGS["llama"] | {"vocab_size": 300, "hidden_size": 64}
 
@@ -125,6 +128,74 @@ def test_a_model_that_no_device_has_room_for_speaks_on_the_processors(
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 10**6))
         assert text_generator._device_for(model).type == kind
     assert "the processors say it" in capsys.readouterr().err
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[[Any], Callable[[str], Any]]:
+    """Scores of the small base model on a rank of the processors, by what the harness does."""
+    world = World(0, 1, torch.device("cpu"))
+    whole = shutil.copytree(folder / "base", folder / "scored", dirs_exist_ok=True)
+    shutil.copytree(small_tokenizer(folder), whole, dirs_exist_ok=True)
+
+    def of(harness_does: Any) -> Callable[[str], Any]:
+        monkeypatch.setattr(harness, "figures_of", harness_does)
+        monkeypatch.setattr(scores, "tasks_of", lambda *_: ())
+        monkeypatch.setattr(run_scores, "write_export", lambda _, to: shutil.copytree(whole, to))
+        beat = SimpleNamespace(at=lambda _: None)
+        state: Any = SimpleNamespace(run=SimpleNamespace(evaluation=None), world=world)
+        state.scored_tasks, state.run_folder, state.heartbeat = (), folder / "scoring", beat
+        nothing: Any = None
+        calls = {
+            "run": lambda: run_scores.run_scores(state),
+            "evaluate": lambda: scores.scores_of(whole, nothing, world),
+        }
+        return lambda which: calls[which]()
+
+    return of
+
+
+@pytest.mark.parametrize("which", ["run", "evaluate"])
+def test_a_rank_scores_on_its_own_device_whatever_seems_free(
+    which: str, asked: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a training keeps for itself is not free, and this rank's all the same."""
+    devices: list[str] = []
+
+    def figures(model: Any, *_: Any) -> dict[str, dict[str, float]]:
+        devices.append(model.device.type)
+        return {"a": {"acc": 1.0}}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 10**6))
+    assert asked(figures)(which) in ({"a/acc": 1.0}, {"a": {"acc": 1.0}})
+    assert devices == ["cpu"] and "the processors say it" not in capsys.readouterr().err
+
+
+def no_room(*_: Any, **__: Any) -> Any:
+    raise torch.cuda.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 9 GiB."
+    )
+
+
+@pytest.mark.parametrize(
+    ("which", "place", "hint"),
+    [
+        ("run", (text_generator.TextGenerator, "__new__"), "evaluation.tasks=[]"),
+        ("evaluate", (text_generator.TextGenerator, "__new__"), "CUDA_VISIBLE_DEVICES= atoll"),
+        ("evaluate", None, "CUDA_VISIBLE_DEVICES= atoll"),
+    ],
+)
+def test_scores_of_a_model_that_a_device_has_no_room_for_end_in_two_lines(
+    which: str, place: Any, hint: str, asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is read, or as it is asked."""
+    call = asked(no_room)
+    if place is not None:
+        monkeypatch.setattr(*place, no_room)
+    with pytest.raises(UserError, match="no room on the device for ") as refused:
+        call(which)
+    assert refused.value.found.endswith("out of memory. Tried to allocate 20.00 GiB")
+    assert hint in refused.value.hint
 
 
 @pytest.mark.image

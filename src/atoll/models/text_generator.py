@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +27,11 @@ class TextGenerator(NamedTuple):
     chat: bool = False
 
 
-def from_folder(folder: Path) -> TextGenerator:
+def from_folder(folder: Path, device: torch.device | None = None) -> TextGenerator:
     """The model of a Hugging Face folder, or of a folder with a peft adapter.
 
-    An export that is an adapter alone has it one folder down.
+    An export that is an adapter alone has it one folder down. device: None chooses one by what it
+    has free, of which what torch keeps of it in this process is no part.
 
     Raises `UserError` where it is neither, or its adapter's model is not to be had.
     """
@@ -52,7 +55,7 @@ def from_folder(folder: Path) -> TextGenerator:
         home = folder
         model = AutoModelForCausalLM.from_pretrained(folder, **PLAIN)
     return TextGenerator(
-        model.eval().to(_device_for(model)),
+        model.eval().to(device or _device_for(model)),
         AutoTokenizer.from_pretrained(home, trust_remote_code=False),
     )
 
@@ -71,6 +74,19 @@ def _device_for(model: Any) -> torch.device:
         file=sys.stderr,
     )
     return torch.device("cpu")
+
+
+@contextmanager
+def memory_in_two_lines(what: str, hint: str) -> Iterator[None]:
+    """Say in two lines that a device has no room for something.
+
+    Raises `UserError` with torch's own figures.
+    """
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        words = ". ".join(str(error).strip().split(". ")[:2])
+        raise UserError(f"no room on the device for {what}: {words}", hint) from None
 
 
 def continue_text(

@@ -1,12 +1,13 @@
 """Scores of a run's model as it is at a step: exported, read by every rank, asked by all."""
 
 import shutil
+from pathlib import Path
 
 from transformers.utils import logging
 
 from atoll import run_dir
-from atoll.models.text_generator import from_folder
-from atoll.sharding.process_group import run_on_all_ranks
+from atoll.models.text_generator import TextGenerator, from_folder, memory_in_two_lines
+from atoll.sharding.process_group import World, run_on_all_ranks
 from atoll.train import harness
 from atoll.train.assemble import TrainState
 from atoll.train.export_model import write_export
@@ -23,11 +24,10 @@ def run_scores(train_state: TrainState) -> dict[str, float]:
     logging.disable_progress_bar()  # of each rank, as it reads
     folder = run_dir.scored_model(train_state.run_folder)
     write_export(train_state, folder)
-    generator = run_on_all_ranks(world, lambda: from_folder(folder))
-    model = generator.model.to(world.device)
+    generator = run_on_all_ranks(world, lambda: _on_device(folder, world))
     run_on_all_ranks(world, lambda: shutil.rmtree(folder) if world.rank == 0 else None)
     figures = harness.figures_of(
-        model,
+        generator.model,
         generator.tokenizer,
         run.evaluation,
         train_state.scored_tasks,
@@ -35,3 +35,8 @@ def run_scores(train_state: TrainState) -> dict[str, float]:
         lambda: train_state.heartbeat.at("evaluation"),
     )
     return {f"{task}/{name}": value for task in figures for name, value in figures[task].items()}
+
+
+def _on_device(folder: Path, world: World) -> TextGenerator:
+    with memory_in_two_lines("the whole model beside this rank's part", "evaluation.tasks=[]"):
+        return from_folder(folder, world.device)

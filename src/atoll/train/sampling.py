@@ -91,17 +91,20 @@ def _untrained(run: Run) -> TextGenerator:
         return from_folder(Path(folder) / "model")
 
 
-def text_generator_of(where: Path, run: Run | None) -> TextGenerator:
-    """The model of a folder; a run's own is its export."""
+def text_generator_of(
+    where: Path, run: Run | None, device: torch.device | None = None
+) -> TextGenerator:
+    """The model of a folder; a run's own is its export. device: None chooses one, as for text."""
     if (where / "manifest.json").is_file() and where.parent.name == "checkpoints":
         if run is None:
             raise UserError(
                 f"{where} is a checkpoint outside of its run folder",
                 "leave it in runs/NAME/checkpoints: run.yaml says what it is made of",
             )
-        return from_checkpoint(where, run)
+        generator = from_checkpoint(where, run)
+        return generator._replace(model=generator.model.to(device)) if device else generator
     is_run = run_dir.settings_file(where).is_file()
-    return from_folder(run_dir.export(where) if is_run else where)
+    return from_folder(run_dir.export(where) if is_run else where, device)
 
 
 def from_checkpoint(path: Path, run: Run) -> TextGenerator:

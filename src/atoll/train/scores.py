@@ -20,6 +20,7 @@ from atoll.launch import (
     threads_per_rank,
     with_port,
 )
+from atoll.models.text_generator import TextGenerator, memory_in_two_lines
 from atoll.settings import Evaluation
 from atoll.sharding.process_group import (
     SharedError,
@@ -31,6 +32,8 @@ from atoll.sharding.process_group import (
 from atoll.train import harness
 from atoll.train.generate import run_of
 from atoll.train.sampling import text_generator_of
+
+ON_PROCESSORS = "on the processors it is slow, and ends: CUDA_VISIBLE_DEVICES= atoll evaluate …"
 
 
 def main(argv: list[str]) -> int:
@@ -86,9 +89,14 @@ def scores_of(
     """The scores of the model of a folder, on all ranks; folder: a bundle's, of the tasks."""
     tasks = run_on_all_ranks(world, lambda: tasks_of(asked, folder))
     assert tasks is not None
-    generator = run_on_all_ranks(world, lambda: text_generator_of(where, run_of(where)))
-    model = generator.model.to(world.device)
-    return harness.figures_of(model, generator.tokenizer, asked, tasks, world)
+    generator = run_on_all_ranks(world, lambda: _on_device(where, world))
+    with memory_in_two_lines(f"what {where} is asked", ON_PROCESSORS):
+        return harness.figures_of(generator.model, generator.tokenizer, asked, tasks, world)
+
+
+def _on_device(where: Path, world: World) -> TextGenerator:
+    with memory_in_two_lines(f"the model of {where}", ON_PROCESSORS):
+        return text_generator_of(where, run_of(where), world.device)
 
 
 def _parser() -> CommandParser:
