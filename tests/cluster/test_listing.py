@@ -158,6 +158,18 @@ def test_a_run_that_cannot_be_read_hides_none(text, submitted, programs, capsys)
     assert listing.status_of(["two"]) == 2
 
 
+def test_an_image_whose_file_was_cleaned_away_is_listed_as_gone(here, monkeypatch, capsys):
+    images = here / "images"
+    images.mkdir()
+    own_settings(here, monkeypatch, f"folders: {{images: {images}}}\n")
+    (images / "cpu-1.sif").write_bytes(bytes(2**20))
+    (images / "cuda.sif").symlink_to("cuda-2.sif")
+    assert listing.main(["images", "--json"]) == 0
+    [there, gone] = json.loads(capsys.readouterr().out)
+    assert (there["name"], there["MiB"]) == ("cpu-1", "1")
+    assert gone == {"name": "cuda", "MiB": "", "built": f"gone: {images / 'cuda-2.sif'}"}
+
+
 def test_an_empty_folder_has_no_runs(here, capsys):
     assert listing.main([]) == 0
     assert capsys.readouterr().out == "no runs here\n"

@@ -141,15 +141,17 @@ def jobs() -> list[Row]:
 
 def images() -> list[Row]:
     """The image files of `folders.images`."""
-    files = sorted(stated_folder("images").glob("*.sif"))
-    return [
-        {
-            "name": file.stem,
-            "MiB": f"{file.stat().st_size / 2**20:.0f}",
-            "built": time.strftime("%Y-%m-%d %H:%M", time.localtime(file.stat().st_mtime)),
-        }
-        for file in files
-    ]
+    return [_image(file) for file in sorted(stated_folder("images").glob("*.sif"))]
+
+
+def _image(file: Path) -> Row:
+    """Its size and age; a link may lead to what a scratch's cleaning took."""
+    try:
+        facts = file.stat()
+    except FileNotFoundError:
+        return {"name": file.stem, "MiB": "", "built": f"gone: {file.resolve()}"}
+    built = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts.st_mtime))
+    return {"name": file.stem, "MiB": f"{facts.st_size / 2**20:.0f}", "built": built}
 
 
 HERE: Mapping[str, Callable[[], list[Row]]] = {
