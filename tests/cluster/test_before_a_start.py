@@ -8,7 +8,7 @@ import yaml
 
 from atoll import run_dir
 from atoll.__main__ import main
-from atoll.cluster import start, submit_checks
+from atoll.cluster import start, submit, submit_checks
 from atoll.cluster.device_here import SIGNS, check_device
 from atoll.cluster.hub_names import hub_names
 from atoll.config.compose import compose
@@ -123,6 +123,34 @@ def test_an_adapter_that_is_not_there_is_refused_before_a_job_waits_for_it(here)
     words += ["+model.lora.rank=4", f"+model.lora.start={here}/a"]
     with pytest.raises(UserError, match=f"no such folder: model.lora.start={here}/a"):
         submit_checks.check_before_start(compose(words).run, False, {})
+
+
+@pytest.mark.parametrize("facility", ["setonix", "frontier", "perlmutter"])
+def test_a_job_whose_nodes_may_talk_over_tcp_says_so(facility, here, capsys):
+    """Its ranks end at their start where NCCL finds no plugin for the fabric."""
+    words = [f"facility={facility}", "facility.account=a", "name=x", "nodes=2"]
+    line = f"image={compose(words).run.image.name} has a plugin for slingshot; facility.network.plu"
+    assert main(["submit", "--dry-run", *words]) == 0
+    [note] = [text for text in capsys.readouterr().out.splitlines() if line in text]
+    assert note.startswith("# whether nodes talk over slingshot is not known: neither the facili")
+    for other in ("nodes=1", "facility.network.plugin=/a/librccl-net.so"):
+        assert main(["submit", "--dry-run", *words, other]) == 0
+        assert "talk over" not in capsys.readouterr().out
+    assert main(["submit", "--dry-run", "facility=lumi", *words[1:]]) == 0
+    assert "talk over" not in capsys.readouterr().out
+
+
+def test_a_queued_job_says_that_its_nodes_may_talk_over_tcp(here, monkeypatch, capsys):
+    (here / "sbatch").write_text("#!/bin/sh\necho 7\n")
+    (here / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here}:/usr/bin:/bin")
+    monkeypatch.setattr(submit, "check_before_start", submit_checks.check)
+    words = ["facility=setonix", "facility.account=a", "image.file=null", "name=x", "nodes=2"]
+    monkeypatch.setattr(start, "keep_image", lambda *_: None)
+    assert main(["submit", *words]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("job 7: ")
+    assert said.err.count("whether nodes talk over slingshot is not known: ") == 1
 
 
 def test_what_an_earlier_job_makes_may_be_missing_yet(here):

@@ -19,6 +19,7 @@ from atoll.settings import Run
 
 OK, UNKNOWN, WRONG = "ok", "unknown", "wrong"
 LEAST_FREE_GIB = 1.0
+PLUGIN_HINT = "facility.network.plugin=FILE, built there as docs/facilities.md says"
 # How sinfo and qstat refuse a name; any other failure is their own.
 NOT_KNOWN = ("invalid partition", "unknown queue", "invalid queue")
 
@@ -112,12 +113,27 @@ def network(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(
             OK if seen else UNKNOWN, "network", f"{stated.fabric}, {stated.plugin}{where}"
         )
-    elif stated.fabric == "slingshot" and not brought:
-        hint = "facility.network.plugin=FILE, built there as docs/facilities.md says"
-        found = f"neither the facility nor image={run.image.name} has a plugin for slingshot"
-        yield Finding(UNKNOWN, "network", found, hint)
+    elif lacks_plugin(run):
+        found = f"neither the facility nor image={run.image.name} has a plugin for {stated.fabric}"
+        yield Finding(UNKNOWN, "network", found, PLUGIN_HINT)
     else:
         yield Finding(OK, "network", ", ".join([stated.fabric, *brought]))
+
+
+def lacks_plugin(run: Run) -> bool:
+    """Whether nothing that is stated brings what its fabric needs; a module there may."""
+    network = run.facility.network
+    on_fabric = network.fabric == "slingshot" and run.facility.node.device != "cpu"
+    return on_fabric and network.plugin is None and not run.image.network_plugins
+
+
+def unknown_network(run: Run) -> str:
+    """One line for a job that may end at its start, since its nodes would talk over TCP."""
+    if run.nodes == 1 or not lacks_plugin(run):
+        return ""
+    [finding] = network(run, {})
+    fabric = run.facility.network.fabric
+    return f"whether nodes talk over {fabric} is not known: {finding.found}; {finding.hint}\n"
 
 
 def folders(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from atoll import run_dir
 from atoll.cluster import before_queue, limits, slurm, then
+from atoll.cluster.facility_checks import unknown_network
 from atoll.cluster.fit import unknown_fit
 from atoll.cluster.hand_over import hand_over
 from atoll.cluster.job_script import then_head
@@ -128,7 +129,7 @@ def _submit_one(
     # once it is queued: what the scheduler refuses is two lines
     if older := made_of_others(run):
         print(f"atoll: {older}", file=sys.stderr)
-    print(unknown_fit(run), end="", file=sys.stderr)
+    print(unknown_fit(run), unknown_network(run), sep="", end="", file=sys.stderr)
     print(_left_out(run), end="", file=sys.stderr)
     return 0
 
@@ -144,7 +145,8 @@ def _print_dry_runs(
         texts.append(head + dry_run(each.run, here) + _then_dry(run, steps, here))
     _say_predictions(compositions, here)
     print("\n".join(texts), end="")
-    notes = filter(None, (unknown_fit(each.run) for each in compositions))
+    told = (note(each.run) for each in compositions for note in (unknown_fit, unknown_network))
+    notes = filter(None, told)
     print("".join(f"\n# {note}" for note in notes), end="")
 
 
