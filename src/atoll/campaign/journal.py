@@ -18,7 +18,8 @@ answered     coordinator    state of a facility: needs, received, queued, runnin
 wrong        coordinator    a facility said no, or what it sent is wrong: it is asked again
 left out     coordinator    the round goes on without a facility
 afresh       coordinator    the late work of a facility came to nothing: this round's is asked for
-reopened     coordinator    too few updates came: who was left out is asked again
+reopened     coordinator    too few updates came: who was left out is asked again;
+                            waits=false: a person typed the line again
 sent, received, averaged    bytes and seconds, for the report
 measured     coordinator    in the last round's losses/: a facility's held-out loss of its model
 """
