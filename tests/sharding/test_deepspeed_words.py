@@ -1,5 +1,8 @@
 """What a run tells DeepSpeed is what DeepSpeed reads; what it cannot do is said at the start."""
 
+import os
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -8,6 +11,7 @@ from composing import composed, here, tree
 
 from atoll.errors import UserError
 from atoll.settings import Run
+from atoll.sharding import deepspeed
 from atoll.sharding.deepspeed import config_of, refuse_unusable
 
 __all__ = ["composed", "here", "tree"]
@@ -71,3 +75,31 @@ def test_disks_need_an_operator_that_can_be_built(
     with pytest.raises(UserError, match="async_io") as caught:
         refuse_unusable(run)
     assert "libaio" in caught.value.hint
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What DeepSpeed finds in its environment as a run of a device starts."""
+    for name in ("DS_ACCELERATOR", "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+        monkeypatch.setenv(name, "before")
+        monkeypatch.delenv(name)
+    found: dict[str, str] = {}
+    fake: Any = ModuleType("deepspeed")
+    fake.initialize = lambda **_: (found.update(os.environ),)
+    monkeypatch.setitem(sys.modules, "deepspeed", fake)
+    monkeypatch.setattr(deepspeed, "refuse_unusable", lambda run: None)
+
+    def start(run: Run, device: torch.device) -> dict[str, str]:
+        model = torch.nn.Linear(2, 2)  # in the host's memory, as offload has it
+        deepspeed.initialize(run, model, None, torch.bfloat16, device)
+        return found
+
+    return start
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed_zero3_offload", "deepspeed_zero3"])
+def test_offloaded_parameters_leave_the_arithmetic_on_the_device(
+    strategy: str, composed: Any, told: Any
+) -> None:
+    run = composed("facility=karolina", f"sharding={strategy}").run
+    assert "DS_ACCELERATOR" not in told(run, torch.device("cuda", 0))

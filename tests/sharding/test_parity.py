@@ -161,7 +161,7 @@ def train(
     if is_deepspeed:
         values = run.optimizer.model_copy(update={"clip_norm": clip_norm})
         changed = run.model_copy(update={"optimizer": values})
-        wrapped = deepspeed.initialize(changed, model, optimizer.inner, torch.float32)
+        wrapped = deepspeed.initialize(changed, model, optimizer.inner, torch.float32, world.device)
     pipeline = None if model.stages is None else model.stages.group
     losses, norms = [], []
     axes, width = run.axes, run.training.microbatch_samples

@@ -23,15 +23,17 @@ from atoll.sharding.step_plan import StepPlan
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def initialize(run: Run, model: nn.Module, optimizer: Any, dtype: torch.dtype) -> Any:
+def initialize(
+    run: Run, model: nn.Module, optimizer: Any, dtype: torch.dtype, device: torch.device
+) -> Any:
     """DeepSpeed's engine around a whole model and its optimizer.
 
-    Raises `UserError` where DeepSpeed is not installed.
+    device: where batches are; offloaded parameters are elsewhere. Raises `UserError` where
+    DeepSpeed is not installed.
     """
-    device = next(model.parameters()).device
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # it asks for it, and no more
+    os.environ.setdefault("LOCAL_RANK", "0")  # it asks for it, and no more
     try:
         import deepspeed
     except ImportError as error:

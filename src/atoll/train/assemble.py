@@ -101,7 +101,9 @@ def assemble(
     model, wrapped = build_sharded(run, config, empty, world, dtype)
     optimizer = run_on_all_ranks(world, lambda: make_optimizer(run.optimizer, model, widths))
     if run.sharding.step_engine == "deepspeed":
-        wrapped = run_on_all_ranks(world, lambda: initialize(run, model, optimizer.inner, dtype))
+        wrapped = run_on_all_ranks(
+            world, lambda: initialize(run, model, optimizer.inner, dtype, world.device)
+        )
     plan = StepPlan(
         compute_dtype=dtype,
         autocast=dtype != torch.float32 and not isinstance(model, FSDPModule),
