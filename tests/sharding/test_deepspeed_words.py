@@ -103,3 +103,18 @@ def test_offloaded_parameters_leave_the_arithmetic_on_the_device(
 ) -> None:
     run = composed("facility=karolina", f"sharding={strategy}").run
     assert "DS_ACCELERATOR" not in told(run, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("ompi", [False, True])
+def test_deepspeed_takes_the_device_that_the_rank_has(
+    index: int, ompi: bool, composed: Any, told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each task sees one device alone, that is the first, whatever the rank's number."""
+    names = ["LOCAL_RANK", *["OMPI_COMM_WORLD_LOCAL_RANK"] * ompi]
+    for name in names:
+        monkeypatch.setenv(name, "3")
+    run = composed("facility=karolina", "sharding=deepspeed_zero2").run
+    found = told(run, torch.device("cuda", index))
+    assert [found[name] for name in names] == [str(index)] * len(names)
+    assert ("OMPI_COMM_WORLD_LOCAL_RANK" in found) == ompi

@@ -31,9 +31,7 @@ def initialize(
     device: where batches are; offloaded parameters are elsewhere. Raises `UserError` where
     DeepSpeed is not installed.
     """
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("LOCAL_RANK", "0")  # it asks for it, and no more
+    _name_device(device)
     try:
         import deepspeed
     except ImportError as error:
@@ -51,6 +49,22 @@ def initialize(
         model=model, optimizer=optimizer, config=config_of(run, dtype), dist_init_required=False
     )
     return engine
+
+
+def _name_device(device: torch.device) -> None:
+    """Name this rank's device where DeepSpeed looks for it.
+
+    It takes the device numbered as LOCAL_RANK, and there is none of that number where each task
+    sees its own alone. Under Open MPI it insists that both variables say the same.
+    """
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        number = os.environ.get("LOCAL_RANK", "0")
+    else:
+        number = str(device.index or 0)
+    os.environ["LOCAL_RANK"] = number
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
+        os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = number
 
 
 def refuse_unusable(run: Run) -> None:
