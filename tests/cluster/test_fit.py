@@ -85,6 +85,15 @@ def test_nothing_near_it_fits(composed):
     assert "no smaller microbatch" in caught.value.hint
 
 
+def test_a_node_is_named_whose_memory_is_too_small_for_what_is_saved(composed):
+    """Each rank gathers the whole state of DeepSpeed there."""
+    line = (*KAROLINA, "sharding=deepspeed_zero3", "nodes=4", "training.microbatch_samples=1")
+    check_fit(composed(*line).run)
+    run = composed(*line, "facility.node.memory_gib=256").run
+    with pytest.raises(UserError, match=r"needs 6\d\d\.\d of the 256 GiB of a node's memory"):
+        check_fit(run)
+
+
 NVME = "sharding.deepspeed.zero_optimization.offload_optimizer.nvme_path"
 
 

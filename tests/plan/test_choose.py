@@ -8,7 +8,7 @@ import small_run
 import yaml
 
 from atoll.errors import UserError
-from atoll.plan.choose import choose, options
+from atoll.plan.choose import choose, fits, options
 from atoll.plan.memory import Memory, memory_of
 from atoll.plan.shapes import Shape, shape_of
 from atoll.plan.traffic import bytes_sent, total
@@ -164,3 +164,17 @@ def test_zero_3_sends_half_more_than_copies_and_zero_2_no_more(shape: Shape) -> 
         sent[name] = total(bytes_sent(run, shape))
     assert sent["shard_grad_op"] == pytest.approx(sent["ddp"])
     assert sent["full_shard"] == pytest.approx(1.5 * sent["ddp"], rel=0.02)
+
+
+def test_copies_that_are_saved_have_to_fit_the_node() -> None:
+    """DeepSpeed gathers its state whole on each rank; FSDP's ranks copy their own parts."""
+    enough = {}
+    for name in ("deepspeed_zero3", "full_shard"):
+        run = run_of(400, nodes=2, sharding=small_run.sharding(name))
+        for host in (1000, 500, None):
+            node = run.facility.node.model_copy(update={"memory_gib": host})
+            facility = run.facility.model_copy(update={"node": node})
+            there = run.model_copy(update={"facility": facility})
+            enough[name, host] = fits(there, memory_of(there, shape_of(LLAMA)))
+    assert [enough["deepspeed_zero3", host] for host in (1000, 500, None)] == [True, False, True]
+    assert [enough["full_shard", host] for host in (1000, 500, None)] == [True, True, True]

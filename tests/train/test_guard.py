@@ -196,10 +196,10 @@ def test_a_resume_behind_a_skip_and_a_jump_is_exact(
 def stopped_behind(world: World, run: Run, step: int, bad: set[int]) -> None:
     original = checkpoint.start_save
 
-    def start(folder: Path, state: Any, progress: Any, keep: int, world: World) -> Any:
+    def start(folder: Path, state: Any, progress: Any, *more: Any, **named: Any) -> Any:
         if progress.step > step:
             raise RuntimeError("stopped")
-        return original(folder, state, progress, keep, world)
+        return original(folder, state, progress, *more, **named)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="stopped"):
         patch.setattr(checkpoint, "start_save", start)

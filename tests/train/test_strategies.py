@@ -1,7 +1,9 @@
 """Whole runs under each strategy: evaluation, checkpoints, another layout after them, exports."""
 
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from atoll import run_dir
 from atoll.settings import Run
+from atoll.sharding import deepspeed
+from atoll.sharding.process_group import World
 from atoll.train import checkpoint
+from atoll.train import train as trainer
+from atoll.train.assemble import TrainState
+from atoll.train.checkpoint_files import bytes_of_all
+from atoll.train.state_dict import state_dict
 
 CONFIG = tiny.CONFIGS["llama"] | {
     "vocab_size": 300,
@@ -154,6 +162,96 @@ def test_vectors_that_two_axes_cut_are_saved_whole(
     assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-4)
     model = AutoModelForCausalLM.from_pretrained(run_dir.export(run_folder))
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+class OnDevice:
+    """A tensor that DeepSpeed has gathered; a copy of it there would stay there."""
+
+    device = torch.device("cuda", 0)
+
+    def cpu(self) -> torch.Tensor:
+        return torch.ones(2)
+
+
+def test_deepspeed_s_state_is_gathered_into_the_node_s_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    utils: Any = ModuleType("deepspeed.utils")
+    utils.safe_get_full_fp32_param = lambda parameter: OnDevice()
+    utils.safe_get_full_optimizer_state = lambda parameter, moment: OnDevice()
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    monkeypatch.setitem(sys.modules, "deepspeed.utils", utils)
+    engine = SimpleNamespace(
+        module=torch.nn.Linear(2, 2),
+        optimizer=SimpleNamespace(optimizer=SimpleNamespace(state={"there": "already"})),
+        global_steps=3,
+        skipped_steps=1,
+    )
+    state = deepspeed.state_of(engine)
+    assert len(state) == 2 * 4
+    assert {str(tensor.device) for tensor in state.values()} == {"cpu"}
+
+
+def gathered_before_the_first_step(world: World, run: Run) -> tuple[int, int, int]:
+    """How often a fresh run asked for its state; the bytes it reckoned with, and those it has."""
+    calls, reckoned, had = [], [], []
+    gather, check = deepspeed.state_of, checkpoint.check_space
+
+    def gathered(engine: Any) -> Any:
+        calls.append(engine)
+        return gather(engine)
+
+    def checked(folder: Path, each_bytes: int, keep: int) -> None:
+        reckoned.append(each_bytes)
+        check(folder, each_bytes, keep)
+
+    def begin(train_state: TrainState, *_: Any) -> int:
+        count = len(calls)
+        had.append(bytes_of_all(state_dict(train_state), world))
+        del calls[count:]
+        return 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed, "state_of", gathered)
+        patch.setattr(checkpoint, "check_space", checked)
+        patch.setattr(trainer, "train_from", begin)
+        small_run.train_here(world, run)
+    return len(calls), reckoned[0], had[0]
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed_zero1", "deepspeed_zero3"])
+def test_a_fresh_run_gathers_nothing(ranks: RankPool, folder: Path, strategy: str) -> None:
+    sharding = small_run.sharding(strategy)
+    run = small_run.settings(folder, 2, name=f"fresh_{strategy}", sharding=sharding)
+    small_run.ready(run)
+    for calls, reckoned, had in ranks.run(gathered_before_the_first_step, run, world=2):
+        assert calls == 0
+        assert reckoned == had > 0
+
+
+def copies_made(world: World, run: Run) -> int:
+    """How often a run copied a state that is to be saved."""
+    made = []
+    stager = checkpoint._stager
+
+    def copied(device: torch.device) -> Any:
+        made.append(device)
+        return stager(device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_stager", copied)
+        small_run.train_here(world, run)
+    return len(made)
+
+
+@pytest.mark.parametrize(("strategy", "copies"), [("deepspeed_zero3", 0), ("full_shard", 2)])
+def test_what_was_gathered_to_be_saved_is_not_copied_again(
+    ranks: RankPool, folder: Path, strategy: str, copies: int
+) -> None:
+    sharding = small_run.sharding(strategy)
+    run = small_run.settings(folder, 2, name=f"copies_{strategy}", sharding=sharding)
+    small_run.ready(run)
+    assert ranks.run(copies_made, run, world=2) == [copies] * 2
 
 
 DIVIDED = ["shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "full_shard_offload"]

@@ -224,10 +224,10 @@ def stop_after(world: World, run: Run, step: int) -> None:
     """Train, and fall over once the checkpoint of `step` is visible."""
     original = checkpoint.start_save
 
-    def start(run_folder: Path, state: Any, progress: Any, keep: int, world: World) -> Any:
+    def start(run_folder: Path, state: Any, progress: Any, *more: Any, **named: Any) -> Any:
         if progress.step > step:
             raise RuntimeError("stopped")
-        return original(run_folder, state, progress, keep, world)
+        return original(run_folder, state, progress, *more, **named)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="stopped"):
         patch.setattr(checkpoint, "start_save", start)

@@ -2,8 +2,8 @@
 
 from atoll.config.compose import config_tree, shardings
 from atoll.errors import UserError
-from atoll.plan.choose import USABLE, fits
-from atoll.plan.memory import memory_of, why_unknown
+from atoll.plan.choose import USABLE, fits, host_gib
+from atoll.plan.memory import Memory, memory_of, why_unknown
 from atoll.plan.nearest import nearest
 from atoll.plan.own_processors import as_computed_here
 from atoll.plan.shapes import Shape, known_config, shape_of
@@ -20,7 +20,7 @@ def check_fit(run: Run) -> None:
         return
     memory = memory_of(as_computed_here(run), shape)
     if fits(run, memory) is False:
-        raise _too_large(run, shape, memory.whole_gib)
+        raise _too_large(run, shape, memory)
 
 
 def unknown_fit(run: Run) -> str:
@@ -57,11 +57,11 @@ def _unknown(run: Run, shape: Shape | None) -> str:
     return ""
 
 
-def _too_large(run: Run, shape: Shape, needed_gib: float) -> UserError:
+def _too_large(run: Run, shape: Shape, memory: Memory) -> UserError:
     knows = "override=fit submits it as it is"
     if fits(run, without := memory_of(as_computed_here(_without_tasks(run)), shape)):
         return UserError(
-            _found(run, needed_gib),
+            _found(run, memory),
             f"evaluation.tasks=[] fits, with {without.whole_gib:.1f} GiB: to score tasks each rank "
             f"has the whole model beside its own part; {knows}",
         )
@@ -69,7 +69,7 @@ def _too_large(run: Run, shape: Shape, needed_gib: float) -> UserError:
     hint = f"no smaller microbatch, other sharding or more nodes would fit; {knows}"
     if near is not None:
         hint = f"this fits, with {near.needed_gib:.1f} GiB: {' '.join(near.words)}; {knows}"
-    return UserError(_found(run, needed_gib), hint)
+    return UserError(_found(run, memory), hint)
 
 
 def _without_tasks(run: Run) -> Run:
@@ -77,12 +77,14 @@ def _without_tasks(run: Run) -> Run:
     return run.model_copy(update={"evaluation": evaluation})
 
 
-def _found(run: Run, needed_gib: float) -> str:
+def _found(run: Run, memory: Memory) -> str:
     node = run.facility.node
-    stated = node.device_memory_gib
+    needed_gib, stated, whose = memory.whole_gib, node.device_memory_gib or 0.0, "a device"
     if node.device == "cpu":
         stated = (node.memory_gib or 0.0) / run.ranks_per_node
+    elif needed_gib <= USABLE * stated:
+        needed_gib, stated, whose = host_gib(run, memory), node.memory_gib or 0.0, "a node's memory"
     return (
-        f"{run.model.name} needs {needed_gib:.1f} of the {stated:g} GiB of a device, of which "
+        f"{run.model.name} needs {needed_gib:.1f} of the {stated:g} GiB of {whose}, of which "
         f"{USABLE:.0%} can be filled"
     )

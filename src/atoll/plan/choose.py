@@ -93,10 +93,18 @@ def fits(run: Run, memory: Memory) -> bool | None:
     if device is None:
         return None
     host = node.memory_gib
-    in_host = memory.host * run.ranks_per_node / 2**30
-    if memory.host and (host is None or in_host > USABLE * host):
-        return None if host is None else False
+    if host is not None and host_gib(run, memory) > USABLE * host:
+        return False
+    if memory.host and host is None:
+        return None
     return memory.whole_gib <= USABLE * device
+
+
+def host_gib(run: Run, memory: Memory) -> float:
+    """What ranks with devices have in their node's memory: what they offload, and what is saved."""
+    if run.facility.node.device == "cpu":
+        return 0.0
+    return (memory.host + memory.checkpoint) * run.ranks_per_node / 2**30
 
 
 def choose(candidates: list[Option]) -> Option:

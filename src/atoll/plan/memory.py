@@ -254,7 +254,7 @@ def _of_deepspeed(run: Run, shape: Shape) -> Memory:
     step = zero.buffers + c * parameters / run.world_size + block_activations(run, shape)
     peak = runtime + resident + zero.gathered + max(forward, step)
     heap = heap_of(run, shape, kept, logits)
-    # parameters and moments are read whole, to be saved and exported
+    # parameters and moments are read whole into the node's memory, to be saved and exported
     state = 3 * FP32 * parameters
     scoring = resident + scoring_bytes(run, shape) if run.evaluation.tasks else 0
     on_processors = run.facility.node.device == "cpu"

@@ -160,19 +160,35 @@ def skip_step(engine: Any) -> None:
 
 
 def state_of(engine: Any) -> dict[str, Tensor]:
-    """Every parameter and moment, whole, in fp32, under the names that all strategies use."""
+    """Every parameter and moment, whole, in fp32, under the names that all strategies use.
+
+    A copy in the node's memory: a device has room for one whole tensor, and not for all.
+    """
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     _make_state(engine.optimizer)
     state = {}
     for name, parameter in engine.module.named_parameters():
         weight = safe_get_full_fp32_param(parameter)
-        state[f"model/{name}"] = weight.clone()
+        state[f"model/{name}"] = _copied(weight)
         for moment in MOMENTS:
             value = safe_get_full_optimizer_state(parameter, moment)
-            state[f"optimizer/{name}/{moment}"] = value.clone()
+            state[f"optimizer/{name}/{moment}"] = _copied(value)
         updates = engine.global_steps - engine.skipped_steps
         state[f"optimizer/{name}/step"] = torch.tensor(float(updates))
+    return state
+
+
+def shapes_of(engine: Any) -> dict[str, Tensor]:
+    """What `state_of` gives, without its memory: nothing is gathered."""
+    state = {}
+    for name, parameter in engine.module.named_parameters():
+        # of ZeRO-3's, each rank has a part
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        whole = torch.empty(shape, dtype=torch.float32, device="meta")
+        state[f"model/{name}"] = whole
+        state |= {f"optimizer/{name}/{moment}": whole.clone() for moment in MOMENTS}
+        state[f"optimizer/{name}/step"] = torch.tensor(0.0, device="meta")
     return state
 
 
@@ -193,6 +209,10 @@ def set_state(engine: Any, state: dict[str, Tensor]) -> None:
     for inner in engine.optimizer.optimizer.state.values():  # of the torch optimizer inside
         inner["step"] = count.clone()
     engine.global_steps, engine.skipped_steps = int(count), 0
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
 def whole_parameters(engine: Any) -> dict[str, Tensor]:

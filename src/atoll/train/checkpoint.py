@@ -93,18 +93,25 @@ class Pending:
 
 
 def start_save(
-    run_folder: Path, state: dict[str, Tensor], progress: Progress, keep: int, world: World
+    run_folder: Path,
+    state: dict[str, Tensor],
+    progress: Progress,
+    keep: int,
+    world: World,
+    is_copy: bool = False,
 ) -> Pending:
     """Copy the state and write it, both in the background; the loop goes on at once.
 
-    Every rank calls this at the same step, having finished the save before.
+    Every rank calls this at the same step, having finished the save before. is_copy: nothing
+    changes these tensors, so that they are written as they are.
     """
     started = time.monotonic()
     partial = run_dir.checkpoints(run_folder) / f".step-{progress.step:08d}.partial"
     run_on_first_rank(world, lambda: _prepare(partial))
     pending = Pending(progress.step, started, Future(), Future())
     in_background = replace(world, host_tree=world.checkpoint_tree)
-    about = (pending, _stager(world.device), state, partial, progress, keep, in_background)
+    stager = None if is_copy else _stager(world.device)
+    about = (pending, stager, state, partial, progress, keep, in_background)
     threading.Thread(target=_save, args=about, daemon=True).start()
     pending.blocked_seconds = time.monotonic() - started
     return pending
@@ -274,7 +281,7 @@ def _prepare(partial: Path) -> None:
 
 def _save(
     pending: Pending,
-    stager: DefaultStager,
+    stager: DefaultStager | None,
     state: dict[str, Tensor],
     partial: Path,
     progress: Progress,
@@ -286,7 +293,7 @@ def _save(
     DCP's async_save does the first two, but keeps the caller for 0.1 s with some hundred tensors.
     """
     try:
-        copy = stager.stage(state).result()
+        copy = state if stager is None else stager.stage(state).result()
         pending.copied.set_result(None)
         _write(copy, partial, progress, keep, world)
         pending.done.set_result(time.monotonic() - pending.started)
@@ -295,7 +302,8 @@ def _save(
             shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
         pending.done.set_exception(error)
     finally:
-        stager.close()
+        if stager is not None:
+            stager.close()
         if not pending.copied.done():
             pending.copied.set_result(None)
 

@@ -11,7 +11,7 @@ from atoll.train.assemble import TrainState
 from atoll.train.guard import Guard, Trouble
 from atoll.train.optimizer import step_counts
 from atoll.train.replay import check_copies
-from atoll.train.state_dict import state_dict
+from atoll.train.state_dict import is_deepspeed, state_dict
 
 SAVE_FAILED = 255  # above the codes of signals; `finish` raises before a process could end with it
 FIRST_STEPS = 10  # before the first checkpoint of a start whose interval is to be found
@@ -79,6 +79,7 @@ class CheckpointSaver:
             progress,
             run.checkpoint.keep,
             train_state.world,
+            is_copy=is_deepspeed(train_state),
         )
         self.blocked_seconds += self.pending.blocked_seconds
         if run.checkpoint.every_steps == "auto":

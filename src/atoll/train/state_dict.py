@@ -39,6 +39,13 @@ def state_dict(train_state: TrainState) -> dict[str, Tensor]:
     return parameters | moments | averages
 
 
+def shapes(train_state: TrainState) -> dict[str, Tensor]:
+    """As `state_dict`, for what its tensors are and not for what is in them: nothing is gathered."""
+    if is_deepspeed(train_state):
+        return deepspeed.shapes_of(train_state.wrapped)
+    return state_dict(train_state)
+
+
 def load_state_dict(train_state: TrainState, state: dict[str, Tensor]) -> None:
     """Take over what was loaded into `state`; the tensors of most engines are its own already."""
     if is_deepspeed(train_state):

@@ -40,7 +40,7 @@ from atoll.train.guard import Trouble, note
 from atoll.train.loop import LoopEnd, is_evaluation_due, loop
 from atoll.train.optimizer import averaged, load_step_counts
 from atoll.train.reference import set_reference
-from atoll.train.state_dict import load_state_dict, state_dict
+from atoll.train.state_dict import load_state_dict, shapes, state_dict
 from atoll.train.stop_signals import (
     INTERRUPTED,
     TIME_IS_OVER,
@@ -245,7 +245,7 @@ def resume(train_state: TrainState, found: Path | None = None) -> checkpoint.Pro
     path = found or checkpoint.newest_intact(folder, world)
     is_verified = path is not None
     if path is None:
-        each_bytes = bytes_of_all(state_dict(train_state), world)
+        each_bytes = bytes_of_all(shapes(train_state), world)
         run_on_all_ranks(world, lambda: checkpoint.check_space(folder, each_bytes, keep))
         path = train_state.run.checkpoint.initial_load_path
     if path is None:
