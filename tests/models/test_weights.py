@@ -6,6 +6,7 @@ from typing import Any
 
 import defaults
 import pytest
+import small_run
 import tiny
 import torch
 from rank_pool import RankPool
@@ -23,6 +24,7 @@ from atoll.settings.axes import Axes
 from atoll.sharding.layouts import BEFORE_WEIGHTS, ShardingContext, apply_layouts
 from atoll.sharding.mesh import Meshes
 from atoll.sharding.process_group import World
+from atoll.train import assemble
 
 CPU = torch.device("cpu")
 TRAINING = Training(**defaults.group("training", global_batch_samples=1))
@@ -114,6 +116,22 @@ def sharded_parts(world: World, settings: Model) -> tuple[dict[str, torch.Tensor
     return whole, spy
 
 
+@pytest.mark.parametrize("architecture", ["bert", "llama"])
+def test_buffers_are_where_batches_are_though_parameters_wait_in_the_host_s_memory(
+    architecture: str,
+) -> None:
+    """Without memory stands for a device."""
+    config = build_config(Model(name="x", config=tiny.CONFIGS[architecture]), 0, 32, {})
+    model = build_model(config, TRAINING)
+    names = [name for name, _ in model.named_buffers()]
+    assert names
+    materialize(model, CPU, of_buffers=torch.device("meta"))
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert {name: b.device.type for name, b in model.named_buffers()} == dict.fromkeys(
+        names, "meta"
+    )
+
+
 @pytest.mark.parametrize("architecture", tiny.CONFIGS)
 def test_random_weights_do_not_depend_on_sharding(ranks: RankPool, architecture: str) -> None:
     settings = Model(name="x", config=tiny.CONFIGS[architecture])
@@ -122,6 +140,25 @@ def test_random_weights_do_not_depend_on_sharding(ranks: RankPool, architecture:
     assert whole.keys() == alone.keys()
     for name, weight in whole.items():
         assert torch.equal(weight, alone[name]), name
+
+
+@pytest.mark.parametrize(("strategy", "waits_at"), [("full_shard_offload", "cpu"), ("ddp", "meta")])
+def test_offload_leaves_buffers_on_the_device(
+    strategy: str, waits_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = []
+    run = small_run.settings(Path("/nowhere"), 1, sharding=small_run.sharding(strategy))
+    model = build_model(build_config(run.model, tiny.VOCABULARY, tiny.SEQUENCE, {}), TRAINING)
+
+    def placed(model: Any, device: torch.device, of_buffers: torch.device) -> None:
+        places.append((device.type, of_buffers.type))
+
+    monkeypatch.setattr(assemble, "materialize", placed)
+    for name in ("check_device", "fill", "fill_buffers"):
+        monkeypatch.setattr(assemble, name, lambda *_: None)
+    world = World(0, 1, torch.device("meta"))
+    assemble.build_sharded(run, model.hf.config, model, world, torch.float32)
+    assert places == [(waits_at, "meta")]
 
 
 def test_ranks_read_only_their_slices(ranks: RankPool, tmp_path: Path) -> None:

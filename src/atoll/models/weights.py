@@ -31,14 +31,20 @@ Slices = tuple[slice, ...]
 ReadTensor = Callable[[str, Slices], Tensor]
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give every meta parameter and buffer memory on `device`, keeping tied weights tied."""
+def materialize(
+    model: nn.Module, device: torch.device, of_buffers: torch.device | None = None
+) -> None:
+    """Give every meta parameter and buffer memory on `device`, keeping tied weights tied.
+
+    of_buffers: where buffers go, where parameters wait elsewhere until they are computed with.
+    """
     placed: dict[int, Tensor] = {}
 
     def real(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor  # it was read and quantised already
-        return placed.setdefault(id(tensor), torch.empty_like(tensor, device=device))
+        place = device if isinstance(tensor, nn.Parameter) else of_buffers or device
+        return placed.setdefault(id(tensor), torch.empty_like(tensor, device=place))
 
     tied = _tied_names(model)
     model._apply(real)

@@ -181,7 +181,8 @@ def build_sharded(
         with weights_for(run.model, config, run.seed) as read:
             read = adapted_reader(read, run.seed, shapes, run.model.lora)
             fill_int8(model.hf, read, world.device)
-            materialize(model, torch.device("cpu") if run.sharding.offload else world.device)
+            waits_at = torch.device("cpu") if run.sharding.offload else world.device
+            materialize(model, waits_at, of_buffers=world.device)
             fill(model.hf, read, fill_packed(model.hf, read, world.device))
             fill_buffers(model.hf)
 
