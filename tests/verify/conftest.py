@@ -1,5 +1,7 @@
 """A campaign of two rounds, proven and signed; each test has a copy."""
 
+import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -28,3 +30,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> CampaignStore:
 def store(made: CampaignStore, tmp_path: Path) -> CampaignStore:
     shutil.copytree(made.folder, tmp_path / "c")
     return CampaignStore(made.campaign, tmp_path / "c")
+
+
+@pytest.fixture
+def older_openssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ssh-keygen of before 8.9, which knows nothing of match-principals."""
+    file, newer = tmp_path / "older" / "ssh-keygen", str(shutil.which("ssh-keygen"))
+    file.parent.mkdir()
+    refusal = 'echo "Unsupported operation for -Y: \\"match-principals\\"" >&2; exit 1'
+    file.write_text(
+        f'#!/bin/sh\nif [ "$2" = match-principals ]; then {refusal}; fi\n'
+        f'exec {shlex.join([newer])} "$@"\n'
+    )
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{file.parent}:{os.environ['PATH']}")

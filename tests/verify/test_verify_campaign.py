@@ -23,7 +23,7 @@ from atoll.__main__ import main
 from atoll.campaign import average as averaging
 from atoll.campaign import coordinator
 from atoll.campaign.prove import prove_campaign
-from atoll.campaign.signing import OF_MODELS, refuse_unsigned, sign
+from atoll.campaign.signing import OF_MODELS, is_known, refuse_unsigned, sign
 from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.errors import UserError
 from atoll.federation import make_delta
@@ -440,6 +440,46 @@ def test_a_campaign_that_knows_its_coordinator_asks_who_signed(
          Path(str(store.campaign.signing_key)).parent / "north", OF_MODELS)  # fmt: skip
     assert verify(store, "--quick") == 2
     assert "is not signed by coordinator" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["signed by another", "unsigned"])
+def test_a_campaign_that_knows_its_coordinator_asks_where_openssh_is_older(
+    store: CampaignStore,
+    capsys: pytest.CaptureFixture[str],
+    older_openssh: None,
+    removed: bool,
+) -> None:
+    assert verify(store, "--quick") == 0
+    assert "provenance.json: signed by coordinator" in capsys.readouterr().out
+    path = store.model(2) / "export" / statement.NAME
+    sign(path, Path(str(store.campaign.signing_key)).parent / "north", OF_MODELS)
+    if removed:
+        (path.parent / statement.SIGNATURE).unlink()
+    assert verify(store, "--quick") == 2
+    error = capsys.readouterr().err
+    assert ("is not signed\n" if removed else "is not signed by coordinator") in error
+
+
+@pytest.mark.parametrize(
+    ("line", "known"),
+    [
+        ("coordinator ssh-ed25519 A", True),
+        ("north,coord* ssh-ed25519 A", True),
+        ('  "our own,coordinator" namespaces="x" ssh-ed25519 A', True),
+        ("* ssh-ed25519 A", True),
+        ("*,!coordinator ssh-ed25519 A", False),
+        ("[a-d]oordinator ssh-ed25519 A", False),
+        ("# coordinator ssh-ed25519 A", False),
+        ("north ssh-ed25519 coordinator", False),
+        ("", False),
+    ],
+)
+def test_the_names_of_allowed_signers_are_those_of_their_lines(
+    tmp_path: Path, older_openssh: None, line: str, known: bool
+) -> None:
+    (tmp_path / "signers").write_text(f"# ours\n\n{line}\n")
+    assert is_known("coordinator", tmp_path / "signers") is known
+    assert not is_known("coordinator", tmp_path / "nowhere")
 
 
 def test_a_coordinator_signs_what_it_has_not_signed_yet(

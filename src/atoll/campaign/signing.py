@@ -1,5 +1,7 @@
 """Manifests signed and checked with ssh keys (ssh-keygen's manual, -Y sign and -Y verify)."""
 
+import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from atoll import run_dir
@@ -15,6 +17,7 @@ OF_KEYS = (
     "newer (ssh -V)"
 )
 OLDER = "Unsupported operation"  # of an OpenSSH before 8.9, which cannot tell
+PRINCIPALS = re.compile(r'\s*(?:"([^"]*)"|([^\s"#]\S*))')  # at the beginning of a line of signers
 
 
 def sign(file: Path, key: Path, namespace: str = NAMESPACE) -> Path:
@@ -86,8 +89,26 @@ def refuse_changed_since_signed(file: Path, namespace: str, most_bytes: int) -> 
 
 
 def is_known(identity: str, allowed_signers: Path) -> bool:
-    """Whether a file of allowed signers has somebody of this name."""
-    return _matched(identity, allowed_signers).returncode == 0
+    """Whether a file of allowed signers has somebody of this name, also where OpenSSH is older."""
+    if _matched(identity, allowed_signers).returncode == 0:
+        return True
+    try:
+        with open(allowed_signers, errors="replace") as file:
+            return any(_names(line, identity) for line in file)
+    except OSError:
+        return False
+
+
+def _names(line: str, identity: str) -> bool:
+    """Whether a line of allowed signers is of somebody: its patterns as ssh_config(5) has them."""
+    field = PRINCIPALS.match(line)
+    patterns = (field[1] or field[2] or "").split(",") if field else []
+    matching = [
+        pattern
+        for pattern in patterns
+        if fnmatchcase(identity, pattern.removeprefix("!").replace("[", "[[]"))
+    ]
+    return bool(matching) and not any(pattern.startswith("!") for pattern in matching)
 
 
 def _matched(identity: str, allowed_signers: Path) -> Finished:
