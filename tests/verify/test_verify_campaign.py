@@ -634,6 +634,27 @@ def test_a_signature_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.pub", "model"]
 
 
+@pytest.mark.parametrize(
+    ("written", "left"),
+    [
+        ([statement.NAME, statement.SIGNATURE], "global/export/.provenance.json.4711.partial"),
+        ([statement.SIGNATURE], "global/export/.provenance.json.sig.4711.partial"),
+        ([], "global/.export.yaml"),
+    ],
+)
+def test_what_a_kill_left_beside_the_proof_goes(
+    store: CampaignStore, written: list[str], left: str
+) -> None:
+    """A power cut while either was written, or a signal while adapters were merged."""
+    for name in written:
+        (store.export(2) / name).unlink()
+    (store.round(2) / left).write_text("{")
+    settings = store.campaign.model_dump(mode="json") | {"last_loss": False}
+    assert coordinator.run(CampaignStore(checked_campaign(settings), store.folder)) == 0
+    assert not (store.round(2) / left).exists() and verify(store) == 0
+    assert Path(left).name not in (store.export(2) / statement.NAME).read_text()
+
+
 def test_a_kill_before_the_signature_leaves_no_model_unsigned(store: CampaignStore) -> None:
     signature = store.export(2) / statement.SIGNATURE
     signature.unlink()

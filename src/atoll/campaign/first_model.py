@@ -72,7 +72,7 @@ def merge_adapter(
     dtype = store.campaign.rule.dtype
     words = [*start_words(store), f"export.dtype={dtype}", "export.max_file_gib=4"]
     words.append(path_word("folders.prepared", store.folder))  # where an image has all rounds
-    settings = out.with_name(f".{out.name}.yaml")
+    settings = merge_settings(out)
     with ExitStack() as stack:
         stack.callback(settings.unlink, missing_ok=True)
         began_with = store.model_manifest(0)["frozen"]
@@ -91,6 +91,11 @@ def merge_adapter(
             )
         words = ["untrained", str(settings), str(out), "--adapter", str(adapter)]
         _shown([*atoll, *words], "the merged model")
+
+
+def merge_settings(out: Path) -> Path:
+    """What the merge reads, beside what it makes; a kill may leave it there."""
+    return out.with_name(f".{out.name}.yaml")
 
 
 def frozen_digest(answer: str) -> str:

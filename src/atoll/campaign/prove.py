@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
+from atoll.campaign.first_model import merge_settings
 from atoll.campaign.journal import round_name
 from atoll.campaign.model_card import campaign_card
 from atoll.campaign.signing import OF_MODELS, sign
@@ -21,6 +22,7 @@ from atoll.proof.statement import (
     Resource,
     existing,
     grown,
+    remove_cut_off,
     resource,
     said,
 )
@@ -60,8 +62,13 @@ def prove_campaign(store: CampaignStore, last: int) -> None:
 
 
 def sign_model(store: CampaignStore, last: int) -> None:
-    """By the campaign's key, if it has one; also where a kill came between proof and signature."""
+    """By the campaign's key, if it has one; also where a kill came between proof and signature.
+
+    What a kill left beside the proof goes: `atoll verify` would refuse the model for it.
+    """
     export, key = store.export(last), store.campaign.signing_key
+    remove_cut_off(export, f"{SIGNATURE}.*")
+    merge_settings(export).unlink(missing_ok=True)
     if key is not None and not (export / SIGNATURE).is_file():
         sign(export / NAME, Path(key).expanduser(), OF_MODELS)
 

@@ -19,6 +19,7 @@ from atoll.proof.statement import (
     described,
     logs_of,
     read_statement,
+    remove_cut_off,
     resource,
     said,
 )
@@ -66,6 +67,7 @@ def _state(export: Path, run_folder: Path) -> bool:
     # killed between both files, the crate has its jobs already, and the statement has not
     if not is_gap or hashlib.sha256(first).hexdigest() != stated["digest"]["sha256"]:
         return False
+    remove_cut_off(export)
     kept = resource("run", run_folder, file.name)
     text = as_text(with_jobs(crate, kept, json.loads(file.read_text())["jobs"])).encode()
     run_dir.write_whole(export / CRATE, text)

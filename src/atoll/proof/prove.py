@@ -10,6 +10,7 @@ from atoll.proof.statement import (
     CRATE,
     Made,
     Resource,
+    remove_cut_off,
     resource,
     subjects_of,
     write_statement,
@@ -21,6 +22,7 @@ def prove(export: Path, made: Made, card: str, known: Mapping[str, Resource]) ->
 
     known: files of the export whose digests were taken as they were written.
     """
+    remove_cut_off(export)
     run_dir.write_whole(export / CARD, card)
     subjects = subjects_of(export, known)
     write_crate(export, made, subjects)

@@ -91,6 +91,12 @@ def subjects_of(export: Path, known: Mapping[str, Resource]) -> list[Resource]:
     return [known.get(name) or {**resource("", export, name), "name": name} for name in stated]
 
 
+def remove_cut_off(export: Path, name: str = "*") -> None:
+    """Remove what a kill left of files that were being written: it is no part of an export."""
+    for path in export.glob(f".{name}.partial"):
+        path.unlink(missing_ok=True)
+
+
 def write_statement(export: Path, made: Made, subjects: list[Resource]) -> None:
     """Write it, the last file of an export."""
     accounting = [made.accounting] if made.accounting else []
