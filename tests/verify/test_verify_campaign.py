@@ -586,13 +586,31 @@ def test_an_update_that_another_signed_is_named(
     assert "is not signed by south" in capsys.readouterr().err
 
 
-def test_scores_beside_any_model_are_no_part_of_the_proof(store: CampaignStore) -> None:
+def test_scores_beside_any_model_are_no_part_of_the_proof(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number in (0, 1, 2):
         run_dir.scores_file(store.model(number) / "export").write_text("{}")
     assert verify(store) == 0
     prove_campaign(store, 2)
-    run_dir.scores_file(store.model(0) / "export").write_text('{"again": 1}')
+    for number in (0, 1, 2):
+        run_dir.scores_file(store.model(number) / "export").write_text('{"again": 1}')
     assert verify(store) == 0
+    assert "not at hand  scores.json: who measured it" in capsys.readouterr().out
+
+
+def test_scores_that_a_statement_has_are_those_that_are_there(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An older Atoll stated them."""
+    path = run_dir.scores_file(store.export(2))
+    path.write_text("{}")
+    stated = statement.described(path.name, 2, run_dir.sha256_of(path))
+    restated(store, lambda content: content["subject"].append(stated))
+    assert verify(store) == 0
+    path.write_text("[]")
+    assert verify(store) == 2
+    assert f"{path} has changed" in capsys.readouterr().err
 
 
 def test_updates_that_were_not_kept_are_said_to_be_missing(

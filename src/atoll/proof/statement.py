@@ -84,10 +84,13 @@ class Made:
 
 
 def subjects_of(export: Path, known: Mapping[str, Resource]) -> list[Resource]:
-    """Every file of an export. known: those whose digests were taken as they were written."""
+    """Every file of an export but scores, which may be measured again, whoever does it.
+
+    known: those whose digests were taken as they were written.
+    """
     files = sorted(path for path in export.rglob("*") if path.is_file())
     names = [path.relative_to(export).as_posix() for path in files]
-    stated = [name for name in names if name not in (CRATE, NAME, SIGNATURE)]
+    stated = [name for name in names if name not in (CRATE, NAME, SIGNATURE, SCORES)]
     return [known.get(name) or {**resource("", export, name), "name": name} for name in stated]
 
 
