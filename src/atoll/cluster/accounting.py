@@ -3,6 +3,7 @@
 Without accounts, users, names of nodes and paths: it travels with the proof of the run's model.
 """
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from atoll import run_dir
 from atoll.cluster.jobs import SLURM_STATES, sacct
 from atoll.cluster.scheduler import answer_lines
 from atoll.cluster.status import UNKNOWN, queued_jobs
-from atoll.proof.accounting import state_accounting
+from atoll.proof.accounting import is_stated, state_accounting
 from atoll.proof.crate import as_text
 
 COLUMNS = (
@@ -25,6 +26,7 @@ Record = dict[str, Any]
 def keep_accounting(run_folder: Path) -> None:
     """Keep the records of a finished run's jobs, once all have ended, and state them in its proof.
 
+    Of a run that was given more steps its later jobs are kept too: its newer export states all.
     Nothing is kept where there is no accounting: the proof names that gap; nor in somebody else's
     folder, which may be looked at all the same.
     """
@@ -33,14 +35,18 @@ def keep_accounting(run_folder: Path) -> None:
     file = run_dir.accounting_file(run_folder)
     if not run_dir.result_file(run_folder).is_file():
         return
-    if not file.is_file():
-        ids = slurm_ids(run_folder)
+    kept = json.loads(file.read_text())["jobs"] if file.is_file() else []
+    known = {record["job"] for record in kept}
+    ids = [job for job in slurm_ids(run_folder) if job not in known]
+    if ids and not (kept and is_stated(run_folder)):
         records = slurm_records(ids)
         last = {record["job"]: record["state"] for record in records}
-        if not ids or last.keys() != set(ids) or not ENDED.issuperset(last.values()):
+        if last.keys() != set(ids) or not ENDED.issuperset(last.values()):
             return
-        run_dir.write_whole(file, as_text({"format_version": 1, "from": "sacct", "jobs": records}))
-    state_accounting(run_folder)
+        jobs = [*kept, *records]
+        run_dir.write_whole(file, as_text({"format_version": 1, "from": "sacct", "jobs": jobs}))
+    if file.is_file():
+        state_accounting(run_folder)
 
 
 def slurm_ids(run_folder: Path) -> list[str]:

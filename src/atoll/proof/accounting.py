@@ -50,10 +50,20 @@ def state_accounting(run_folder: Path) -> list[Path]:
 
     One that is signed stays as it is, and so does one whose crate is not the stated one.
     """
+    return [folder for folder in _proven(run_folder) if _state(folder, run_folder)]
+
+
+def is_stated(run_folder: Path) -> bool:
+    """Whether the proof of an export has the kept accounting, which then stays as it is."""
+    name = f"run/{run_dir.accounting_file(run_folder).name}"
+    entries = [entry for folder in _proven(run_folder) for entry in logs_of(read_statement(folder))]
+    return any(entry["name"] == name for entry in entries)
+
+
+def _proven(run_folder: Path) -> list[Path]:
+    """The run's exports that have a proof."""
     folders = (run_dir.export(run_folder), run_dir.averaged_export(run_folder))
-    return [
-        folder for folder in folders if (folder / NAME).is_file() and _state(folder, run_folder)
-    ]
+    return [folder for folder in folders if (folder / NAME).is_file()]
 
 
 def _state(export: Path, run_folder: Path) -> bool:
