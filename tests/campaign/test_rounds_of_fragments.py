@@ -17,6 +17,7 @@ from atoll.campaign import round as round_
 from atoll.campaign.asked import request
 from atoll.campaign.journal import Journal
 from atoll.campaign.lasting_settings import keep_settings
+from atoll.campaign.own_weights import residual_round
 from atoll.campaign.prove import prove_campaign
 from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.errors import UserError
@@ -356,3 +357,31 @@ def test_asking_for_the_last_loss_changes_no_model(
                 assert store.global_loss(4) == 2.0
         digests.append([store.model_manifest(number)["digest"] for number in range(9)])
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(
+    ("manifest", "rounds", "expected"),
+    [
+        ({"taken": {"0": {"south": 7}}}, [6, 7], 7),
+        ({"taken": {"0": {"south": 7}}}, [6], None),  # it is in the update of round 7
+        ({"taken": {"0": {"south": 5}}}, [5, 6], 5),  # that of round 6 came to nothing
+        ({"taken": {"0": {"south": 5}}}, [4, 8], 8),  # under way still
+        ({"taken": {}}, [6], None),
+        ({}, [6], 6),  # of an older Atoll
+    ],
+)
+def test_a_residual_that_is_gone_is_not_replaced_by_an_older_one(
+    tmp_path: Path, manifest: dict[str, Any], rounds: list[int], expected: int | None
+) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"rule": {}}))
+    asked = {"fragment": 0, "facility": "south", "global_round": 7}
+    assert residual_round(tmp_path, asked, rounds) == expected
+
+
+def test_a_residual_that_is_gone_is_not_replaced_where_rounds_overlap(tmp_path: Path) -> None:
+    rule = {"overlap_rounds": 1, "max_staleness": 2}
+    content = {"taken": {"0": {"south": 7}}, "rule": rule}
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    asked = {"fragment": 0, "facility": "south", "global_round": 7}
+    assert residual_round(tmp_path, asked, [6]) is None
+    assert residual_round(tmp_path, asked, [6, 8]) == 8

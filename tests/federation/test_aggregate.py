@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atoll.errors import UserError
 from atoll.federation import aggregate as module
-from atoll.federation.aggregate import Outcome, aggregate, verified
+from atoll.federation.aggregate import Outcome, aggregate, hold, verified
 from atoll.federation.apply_delta import apply_delta
 from atoll.federation.global_model import first_global, read_global
 from atoll.federation.next_model import not_finite
@@ -166,6 +166,34 @@ def test_server_steps_over_rounds(tmp_path: Path, server: str) -> None:
         base = out
     for name, found in made_up.read(base / "master").items():
         torch.testing.assert_close(found.double(), parameters[name].detach(), atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "codec"), [("momentum", "fp32"), ("residual", "int8")])
+@pytest.mark.parametrize("gone", ["folder", "files"])
+def test_a_memory_that_is_gone_does_not_begin_anew(
+    tmp_path: Path, name: str, codec: str, gone: str
+) -> None:
+    base, rule = made_up.first(tmp_path), {"update": "nesterov"}
+    run(base, updates(tmp_path, base, deltas(2)), tmp_path / "global-1", codec, **rule)
+    folder = tmp_path / "global-1" / "memory" / name
+    for path in folder.iterdir():
+        path.unlink()
+    if gone == "folder":
+        folder.rmdir()
+    found = updates(tmp_path / "2", tmp_path / "global-1", deltas(2))
+    with pytest.raises(UserError, match=f"memory/{name} is gone"):
+        run(tmp_path / "global-1", found, tmp_path / "global-2", codec, **rule)
+    with pytest.raises(UserError, match=f"memory/{name} is gone"):
+        hold(tmp_path / "global-1", Rule(**rule), codec, tmp_path / "global-2", {})
+    assert not (tmp_path / "global-2").exists()
+
+
+def test_what_a_rule_did_not_need_before_begins_with_it(tmp_path: Path) -> None:
+    base = made_up.first(tmp_path)
+    run(base, updates(tmp_path, base, deltas(2)), tmp_path / "global-1")
+    found = updates(tmp_path / "2", tmp_path / "global-1", deltas(2))
+    run(tmp_path / "global-1", found, tmp_path / "global-2", "int8", update="momentum")
+    assert (tmp_path / "global-2" / "memory" / "residual").is_dir()
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])

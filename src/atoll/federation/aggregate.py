@@ -23,7 +23,7 @@ from atoll.federation.cohort import Cohort, cohorts_of, norms_before, share_out
 from atoll.federation.error_feedback import read_decoded_into
 from atoll.federation.fragments import fragments_of, joined
 from atoll.federation.judge import Measured, cosines
-from atoll.federation.next_model import NextModel
+from atoll.federation.next_model import NextModel, refuse_forgotten
 from atoll.federation.tensors import STRETCH, Layout, Stretch, TensorReader, stretches
 from atoll.federation.update import Update, refuse_wrong_tensors
 from atoll.federation.update_files import read_verified, reason_of
@@ -86,6 +86,7 @@ def aggregate(
     """
     layout, parts = _parts(base, rule)
     known = global_model.read_global(base)
+    refuse_forgotten(base, known, rule, codec)
     rejected = _unfit(updates, parts, rule)
     fit = [update for update in updates if update.facility not in rejected]
     cohorts = cohorts_of(base, known, parts, fit, rule, rule.fragment(about.get("round", 1)))
@@ -123,7 +124,9 @@ def hold(base: Path, rule: Rule, codec: str, out: Path, about: dict[str, Any]) -
     """
     refused = about.get("refused_rounds", {})
     layout, parts = _parts(base, rule)
-    known, unfinished = global_model.read_global(base), global_model.begin(out)
+    known = global_model.read_global(base)
+    refuse_forgotten(base, known, rule, codec)
+    unfinished = global_model.begin(out)
     fragment = rule.fragment(about.get("round", 1))
     sent = parts[fragment]
     with NextModel(base, unfinished, layout, sent, rule, codec) as next_model:

@@ -7,10 +7,12 @@ import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from atoll.errors import UserError
 from atoll.federation import combine, global_model, step
 from atoll.federation.digests_behind import DigestsBehind
 from atoll.federation.error_feedback import encoded_layout, write_encoded
@@ -20,6 +22,7 @@ from atoll.federation.tensors import (
     TensorReader,
     TensorWriter,
     copy_fixed,
+    files_of,
     typed,
 )
 from atoll.settings.federation import Rule
@@ -43,6 +46,28 @@ def share_of(weights: list[float], factors: list[float], taken_by: step.Step) ->
     return Share(torch.tensor(scaled, dtype=torch.float64), torch.tensor(factors), taken_by)
 
 
+def fresh_memory(rule: Rule, codec: str) -> dict[str, float]:
+    """What is remembered between rounds, and what each value of it begins as."""
+    return step.fresh_memory(rule) | ({} if codec == "fp32" else {RESIDUAL: 0.0})
+
+
+def refuse_forgotten(base: Path, known: dict[str, Any], rule: Rule, codec: str) -> None:
+    """Raise `UserError` where what a base's own rule and codec made it remember is gone.
+
+    known: its manifest; a first model's has no rule, and what a new rule needs begins anew.
+    """
+    if "rule" not in known:
+        return
+    kept = fresh_memory(Rule.model_validate(known["rule"]), known.get("codec", "fp32"))
+    for name in fresh_memory(rule, codec):
+        if name in kept and not files_of(folder := base / "memory" / name):
+            raise UserError(
+                f"{folder} is gone: what the server remembers of the rounds before",
+                f"get it back; or, where its updates are kept, delete {base}: the same line makes "
+                "it again",
+            )
+
+
 class NextModel(ExitStack):
     """The files of the next global model, while they are written.
 
@@ -60,7 +85,7 @@ class NextModel(ExitStack):
     ) -> None:
         super().__init__()
         self.rule, self.codec = rule, codec
-        self.fresh = step.fresh_memory(rule) | ({} if codec == "fp32" else {RESIDUAL: 0.0})
+        self.fresh = fresh_memory(rule, codec)
         wide = typed(layout, torch.float32)
         encoded = encoded_layout(sent, codec)
         self.before = self.enter_context(TensorReader(base / "master"))
