@@ -3,15 +3,19 @@
 from pathlib import Path
 from typing import Any
 
+import numpy
+import numpy.typing
 import pytest
 import torch
 
 from atoll.campaign.lasting_settings import refuse_what_loses
 from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.errors import UserError
-from atoll.federation import combine
+from atoll.federation import combine, step
 from atoll.federation.update import UpdateManifest
 from atoll.settings.federation import Rule
+
+Floats = numpy.typing.NDArray[numpy.float32]
 
 
 def manifests(tokens: list[int], steps: list[int] | None = None) -> list[UpdateManifest]:
@@ -174,6 +178,45 @@ def test_krum_and_clipping_measure_all_updates_first() -> None:
     assert combine.needs_norms_first(Rule(clip_norm=1.0))
     assert not combine.needs_norms_first(Rule())
     assert not combine.needs_norms_first(Rule(combine="median"))
+
+
+def one_by_one(update: str, delta: Floats, memory: dict[str, Floats], rule: Rule) -> Floats:
+    """A server's step in fp32, each operation rounded by itself."""
+    rate, beta1, beta2 = (numpy.float32(x) for x in (rule.learning_rate, rule.beta1, rule.beta2))
+    new1, new2 = numpy.float32(1 - rule.beta1), numpy.float32(1 - rule.beta2)
+    if update == "replace":
+        return rate * delta
+    if update in ("momentum", "nesterov"):
+        memory["momentum"] = memory["momentum"] * beta1 + delta
+        ahead = delta + beta1 * memory["momentum"]
+        return rate * (memory["momentum"] if update == "momentum" else ahead)
+    square = delta * delta
+    if update == "adam":
+        memory["variance"] = memory["variance"] * beta2 + square * new2
+    else:
+        ways = numpy.sign(memory["variance"] - square)
+        memory["variance"] = memory["variance"] - square * new2 * ways
+    memory["momentum"] = memory["momentum"] * beta1 + delta * new1
+    return rate * memory["momentum"] / (numpy.sqrt(memory["variance"]) + numpy.float32(rule.tau))
+
+
+@pytest.mark.parametrize("count", [1, 24, 4103, 1 << 16])
+@pytest.mark.parametrize("update", ["replace", "momentum", "nesterov", "adam", "yogi"])
+def test_a_step_has_the_bits_of_one_operation_after_another(
+    update: Any, count: int
+) -> None:
+    """So it has the same on every processor."""
+    rule = Rule(update=update, learning_rate=0.0031, beta1=0.9, beta2=0.99)
+    drawn = numpy.random.default_rng(count)
+    delta = drawn.standard_normal(count).astype("f4") * numpy.float32(1e-3)
+    memory = {"momentum": drawn.standard_normal(count).astype("f4") * numpy.float32(1e-3)}
+    memory["variance"] = drawn.random(count).astype("f4") * numpy.float32(1e-6)
+    own = {name: torch.from_numpy(values.copy()) for name, values in memory.items()}
+    given = torch.from_numpy(delta.copy())
+    added = step.STEPS[update](given, own, rule)
+    assert (added.numpy() == one_by_one(update, delta, memory, rule)).all()
+    assert all((own[name].numpy() == memory[name]).all() for name in memory)
+    assert (given.numpy() == delta).all()
 
 
 def test_every_rule_that_may_be_chosen_is_there() -> None:

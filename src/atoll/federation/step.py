@@ -2,10 +2,13 @@
 
 Legend: N values of a stretch; delta is what training added, so its negative is a gradient
 (Reddi et al. 2021, "Adaptive federated optimization"). A new step is one function and one line.
+Each operation is rounded by itself: what torch does in one (addcmul_, add_ with alpha) is fused on
+some processors, and has other bits there.
 """
 
 from collections.abc import Callable
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -35,20 +38,23 @@ def nesterov(delta_N: Tensor, memory: dict[str, Tensor], rule: Rule) -> Tensor:
 def adam(delta_N: Tensor, memory: dict[str, Tensor], rule: Rule) -> Tensor:
     """FedAdam (Reddi et al. 2021, algorithm 2): no bias correction, v begins at tau squared."""
     squares = memory["variance"]
-    squares.mul_(rule.beta2).addcmul_(delta_N, delta_N, value=1 - rule.beta2)
+    squares.mul_(rule.beta2).add_(delta_N.square().mul_(1 - rule.beta2))
     return _adaptive(delta_N, memory, rule)
 
 
 def yogi(delta_N: Tensor, memory: dict[str, Tensor], rule: Rule) -> Tensor:
     """FedYogi (Reddi et al. 2021, algorithm 2): v moves by so much, whichever way it goes."""
     squares, square = memory["variance"], delta_N.square()
-    squares.addcmul_(square, torch.sign(squares - square), value=-(1 - rule.beta2))
+    ways = torch.sign(squares - square)
+    squares.sub_(square.mul_(1 - rule.beta2).mul_(ways))
     return _adaptive(delta_N, memory, rule)
 
 
 def _adaptive(delta_N: Tensor, memory: dict[str, Tensor], rule: Rule) -> Tensor:
-    mean = memory["momentum"].mul_(rule.beta1).add_(delta_N, alpha=1 - rule.beta1)
-    return rule.learning_rate * mean / (memory["variance"].sqrt() + rule.tau)
+    mean = memory["momentum"].mul_(rule.beta1).add_(delta_N * (1 - rule.beta1))
+    # torch's own root may be MKL's, which is not always the nearest number
+    root = torch.from_numpy(numpy.sqrt(memory["variance"].numpy()))
+    return rule.learning_rate * mean / root.add_(rule.tau)
 
 
 STEPS: dict[str, Step] = {
