@@ -156,6 +156,19 @@ def test_krum_looks_at_its_nearest_neighbours_alone() -> None:
     assert krum_choice(far, bad=1) == [0.0, 1.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("place", [(0, 1), (1, 0), (1, 2), (2, 1)])
+@pytest.mark.parametrize("asymmetry", [1 + 1e-9, 1 - 1e-9])
+def test_of_two_that_are_as_near_krum_takes_the_first_whatever_rounding_says(
+    place: tuple[int, int], asymmetry: float
+) -> None:
+    """Of three updates two are always each other's nearest."""
+    points_KN = torch.tensor([[1.0, 0.1], [1.1, -0.1], [3.0, 2.0]], dtype=torch.float64)
+    gram_KK = points_KN @ points_KN.T
+    gram_KK[place] *= asymmetry
+    assert combine.krum_weights(gram_KK, 0) == [1.0, 0.0, 0.0]
+    assert combine.krum_weights(gram_KK.flip(0, 1), 0) == [0.0, 1.0, 0.0]
+
+
 def test_long_updates_are_shortened_to_the_clip_norm() -> None:
     assert combine.clip_factors([0.0, 0.25, 1.0, 16.0], 2.0) == [1.0, 1.0, 1.0, 0.5]
     assert combine.clip_factors([0.25, 16.0], 0.25) == [0.5, 0.0625]

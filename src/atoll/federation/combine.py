@@ -139,8 +139,10 @@ def refuse_too_few(count: int, rule: Rule) -> None:
 def krum_weights(gram_KK: Tensor, bad: int) -> list[float]:
     """All weight on the update nearest to its K - bad - 2 neighbours (Blanchard et al. 2017).
 
-    gram_KK: the inner products of all updates; the distances follow from them.
+    gram_KK: the inner products of all updates; the distances follow from them. Two that are each
+    other's nearest, as of three updates, are as near: the first of them is taken.
     """
+    gram_KK = (gram_KK + gram_KK.T) / 2  # rounding may give a pair two products
     squares = gram_KK.diagonal()
     distances = (squares[:, None] + squares[None] - 2 * gram_KK).clamp_min(0)
     count = len(squares)
