@@ -21,7 +21,7 @@ from atoll.campaign.signing import sign
 from atoll.campaign.store import NONCES, CampaignStore, checked_campaign
 from atoll.errors import UserError
 from atoll.federation import aggregate
-from atoll.proof.statement import SIGNATURE, described, read_statement
+from atoll.proof.statement import NAME, SIGNATURE, described, read_statement
 from atoll.verify import again, command
 
 pytestmark = [pytest.mark.login_node, pytest.mark.usefixtures("one_process")]
@@ -234,6 +234,48 @@ def test_an_export_by_another_name_has_its_campaign(
         assert main(["verify", str(path), "--quick"]) == 0
         output = capsys.readouterr().out
         assert "signed by coordinator" in output and "round 2: its model" in output
+
+
+def test_an_export_beside_the_rounds_is_compared_with_them(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    latest, copied = store.folder / "latest", store.folder / "final"
+    latest.symlink_to("round-002/global/export")
+    shutil.copytree(store.export(2), copied)
+    for words in ([str(latest)], [str(copied), "--from", str(store.folder)]):
+        assert main(["verify", *words, "--quick"]) == 0
+        assert "round 2: its model" in capsys.readouterr().out
+
+
+def test_a_link_to_another_round_s_place_is_named(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(store.export(2), export := store.folder / "round-003" / "global" / "export")
+    (latest := store.folder / "latest").symlink_to(export)
+    for path in (export, latest):
+        assert main(["verify", str(path), "--quick"]) == 2
+        assert "tells of the rounds up to 2, not of its own" in capsys.readouterr().err
+
+
+def test_an_export_whose_files_are_links_is_one(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As a hub's cache has them, by other names."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    for number, path in enumerate(sorted(store.export(2).iterdir())):
+        shutil.copy(path, blobs / f"{number:064x}")
+        (snapshot / path.name).symlink_to(blobs / f"{number:064x}")
+    signers = ["--signers", str(store.campaign.allowed_signers)]
+    for words in ([], signers, ["--from", str(store.folder), "--quick"]):
+        assert main(["verify", str(snapshot), *words]) == 0
+    assert "signed by coordinator" in capsys.readouterr().out
+    with open((snapshot / NAME).resolve(), "a") as file:
+        file.write(" ")
+    for words in ([], signers):
+        assert main(["verify", str(snapshot), *words]) == 2
+        assert "provenance.json" in capsys.readouterr().err
 
 
 def test_a_model_stays_as_stated_while_its_campaign_goes_on(

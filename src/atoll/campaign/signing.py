@@ -64,10 +64,10 @@ def refuse_unsigned(
 ) -> None:
     """Raise `UserError` unless `identity`, as the file of allowed signers knows it, signed it."""
     signature = file.with_name(f"{file.name}.sig")
-    content = read_plain(file, most_bytes)
+    content = read_plain(_followed(file, namespace), most_bytes)
     if not signature.is_file():
         raise UserError(f"{file} is not signed", f"{identity} signs with sites[…].signing_key")
-    read_plain(signature, MAX_SIGNATURE_BYTES)
+    read_plain(_followed(signature, namespace), MAX_SIGNATURE_BYTES)
     by = ["verify", "-f", str(allowed_signers), "-I", identity]
     if why := _refused(by, signature, namespace, content):
         raise UserError(
@@ -79,8 +79,8 @@ def refuse_unsigned(
 def refuse_changed_since_signed(file: Path, namespace: str, most_bytes: int) -> None:
     """Raise `UserError` unless the signature beside a file is of what it has, whoever's it is."""
     signature = file.with_name(f"{file.name}.sig")
-    content = read_plain(file, most_bytes)
-    read_plain(signature, MAX_SIGNATURE_BYTES)
+    content = read_plain(_followed(file, namespace), most_bytes)
+    read_plain(_followed(signature, namespace), MAX_SIGNATURE_BYTES)
     if why := _refused(["check-novalidate"], signature, namespace, content):
         raise UserError(
             f"{file} is not what {signature.name} signs: {why}",
@@ -109,6 +109,11 @@ def _names(line: str, identity: str) -> bool:
         if fnmatchcase(identity, pattern.removeprefix("!").replace("[", "[[]"))
     ]
     return bool(matching) and not any(pattern.startswith("!") for pattern in matching)
+
+
+def _followed(file: Path, namespace: str) -> Path:
+    """A model's files are the reader's own, also as links (a hub's cache); an update's came."""
+    return file.resolve() if namespace == OF_MODELS else file
 
 
 def _matched(identity: str, allowed_signers: Path) -> Finished:

@@ -1,7 +1,6 @@
 """`atoll verify EXPORT`: compare a model and what made it with its provenance.json, offline."""
 
 import argparse
-import re
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ from atoll.verify.lines import Line, differs
 ABOUT = """Compare an export with its provenance.json, and with all that made it and is at hand:
 settings, checkpoint, tokens, logs; of a campaign every update and, once more, every aggregation.
 Ends with code 2 and the name of the first thing that differs. Nothing is fetched."""
-
-ROUND = re.compile(r"round-[0-9]{3,}")
 
 
 def main(argv: list[str]) -> int:
@@ -99,7 +96,7 @@ def _refuse_other_kind(export: Path, kind: str) -> None:
 
 def _kind_of_place(export: Path) -> str:
     """campaign or run; empty: it was moved away from either."""
-    if export.parent.name == "global" and ROUND.fullmatch(export.parent.parent.name):
+    if export.parent.name == "global" and of_campaign.ROUND.fullmatch(export.parent.parent.name):
         return "campaign"
     return "run" if _is_source(export.parent, is_campaign=False) else ""
 

@@ -19,6 +19,7 @@ from atoll.verify.export import files_in
 from atoll.verify.first_model import refuse_more_than_first
 from atoll.verify.lines import Line, differs, refuse_changed, resources
 
+ROUND = re.compile(r"round-[0-9]{3,}")
 OF_MODEL = re.compile(r"campaign/round-([0-9]{3,})/global/manifest\.json")
 
 
@@ -68,10 +69,14 @@ def rounds(statement: dict[str, Any]) -> list[int]:
 
 
 def _refuse_other_round(export: Path, folder: Path, last: int) -> None:
-    """An export in its place is that of the last round that its statement tells of."""
-    own = export.relative_to(folder).parts[0] if export.is_relative_to(folder) else round_name(last)
-    if own != round_name(last):
-        raise differs(f"{export / NAME} tells of the rounds up to {last}, not of its own")
+    """An export in a round's place is that of the last round that its statement tells of.
+
+    Of a link, where it leads, too; a copy by another name is in no round's place.
+    """
+    for place, inside in ((export, folder), (export.resolve(), folder.resolve())):
+        own = place.relative_to(inside).parts[0] if place.is_relative_to(inside) else ""
+        if ROUND.fullmatch(own) and own != round_name(last):
+            raise differs(f"{export / NAME} tells of the rounds up to {last}, not of its own")
 
 
 def _names(statement: dict[str, Any]) -> set[str]:
