@@ -391,6 +391,10 @@ def the_statement(folder: Path) -> dict[str, Any]:
     return statement.read_statement(run_dir.export(folder))
 
 
+# of the same file as another name, or of a file of another place
+OTHER_NAMES = ("run//etc/hostname", "run/./run.yaml", "run/logs/", ".")
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -400,6 +404,7 @@ def the_statement(folder: Path) -> dict[str, Any]:
         "[" * 10**5,
         "../../key",
         "/key",
+        *OTHER_NAMES,
         "run/" + "a" * 300,
         7,
         "no digest",
@@ -410,7 +415,8 @@ def the_statement(folder: Path) -> dict[str, Any]:
 def test_a_statement_of_another_kind_is_refused(
     content: str | int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if content in ("../../key", "/key", "run/" + "a" * 300, 7, "no digest", "another kind"):
+    names = ("../../key", "/key", *OTHER_NAMES)
+    if content in (*names, "run/" + "a" * 300, 7, "no digest", "another kind"):
         entry = statement.described(content, 1, "0" * 64)  # type: ignore[arg-type]
         kind = "urn:another" if content == "another kind" else "urn:atoll:run:1"
         build = {"buildType": kind, "resolvedDependencies": [entry]}

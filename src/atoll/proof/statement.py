@@ -165,9 +165,11 @@ def read_statement(export: Path) -> dict[str, Any]:
 def _check(entry: Resource) -> None:
     """A plain relative name, digests that are text, and facts under names."""
     name = entry["name"]
-    parts = PurePosixPath(name).parts
+    path = PurePosixPath(name)
+    parts = path.parts
     is_long = len(name.encode()) > MAX_NAME or any(len(part.encode()) > MAX_PART for part in parts)
-    is_plain = name.isprintable() and not name.startswith("/")
+    # run//etc/hostname would be another place's
+    is_plain = name.isprintable() and not name.startswith("/") and name == path.as_posix()
     if not parts or ".." in parts or is_long or not is_plain:
         raise ValueError(f"the name {name!r}")
     if not isinstance(entry.get("annotations", {}), dict):
