@@ -1,5 +1,6 @@
 """The next global model against plain arithmetic and against torch.optim; attacks left out."""
 
+import json
 import math
 import resource
 import subprocess
@@ -21,6 +22,7 @@ from atoll.federation.apply_delta import apply_delta
 from atoll.federation.global_model import first_global, read_global
 from atoll.federation.next_model import not_finite
 from atoll.federation.update import Update
+from atoll.models.safetensor_files import INDEX
 from atoll.settings.federation import Rule
 
 LOOSE = {"max_norm_ratio": 1e9, "min_cosine": -1.0}
@@ -186,6 +188,34 @@ def test_a_memory_that_is_gone_does_not_begin_anew(
     with pytest.raises(UserError, match=f"memory/{name} is gone"):
         hold(tmp_path / "global-1", Rule(**rule), codec, tmp_path / "global-2", {})
     assert not (tmp_path / "global-2").exists()
+
+
+def test_an_export_says_its_own_number_format_and_size(tmp_path: Path) -> None:
+    """By the names of both generations of transformers."""
+    start = made_up.write_model(tmp_path / "start", made_up.weights(0))
+    config = {"model_type": "llama", "dtype": "float32", "torch_dtype": "float32"}
+    (start / "config.json").write_text(json.dumps(config))
+    values = sum(x.numel() for x in made_up.weights(0).values())
+    index = {"metadata": {"total_size": 4 * values, "format": "pt"}, "weight_map": {"x": "y"}}
+    (start / INDEX).write_text(json.dumps(index))
+    first_global(start, tmp_path / "global-0", {})
+    assert (tmp_path / "global-0" / "export" / INDEX).read_bytes() == (start / INDEX).read_bytes()
+    given = updates(tmp_path, tmp_path / "global-0", deltas(2))
+    run(tmp_path / "global-0", given, tmp_path / "global-1", dtype="bfloat16")
+    export = tmp_path / "global-1" / "export"
+    sizes = {x.dtype for x in made_up.read(export).values()}
+    assert sizes == {torch.bfloat16}
+    config |= {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    assert json.loads((export / "config.json").read_text()) == config
+    index["metadata"] |= {"total_size": 2 * values}  # type: ignore[operator]
+    assert json.loads((export / INDEX).read_text()) == index
+
+
+def test_a_configuration_without_the_older_name_gets_none(tmp_path: Path) -> None:
+    base = made_up.first(tmp_path)
+    run(base, updates(tmp_path, base, deltas(1)), tmp_path / "global-1", dtype="float16")
+    config = json.loads((tmp_path / "global-1" / "export" / "config.json").read_text())
+    assert config == {"model_type": "llama", "dtype": "float16"}
 
 
 def test_what_a_rule_did_not_need_before_begins_with_it(tmp_path: Path) -> None:

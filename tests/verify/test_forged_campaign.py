@@ -21,6 +21,7 @@ from atoll.campaign.signing import sign
 from atoll.campaign.store import NONCES, CampaignStore, checked_campaign
 from atoll.errors import UserError
 from atoll.federation import aggregate
+from atoll.models.safetensor_files import INDEX
 from atoll.proof.statement import NAME, SIGNATURE, described, read_statement
 from atoll.verify import again, command
 
@@ -337,6 +338,41 @@ def test_a_campaign_that_is_called_a_run_is_named(
     assert "is the statement of a run, and it lies in the folder of a campaign" in (
         capsys.readouterr().err
     )
+
+
+def with_older_names(store: CampaignStore) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The campaign anew, from a first model whose files have what an older Atoll left behind."""
+    export = store.model(0) / "export"
+    rewritten(export / "config.json", torch_dtype="float32")
+    index = {"metadata": {"total_size": 7}, "weight_map": {}}
+    (export / INDEX).write_text(json.dumps(index))
+    again_from(store, 1)
+    return json.loads((store.export(2) / "config.json").read_text()), index
+
+
+def test_an_older_export_that_kept_its_number_format_is_as_stated(store: CampaignStore) -> None:
+    config, index = with_older_names(store)
+    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
+    assert verify(store) == 0
+    for number in (1, 2):
+        path = store.export(number) / "config.json"
+        path.write_text(json.dumps(config | {"torch_dtype": "float32"}, indent=1))
+        (store.export(number) / INDEX).write_text(json.dumps(index))
+    prove_campaign(store, 2)
+    assert verify(store) == 0
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_an_export_with_another_number_format_than_it_had_is_named(
+    store: CampaignStore, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    with_older_names(store)
+    path = store.export(2) / name
+    forged = {"torch_dtype": "float16"} if name == "config.json" else {"metadata": {}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | forged, indent=1))
+    prove_campaign(store, 2)
+    assert verify(store) == 2
+    assert f"{path} is not what its updates make" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("zero", ["00", "\N{ARABIC-INDIC DIGIT ZERO}"])

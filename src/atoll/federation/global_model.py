@@ -24,12 +24,16 @@ from atoll.federation.tensors import (
     Stretch,
     TensorReader,
     TensorWriter,
+    TypedLayout,
+    bytes_of,
     copy_fixed,
     files_of,
     stretches,
 )
 from atoll.proof.statement import OWN
 from atoll.settings.exchange import BESIDE_WEIGHTS
+
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 
 def first_global(model: Path, out: Path, about: dict[str, Any]) -> str:
@@ -52,21 +56,45 @@ def write_master(
         copy_fixed(before, writer)
 
 
-def copy_beside_weights(export: Path, into: Path, dtype: str) -> None:
-    """Configuration, tokenizer and index of the model before; the dtype is the new one."""
+def copy_beside_weights(
+    export: Path, into: Path, dtype: str, weights: TypedLayout | None = None
+) -> None:
+    """Configuration, tokenizer and index of the model before; the dtype is the new one.
+
+    weights: of the new model, by which its index says how many bytes it has.
+    """
     for path in sorted(export.iterdir()):
         if path.suffix in BESIDE_WEIGHTS and path.is_file() and path.name not in OWN:
             content = path.read_bytes()
-            if path.name == "config.json":
-                values = json.loads(content)
-                content = json.dumps(values | {"dtype": dtype}, indent=1).encode()
+            if path.name == CONFIG:
+                content = _of_dtype(content, dtype)
+            elif path.name == INDEX and weights is not None:
+                content = _of_bytes(content, bytes_of(weights))
             run_dir.write_whole(into / path.name, content)
+
+
+def _of_dtype(config: bytes, dtype: str) -> bytes:
+    """A configuration with another dtype, also by the name of transformers 4 where it has it."""
+    values = json.loads(config)
+    older = {"torch_dtype": dtype} if "torch_dtype" in values else {}
+    return json.dumps(values | {"dtype": dtype} | older, indent=1).encode()
+
+
+def _of_bytes(index: bytes, total: int) -> bytes:
+    """An index with another total size, where it has one."""
+    values = json.loads(index)
+    about = values.get("metadata") or {}
+    if about.get("total_size", total) == total:
+        return index
+    return json.dumps(values | {"metadata": about | {"total_size": total}}, indent=1).encode()
 
 
 def link_export(before: Path, partial: Path) -> None:
     """A Hugging Face folder of the fp32 weights, which are there once under two names."""
     (partial / "export").mkdir()
-    copy_beside_weights(before, partial / "export", "float32")
+    with TensorReader(partial / "master") as reader:
+        wide = reader.typed_as(torch.float32)
+    copy_beside_weights(before, partial / "export", "float32", wide)
     for path in files_of(partial / "master"):
         os.link(path, partial / "export" / path.name)
 

@@ -101,7 +101,7 @@ class NextModel(ExitStack):
             after, before = partial / "memory" / name, base / "memory" / name
             self.memory[name] = self.enter_context(TensorWriter(after, wide, (), True))
             self.memory_before[name] = self.enter_context(TensorReader(before))
-        global_model.copy_beside_weights(base / "export", partial / "export", rule.dtype)
+        global_model.copy_beside_weights(base / "export", partial / "export", rule.dtype, export)
 
     def add(self, stretch: Stretch, values_KN: Tensor, share: Share) -> None:
         """Combine, step, encode and write one stretch."""

@@ -231,6 +231,12 @@ def typed(layout: Layout, dtype: torch.dtype) -> TypedLayout:
     return {file: {n: (dtype, shape) for n, shape in t.items()} for file, t in layout.items()}
 
 
+def bytes_of(layout: TypedLayout) -> int:
+    """Of all tensors together."""
+    tensors = [about for file in layout.values() for about in file.values()]
+    return sum(prod(shape) * dtype.itemsize for dtype, shape in tensors)
+
+
 def stretches(layout: Layout) -> Iterator[Stretch]:
     """All values of a model, in the order in which they are always taken."""
     for tensors in layout.values():

@@ -24,6 +24,8 @@ ALIKE = 1e-4  # of each number's size
 MEASURED = {"norms": 0.0, "norms_before": 0.0, "cosines": ALIKE}  # so much more: of at most 1
 # of whole numbers, the same on every processor
 COUNTED = ("claims", "averaged_rounds", "changed_rounds", "taken", "refused", "refused_rounds")
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+MOST_MORE = 1000  # bytes of a file beside weights that another version wrote
 # of this Atoll alone: what a campaign names, as its image, is never run; and nothing is fetched
 HERE = ["env", "HF_HUB_OFFLINE=1", *atoll_here()]
 
@@ -90,7 +92,8 @@ def _compared(store: CampaignStore, number: int, out: Path, export: Path | None)
         if export is not None and name == own:
             there = export
         if there.is_dir():
-            _refuse_other_files(folder, there, OWN if name == own else frozenset())
+            before = store.model(number - 1) / "export" if name == "export" else None
+            _refuse_other_files(folder, there, OWN if name == own else frozenset(), before)
         else:
             gone.append(name)
     return gone
@@ -169,8 +172,13 @@ def _alike(made: Any, stated: Any, room: float) -> bool:
     return bool(made == stated)
 
 
-def _refuse_other_files(made: Path, stated: Path, beside: Set[str]) -> None:
-    """The files of a folder that was made again, and no other; but what a proof writes there."""
+def _refuse_other_files(
+    made: Path, stated: Path, beside: Set[str], before: Path | None = None
+) -> None:
+    """The files of a folder that was made again, and no other; but what a proof writes there.
+
+    before: of an export, that of the round before, which an older Atoll took more from.
+    """
     ours, others = (
         {path.relative_to(folder).as_posix() for path in files_in(folder)} - beside
         for folder in (made, stated)
@@ -178,7 +186,24 @@ def _refuse_other_files(made: Path, stated: Path, beside: Set[str]) -> None:
     for name in sorted(ours | others):
         if name not in ours:
             raise differs(f"{stated / name} is nothing that its updates make")
-        same_bytes(made / name, stated / name)
+        if before is None or not _is_older(made / name, stated / name, before / name):
+            same_bytes(made / name, stated / name)
+
+
+def _is_older(made: Path, stated: Path, before: Path) -> bool:
+    """Whether a file beside weights is as an older Atoll took it from the round before.
+
+    It set `dtype` alone of the configuration's two names, and nothing of the index.
+    """
+    if made.name not in (CONFIG, INDEX) or not (stated.is_file() and before.is_file()):
+        return False
+    if stated.stat().st_size > made.stat().st_size + MOST_MORE:
+        return False
+    older = before.read_bytes()
+    if made.name == CONFIG:
+        own = {"dtype": json.loads(made.read_bytes())["dtype"]}
+        older = json.dumps(json.loads(older) | own, indent=1).encode()
+    return stated.read_bytes() == older
 
 
 def same_bytes(made: Path, stated: Path) -> None:
