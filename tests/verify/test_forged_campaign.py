@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -456,6 +457,27 @@ def test_what_a_campaign_names_is_never_run(
     assert not list(again._merged(theirs, 2, tmp_path))
     assert [argv[: len(again.HERE)] for argv in run] == [again.HERE] * 2
     assert "HF_HUB_OFFLINE=1" in again.HERE and not any("apptainer" in argv for argv in run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_same"),
+    [
+        ({}, True),
+        ({"transformers_version": "4.57.1"}, True),
+        ({"transformers_version": ["4"]}, False),
+        ({"transformers_version": "5.0.0", "rope_theta": 3}, False),
+        ({"more": 1}, False),
+    ],
+)
+def test_what_was_merged_with_another_transformers_differs_by_its_version_alone(
+    tmp_path: Path, changes: dict[str, Any], is_same: bool
+) -> None:
+    config = {"model_type": "llama", "transformers_version": "5.0.0", "rope_theta": 2}
+    for name, more in (("made", {}), ("merged", changes)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config | more, indent=2))
+    with nullcontext() if is_same else pytest.raises(UserError, match="is not what its updates"):
+        again._refuse_other_files(tmp_path / "made", tmp_path / "merged", set())
 
 
 def test_a_base_that_is_elsewhere_is_a_gap_and_another_one_is_not(

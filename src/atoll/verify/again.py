@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Set
@@ -25,6 +26,7 @@ MEASURED = {"norms": 0.0, "norms_before": 0.0, "cosines": ALIKE}  # so much more
 # of whole numbers, the same on every processor
 COUNTED = ("claims", "averaged_rounds", "changed_rounds", "taken", "refused", "refused_rounds")
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+WRITER, VERSION = "transformers_version", re.compile(r"[0-9A-Za-z.+-]{1,40}")
 MOST_MORE = 1000  # bytes of a file beside weights that another version wrote
 # of this Atoll alone: what a campaign names, as its image, is never run; and nothing is fetched
 HERE = ["env", "HF_HUB_OFFLINE=1", *atoll_here()]
@@ -186,18 +188,25 @@ def _refuse_other_files(
     for name in sorted(ours | others):
         if name not in ours:
             raise differs(f"{stated / name} is nothing that its updates make")
-        if before is None or not _is_older(made / name, stated / name, before / name):
+        if not _is_of_other_version(made / name, stated / name, before and before / name):
             same_bytes(made / name, stated / name)
 
 
-def _is_older(made: Path, stated: Path, before: Path) -> bool:
-    """Whether a file beside weights is as an older Atoll took it from the round before.
+def _is_of_other_version(made: Path, stated: Path, before: Path | None) -> bool:
+    """Whether what stands beside weights differs by the programs alone that wrote it.
 
-    It set `dtype` alone of the configuration's two names, and nothing of the index.
+    In what was merged, transformers says its own version. What is from the round before, an older
+    Atoll took as it was, but for the configuration's `dtype`.
     """
-    if made.name not in (CONFIG, INDEX) or not (stated.is_file() and before.is_file()):
+    if made.name not in (CONFIG, INDEX) or not stated.is_file():
         return False
     if stated.stat().st_size > made.stat().st_size + MOST_MORE:
+        return False
+    if before is None:
+        ours, other = (json.loads(path.read_bytes()) for path in (made, stated))
+        is_version = VERSION.fullmatch(str(other.get(WRITER))) is not None
+        return is_version and ours == other | {WRITER: ours.get(WRITER)}
+    if not before.is_file():
         return False
     older = before.read_bytes()
     if made.name == CONFIG:
