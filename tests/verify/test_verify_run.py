@@ -15,8 +15,11 @@ from rank_pool import RankPool
 
 from atoll import run_dir
 from atoll.__main__ import main
+from atoll.cluster.start import write_run_folder
+from atoll.config.compose import Composition
+from atoll.images.digest import keep_image
 from atoll.proof import card, of_run, statement
-from atoll.settings import load_run
+from atoll.settings import dumped, load_run
 
 ENDED_JOB = "123|cl|gpu|2|60|1000|1010|1070|7200000|COMPLETED|0:0\n"
 RUNNING_JOB = "123|cl|gpu|2|60|1000|1010|Unknown||RUNNING|0:0\n"
@@ -385,6 +388,30 @@ def test_a_signed_proof_and_a_changed_crate_stay_as_they_are(
 def test_what_is_in_the_image_is_kept_and_stated(complete: Path) -> None:
     names = {entry["name"] for entry in statement.materials_of(the_statement(complete))}
     assert "run/sbom.cdx.json" in names and "sbom" not in names
+
+
+def test_the_line_of_a_finished_run_typed_again_leaves_its_proof(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Its job finds nothing to do, whatever image or time it was queued with."""
+    image = tmp_path / "image.sif"
+    image.write_bytes(b"an image")
+    run = load_run(run_dir.settings_file(folder))
+    folders = run.folders.model_copy(update={"runs": tmp_path})
+    named = run.image.model_copy(update={"file": image})
+    run = run.model_copy(update={"folders": folders, "image": named})
+    run_dir.settings_file(folder).write_text(json.dumps(dumped(run)))
+    keep_image(image, folder)
+    of_run.prove_run(run_dir.export(folder), run, folder, {"libraries": "torch 1"}, {})
+    image.write_bytes(b"another image")
+    longer = run.facility.model_copy(update={"walltime_minutes": 77, "account": "ours"})
+    for again in (run, run.model_copy(update={"facility": longer})):
+        assert write_run_folder(Composition(again, {"seed": "command line"})) == folder
+        assert verify(folder) == 0
+    more = run.training.model_copy(update={"steps": 3})
+    write_run_folder(Composition(run.model_copy(update={"training": more}), {}))
+    assert load_run(run_dir.settings_file(folder)).training.steps == 3
+    assert verify(folder) == 2
 
 
 def the_statement(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from atoll.cluster.job_script import around_job, launch_script, then_head
 from atoll.cluster.lease import lease_of
 from atoll.cluster.pass_on import run_to_its_end
 from atoll.cluster.scheduler import queued, without_outer_job
-from atoll.cluster.summary import is_finished, summary
+from atoll.cluster.summary import has_exported, is_finished, summary
 from atoll.config.compose import Composition, config_tree
 from atoll.errors import UserError
 from atoll.health.exclusions import excluded
@@ -36,7 +36,10 @@ def _discard(folder: Path) -> None:
 def write_run_folder(
     composition: Composition, here: bool = False, entrypoint: str | None = None
 ) -> Path:
-    """Write all that a job reads, then `run.yaml`, and return the run's folder."""
+    """Write all that a job reads, then `run.yaml`, and return the run's folder.
+
+    What the proof of a finished run's export states stays: the job finds nothing to do.
+    """
     folder = run_dir.folder(composition.run)
     text = launch_text(composition.run, here, entrypoint)
     folders = composition.run.folders
@@ -52,11 +55,13 @@ def write_run_folder(
     try:
         run_dir.write_whole(run_dir.job_script(folder), around_job())
         run_dir.write_whole(run_dir.launch_script(folder), text)
-        if composition.run.image.file is not None:
+        is_proven = entrypoint is None and has_exported(composition.run)
+        if composition.run.image.file is not None and not is_proven:
             keep_image(composition.run.image.file, folder)
         if entrypoint is None:
             before_queue.keep_prediction(composition.run)
-        run_dir.write_whole(run_dir.settings_file(folder), composition.as_yaml())
+        if not is_proven:
+            run_dir.write_whole(run_dir.settings_file(folder), composition.as_yaml())
     except OSError as error:
         raise _unusable(folder, error) from None
     return folder

@@ -7,25 +7,41 @@ from pathlib import Path
 from typing import Any
 
 from atoll import run_dir
+from atoll.config.identity import FREE
+from atoll.config.provenance import leaves
 from atoll.settings import Run, dumped, load_run
 
 BARS = "▁▂▃▄▅▆▇█"
 MOST_BARS = 40
 SAMPLE_LINES, SAMPLE_WIDTH = 12, 38
+# settings of jobs and of what watches them: a run is the same with others
+OF_JOBS = (*FREE, "facility.account", "facility.walltime_minutes")
+OF_JOBS += ("confirm.", "monitor.", "override.", "restart.", "watch.")
 NO_FIGURES = ("step", "time", "targets", "seconds")  # of an evaluation's record
 
 
 def is_finished(run: Run) -> bool:
     """Whether this very run has trained, exported and sampled, so that nothing is left to do."""
     folder = run_dir.folder(run)
+    if writes_text(run) and not run_dir.sample_file(folder).exists():
+        return False
+    return has_exported(run) and dumped(load_run(run_dir.settings_file(folder))) == dumped(run)
+
+
+def has_exported(run: Run) -> bool:
+    """Whether this run has trained and exported, by settings that differ in no more than `OF_JOBS`.
+
+    Then a job of it makes no other model, and what states how that was made is to stay as it is.
+    """
+    folder = run_dir.folder(run)
     made = [run_dir.settings_file(folder), run_dir.export(folder)]
-    if writes_text(run):
-        made.append(run_dir.sample_file(folder))
     if run.training.steps == 0 or not all(path.exists() for path in made):
         return False
     if result_of(run, folder) is None:
         return False
-    return dumped(load_run(run_dir.settings_file(folder))) == dumped(run)
+    before, now = (dict(leaves(dumped(x))) for x in (load_run(made[0]), run))
+    changed = {name for name in before.keys() | now if before.get(name) != now.get(name)}
+    return all(name in OF_JOBS or name.startswith(OF_JOBS) for name in changed)
 
 
 def result_of(run: Run, folder: Path) -> dict[str, Any] | None:
