@@ -137,6 +137,26 @@ def test_a_stopped_run_goes_on_with_the_same_losses(
     assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-5)
 
 
+def test_half_precision_tells_labels_beyond_256_apart(
+    ranks: RankPool, folder: Path, tmp_path: Path
+) -> None:
+    """Of these bf16 has every second number alone: what is learned is what is evaluated."""
+    for name in ("train", "held_out"):
+        rows = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
+        lines = [json.dumps(row | {"same": 257}) for row in rows]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    classes = {
+        "data__classes__labels": [f"label {number}" for number in range(300)],
+        "data__classes__metrics": ["accuracy"],
+    }
+    changes = {"precision__compute": "bf16", "optimizer__learning_rate": 3e-2}
+    run = settings(tmp_path, "full_shard", **classes, **changes)
+    run_folder = small_run.ready(run)
+    ranks.run(small_run.train_here, run)
+    found = small_run.records(run_folder, "evaluation")
+    assert [record["accuracy"] for record in found] == [0.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("labels", "told", "outputs", "expected"),
     [

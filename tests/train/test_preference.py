@@ -172,6 +172,19 @@ def test_every_sharding_has_the_same_losses(
     assert small_run.losses(trained(ranks, run)) == pytest.approx(small_run.losses(whole), abs=1e-5)
 
 
+def test_half_precision_leaves_the_reference_as_it_is(ranks: RankPool, folder: Path) -> None:
+    """Answers have log-probabilities of hundreds: in bf16 they would be whole numbers."""
+    first = {}
+    for sharding in ("full_shard", "ddp"):
+        changes = {"precision__compute": "bf16", "training__steps": 1}
+        run = pair_run(
+            folder, 2, name=f"half-{sharding}", sharding=small_run.sharding(sharding), **changes
+        )
+        first[sharding] = small_run.losses(trained(ranks, run))[1]
+    assert first["full_shard"] == pytest.approx(math.log(2), abs=1e-3)
+    assert first["full_shard"] == pytest.approx(first["ddp"], abs=1e-3)
+
+
 def whole_parameters(world: World, run: Run) -> list[str]:
     """Those that are no rank's own part, behind the passes that make the reference."""
     train_state = assemble(run, run_dir.folder(run), world)

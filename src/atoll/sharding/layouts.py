@@ -62,8 +62,15 @@ def fsdp(model: Any, meshes: Meshes, context: ShardingContext) -> Any:
                 shard_placement_fn=_beside_tensor_axis,
                 **common,
             )
+    # it takes a batch, whose labels and reference are no arithmetic of layers: blocks cast their own
+    policy = replace(common["mp_policy"], cast_forward_inputs=False)
     # the root is needed again at once in the backward pass: never reshard it in between
-    root = fully_shard(model, mesh=meshes.rest, reshard_after_forward=False, **common)
+    root = fully_shard(
+        model,
+        mesh=meshes.rest,
+        reshard_after_forward=False,
+        **(common | {"mp_policy": policy}),
+    )
     if meshes.tensor is not None:
         # the tensor ranks' parts of a sample add up, as in the blocks: they are not averaged
         root.set_gradient_divide_factor(float(meshes.axes.averaged))
