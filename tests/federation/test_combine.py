@@ -215,9 +215,7 @@ def one_by_one(update: str, delta: Floats, memory: dict[str, Floats], rule: Rule
 
 @pytest.mark.parametrize("count", [1, 24, 4103, 1 << 16])
 @pytest.mark.parametrize("update", ["replace", "momentum", "nesterov", "adam", "yogi"])
-def test_a_step_has_the_bits_of_one_operation_after_another(
-    update: Any, count: int
-) -> None:
+def test_a_step_has_the_bits_of_one_operation_after_another(update: Any, count: int) -> None:
     """So it has the same on every processor."""
     rule = Rule(update=update, learning_rate=0.0031, beta1=0.9, beta2=0.99)
     drawn = numpy.random.default_rng(count)

@@ -84,8 +84,8 @@ def residual_round(base: Path, request: dict[str, Any], rounds: Collection[int])
     rounds: earlier ones of the same fragment that have one. What an encoding left out of an update
     that was refused, or of a turn that was held, is not: all of that is learned anew, or still in
     the facility's weights. Nor is an older one than that of the last taken, should it be gone: it
-    is in that round's update. With rounds that overlap it may not be known yet whether late work came
-    to anything: it is taken to. Without, who is asked for a round has no work under way.
+    is in that round's update. With rounds that overlap it may not be known yet whether late work
+    came to anything: it is taken to. Without, who is asked for a round has no work under way.
     """
     manifest, fragment = _read(base), str(request["fragment"])
     if "taken" not in manifest:  # of an older Atoll, or the first

@@ -15,8 +15,11 @@ BARS = "▁▂▃▄▅▆▇█"
 MOST_BARS = 40
 SAMPLE_LINES, SAMPLE_WIDTH = 12, 38
 # settings of jobs and of what watches them: a run is the same with others
-OF_JOBS = (*FREE, "facility.account", "facility.walltime_minutes")
-OF_JOBS += ("confirm.", "monitor.", "override.", "restart.", "watch.")
+OF_JOBS = (
+    *FREE,
+    *("facility.account", "facility.walltime_minutes"),
+    *("confirm.", "monitor.", "override.", "restart.", "watch."),
+)
 NO_FIGURES = ("step", "time", "targets", "seconds")  # of an evaluation's record
 
 
