@@ -62,7 +62,7 @@ def fsdp(model: Any, meshes: Meshes, context: ShardingContext) -> Any:
                 shard_placement_fn=_beside_tensor_axis,
                 **common,
             )
-    # it takes a batch, whose labels and reference are no arithmetic of layers: blocks cast their own
+    # it takes a batch, whose labels and reference keep their digits; blocks cast what they take
     policy = replace(common["mp_policy"], cast_forward_inputs=False)
     # the root is needed again at once in the backward pass: never reshard it in between
     root = fully_shard(
