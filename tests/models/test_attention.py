@@ -7,25 +7,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import defaults
+import families
 import pytest
 import tiny
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from atoll.data.batch import Batch
 from atoll.errors import UserError
 from atoll.models import attention, causal_lm
 from atoll.models.build import build_config, build_model, weights_for
 from atoll.models.causal_lm import CausalLM
+from atoll.models.compiled import compile_blocks
+from atoll.models.parts import blocks_of
 from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.settings import Model, Training
 
 CPU = torch.device("cpu")
 
 
-def model_of(architecture: str) -> CausalLM:
-    settings = Model(name="tiny", config=tiny.CONFIGS[architecture])
+def model_of(architecture: str, **changes: Any) -> CausalLM:
+    settings = Model(name="tiny", config=tiny.CONFIGS[architecture] | changes)
     training = Training(**defaults.group("training", global_batch_samples=1))
     config = build_config(settings, tiny.VOCABULARY, tiny.SEQUENCE, {})
     model = build_model(config, training)
@@ -78,19 +82,23 @@ def test_a_document_does_not_see_the_one_before(architecture: str) -> None:
         assert float(model(changed, torch.float32)) == float(model(unchanged, torch.float32))
 
 
-def test_one_document_a_sample_goes_through_one_call() -> None:
-    model = model_of("llama").eval()
-    batch = tiny.batch(5)
-    whole = replace(
+def whole(batch: Batch) -> Batch:
+    """Each sample as one document."""
+    samples, tokens = batch.tokens_BT.shape
+    return replace(
         batch,
         labels_BT=batch.tokens_BT,
-        positions_BT=torch.arange(tiny.SEQUENCE)[None],
-        segment_ends=torch.tensor([0, tiny.SEQUENCE], dtype=torch.int32),
-        segment_lengths=(tiny.SEQUENCE,),
+        positions_BT=torch.arange(tokens).expand(samples, -1).contiguous(),
+        segment_ends=torch.arange(0, (samples + 1) * tokens, tokens, dtype=torch.int32),
+        segment_lengths=(tokens,) * samples,
     )
+
+
+def test_one_document_a_sample_goes_through_one_call() -> None:
+    model = model_of("llama").eval()
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         calls = counted_calls(patch)
-        model(whole, torch.float32)
+        model(whole(tiny.batch(5)), torch.float32)
     assert len(calls) == tiny.CONFIGS["llama"]["num_hidden_layers"]
     assert all(call["is_causal"] and call.get("attn_mask") is None for _, call in calls)
 
@@ -134,6 +142,51 @@ def test_selective_checkpointing_works_where_torch_has_no_packed_kernel(
     kept = attention.kept_operators()
     assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in kept
     assert not any("varlen" in operator.name() for operator in kept)
+
+
+GPU = torch.device("cuda")
+DROPS = {"attn_pdrop": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "device", "dtype", "expected"),
+    [
+        ("llama", {}, GPU, torch.bfloat16, True),
+        ("llama", {}, GPU, torch.float32, False),
+        ("llama", {}, CPU, torch.bfloat16, False),
+        ("gpt2", {}, GPU, torch.bfloat16, True),
+        ("gpt2", DROPS, GPU, torch.bfloat16, False),
+        ("bert", {"attention_probs_dropout_prob": 0.1}, GPU, torch.bfloat16, False),
+        ("gemma2", {}, GPU, torch.bfloat16, False),
+    ],
+)
+def test_documents_with_calls_of_their_own_are_in_no_graph(
+    architecture: str,
+    changes: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    expected: bool,
+) -> None:
+    """Dropout, fp32 and capped scores are in no kernel of packed documents."""
+    known = tiny.CONFIGS.get(architecture) or families.config_of(architecture)
+    config = AutoConfig.for_model(**known | changes)
+    assert causal_lm.in_one_call(config, device, dtype, training=True) is expected
+    evaluated = expected or "dropout" in "".join(changes) or changes == DROPS
+    assert causal_lm.in_one_call(config, device, dtype, training=False) is evaluated
+
+
+def test_blocks_whose_documents_have_calls_of_their_own_are_compiled_around_them() -> None:
+    torch._dynamo.reset()
+    model = model_of("gpt2", **DROPS)
+    batch = replace(tiny.batch(5, samples=2), seed=3)
+    plain = float(model(batch, torch.bfloat16).detach())
+    seen: list[Any] = []
+    one_graph = causal_lm.in_one_call(model.hf.config, GPU, torch.bfloat16, training=True)
+    blocks = blocks_of(model.hf, model.parts)
+    compile_blocks(blocks, one_graph, lambda graph, inputs: seen.append(graph) or graph.forward)
+    compiled = float(model(batch, torch.bfloat16).detach())
+    assert compiled == pytest.approx(plain, rel=1e-6)
+    assert seen, "what is around the calls is compiled"
 
 
 def counted_calls(patch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:

@@ -154,26 +154,29 @@ def backbone_output(
     backbone: nn.Module, model: Any, batch: Batch, dtype: torch.dtype, more: dict[str, Any]
 ) -> Any:
     """What the backbone says of a batch; `more` goes with the call or takes the place of inputs."""
-    dropout = _attention_dropout(model.hf) if model.training else 0.0
     inputs = {"position_ids": batch.positions_BT}
     if "inputs_embeds" not in more:
         inputs["input_ids"] = batch.tokens_BT
-    capped = getattr(model.hf.config, "attn_logit_softcapping", None) is not None
-    segments = _segments(batch, dtype, dropout, capped)
-    return backbone(use_cache=False, **(inputs | segments | more))
+    together = in_one_call(model.hf.config, batch.tokens_BT.device, dtype, model.training)
+    return backbone(use_cache=False, **(inputs | _segments(batch, together) | more))
 
 
-def _segments(batch: Batch, dtype: torch.dtype, dropout: float, capped: bool) -> dict[str, Any]:
+def in_one_call(config: Any, device: torch.device, dtype: torch.dtype, training: bool) -> bool:
+    """Whether one call serves all documents of a batch; else each has its own, in no graph."""
+    capped = getattr(config, "attn_logit_softcapping", None) is not None  # which no kernel does
+    dropout = _attention_dropout(config) if training else 0.0
+    return not capped and has_varlen_kernel(device, dtype, dropout)
+
+
+def _segments(batch: Batch, together: bool) -> dict[str, Any]:
     samples = batch.tokens_BT.shape[0]
     if len(batch.segment_lengths) == samples:
         return {}
-    # no kernel caps scores
-    if not capped and has_varlen_kernel(batch.tokens_BT.device, dtype, dropout):
+    if together:
         return {"segment_ends": batch.segment_ends}
     return {"segment_lengths": batch.segment_lengths}
 
 
-def _attention_dropout(hf: nn.Module) -> float:
-    config: Any = hf.config
+def _attention_dropout(config: Any) -> float:
     names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
     return max(float(getattr(config, name, None) or 0.0) for name in names)

@@ -23,6 +23,8 @@ from atoll.errors import UserError
 from atoll.health.heartbeat import Heartbeat, unwatched
 from atoll.models.adapter import adapt, adapted_reader, check_device, fill_int8
 from atoll.models.build import weights_for
+from atoll.models.causal_lm import in_one_call
+from atoll.models.compiled import compile_blocks
 from atoll.models.mup import widths_of
 from atoll.models.nf4 import fill_packed
 from atoll.models.parts import blocks_of
@@ -169,8 +171,8 @@ def build_sharded(
     run_on_all_ranks(world, lambda: freeze(run.optimizer, model))
     if run.training.compile:
         run_on_all_ranks(world, lambda: check_compiler(world))
-        for block in blocks_of(model.hf, model.parts):
-            block.compile(fullgraph=world.device.type == "cuda")
+        one_graph = in_one_call(model.hf.config, world.device, dtype, training=True)
+        compile_blocks(blocks_of(model.hf, model.parts), one_graph)
     meshes = run_on_all_ranks(world, lambda: make_meshes(run, world.device, world.rank))
     context = ShardingContext(run.sharding, dtype, world.device)
     run_on_all_ranks(world, lambda: divide(run, model, meshes))
