@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -187,6 +188,39 @@ def test_blocks_whose_documents_have_calls_of_their_own_are_compiled_around_them
     compiled = float(model(batch, torch.bfloat16).detach())
     assert compiled == pytest.approx(plain, rel=1e-6)
     assert seen, "what is around the calls is compiled"
+
+
+@pytest.fixture
+def either_arithmetic() -> Iterator[Callable[[bool], None]]:
+    """Tells torch to be deterministic or not; afterwards it is not."""
+    yield lambda strict: torch.use_deterministic_algorithms(strict, warn_only=True)
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_block_has_a_graph_for_each_way_it_is_called(
+    monkeypatch: pytest.MonkeyPatch, either_arithmetic: Callable[[bool], None]
+) -> None:
+    """More ways than torch allows by itself; the kernel needs a GPU, another stands for it here."""
+
+    def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: Any, kernel: Any) -> Any:
+        return attention._whole(q, k, v, kernel) + 0 * ends.sum()
+
+    monkeypatch.setattr(attention, "_varlen", packed)
+    monkeypatch.setattr(causal_lm, "has_varlen_kernel", lambda *_: True)
+    torch._dynamo.reset()
+    seen: list[Any] = []
+    model = model_of("llama")
+    with torch._dynamo.config.patch(recompile_limit=8):
+        blocks = blocks_of(model.hf, model.parts)
+        compile_blocks(blocks, True, lambda graph, inputs: seen.append(graph) or graph.forward)
+        for training, strict in ((False, False), (True, False), (True, True)):
+            either_arithmetic(strict)
+            model.train(training)
+            for samples in (1, 2, 3, 4):
+                for batch in (tiny.batch(samples, samples), whole(tiny.batch(5, samples))):
+                    with torch.set_grad_enabled(training):
+                        model(batch, torch.float32)
+    assert len(seen) > 8
 
 
 def counted_calls(patch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
