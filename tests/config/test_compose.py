@@ -231,6 +231,10 @@ AXES = [
     (["sharding.expert=2", "model.config.num_experts=3"], "experts (3) cannot be divided"),
     (["sharding.expert=2", "sharding.tensor=2"], "sharding.expert=2 with sharding.tensor=2"),
     (["sharding.expert=2", "training.compile=true"], "training.compile=true with sharding.exp"),
+    (
+        ["sharding=context", "training.compile=true"],
+        "training.compile=true with sharding.context=2",
+    ),
     (["sharding.expert=2", "model.lora.rank=4"], "model.lora with sharding.expert=2: its weights"),
     (["sharding=deepspeed_zero3", "sharding.expert=2"], "sharding.expert=2: sharding=deepspeed"),
 ]

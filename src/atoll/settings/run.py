@@ -172,12 +172,17 @@ class Run(Settings):
         return self
 
     @model_validator(mode="after")
-    def _experts_are_not_compiled(self) -> "Run":
-        if self.sharding.expert > 1 and self.training.compile:
+    def _exchanges_are_not_compiled(self) -> "Run":
+        expert, context = self.sharding.expert, self.sharding.context
+        if self.training.compile and (expert > 1 or context > 1):
+            axis = f"expert={expert}" if expert > 1 else f"context={context}"
+            why = (
+                "how many tokens a rank sends and receives changes with each batch"
+                if expert > 1
+                else "torch compiles no block in which ranks exchange heads for tokens"
+            )
             raise ValueError(
-                f"training.compile=true with sharding.expert={self.sharding.expert}: how many "
-                "tokens a rank sends and receives changes with each batch",
-                "training.compile=false",
+                f"training.compile=true with sharding.{axis}: {why}", "training.compile=false"
             )
         return self
 
