@@ -200,3 +200,21 @@ def test_a_damaged_index_is_named(prepared: tuple[Run, Path]) -> None:
             open_samples(run.data, folder, "train")
     finally:
         path.write_bytes(whole)
+
+
+def test_the_thread_that_pins_batches_takes_the_device_of_its_rank(
+    prepared: tuple[Run, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread begins with a node's first device, where each rank would take memory."""
+    taken = []
+
+    def set_device(index: int) -> None:
+        taken.append((index, threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    with batches_ahead(opened(prepared, WAYS[0]), prepared[0], 0, 2, 0) as shares:
+        assert len(list(shares)) == 2
+    assert taken == [(3, False)]

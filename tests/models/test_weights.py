@@ -120,7 +120,7 @@ def sharded_parts(world: World, settings: Model) -> tuple[dict[str, torch.Tensor
 def test_buffers_are_where_batches_are_though_parameters_wait_in_the_host_s_memory(
     architecture: str,
 ) -> None:
-    """Without memory stands for a device."""
+    """The device without memory stands for one."""
     config = build_config(Model(name="x", config=tiny.CONFIGS[architecture]), 0, 32, {})
     model = build_model(config, TRAINING)
     names = [name for name, _ in model.named_buffers()]

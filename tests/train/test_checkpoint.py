@@ -8,8 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -489,6 +491,25 @@ def test_as_many_ranks_as_saved_read_their_own_metadata_alone(
     monkeypatch.setattr(checkpoint, "read_own", lambda *words: metadata.append(words[-1]))
     checkpoint.load(run_dir.checkpoint(tmp_path, 4), tensors, ALONE)
     assert [each is not None for each in metadata] == [reads_own]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_the_thread_that_saves_takes_the_device_of_its_rank(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread begins with a node's first device, where each rank would take memory."""
+    taken = []
+
+    def set_device(device: torch.device) -> None:
+        taken.append((device, threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    on_host = checkpoint._stager(torch.device("cpu"))
+    monkeypatch.setattr(checkpoint, "_stager", lambda device: on_host)
+    device = torch.device(kind, 3) if kind == "cuda" else torch.device(kind)
+    world = replace(ALONE, device=device)
+    checkpoint.finish(checkpoint.start_save(tmp_path, state(ALONE, 4.0), progress(4), 2, world))
+    assert taken == [(device, False)] * (kind == "cuda")
 
 
 def newest_on_ranks(world: World, folder: Path) -> Path | None:

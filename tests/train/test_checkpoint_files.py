@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_pool import RankPool
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -231,3 +232,18 @@ def test_copies_are_given_out_evenly_and_alike_on_every_rank() -> None:
     for each, rank in zip(items, chosen, strict=True):
         loads[rank] += each.tensor_data.chunk.sizes[0]
     assert max(loads.values()) - min(loads.values()) <= 16
+
+
+def test_what_is_written_waits_for_no_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was copied before; torch's writer would wait for a stream again and again."""
+
+    def waits(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it waits for a device")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", waits)
+    world = World(0, 1, torch.device("cpu"))
+    written = checkpoint_files.write_own(tmp_path, WHOLE, world, [0])
+    assert len(written.results) == sum(tensor.numel() > 0 for tensor in WHOLE.values())

@@ -97,11 +97,18 @@ def batches_ahead(
             opens_window,
         )
 
-    with ThreadPoolExecutor(1, "batches-ahead") as pool:
+    device = torch.cuda.current_device() if pin else None
+    with ThreadPoolExecutor(1, "batches-ahead", _take_device, (device,)) as pool:
         try:
             yield in_order(pool, share, range(steps), SHARES_AHEAD)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _take_device(index: int | None) -> None:
+    """A thread begins with the first device, and would take memory there to pin its batches."""
+    if index is not None:
+        torch.cuda.set_device(index)
 
 
 def _pinned(batch: Batch) -> Batch:

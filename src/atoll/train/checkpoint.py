@@ -293,6 +293,7 @@ def _save(
     DCP's async_save does the first two, but keeps the caller for 0.1 s with some hundred tensors.
     """
     try:
+        _take_device(world.device)
         copy = state if stager is None else stager.stage(state).result()
         pending.copied.set_result(None)
         _write(copy, partial, progress, keep, world)
@@ -306,6 +307,12 @@ def _save(
             stager.close()
         if not pending.copied.done():
             pending.copied.set_result(None)
+
+
+def _take_device(device: torch.device) -> None:
+    """Make the rank's device this thread's, which would take memory on the first one else."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _write(

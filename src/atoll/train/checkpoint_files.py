@@ -61,7 +61,8 @@ def write_own(
     folder: Path, state: dict[str, Tensor], world: World, holders: Sequence[int]
 ) -> Written:
     """Write this rank's parts into `folder`, synced. holders: of tensors without a mesh."""
-    writer = dcp.FileSystemWriter(folder, sync_files=True)
+    # what is copied already is not to wait for what a device computes meanwhile
+    writer = dcp.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     planner = dcp.DefaultSavePlanner()
     planner.set_up_planner(state, writer.storage_meta(), world.rank == 0)
     plan = planner.create_local_plan()
