@@ -2,18 +2,23 @@
 
 import resource
 import socket
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_run
 import torch
 from rank_pool import RankPool
+from torch.distributed import distributed_c10d
 
 from atoll.data.samples import OPEN_SHARDS
 from atoll.errors import UserError
 from atoll.launch import Placement
+from atoll.settings import Run
 from atoll.sharding import process_group
 from atoll.sharding.process_group import World, backend_of, run_on_all_ranks, run_on_first_rank
+from atoll.train import train as trainer
 
 
 @pytest.mark.parametrize(
@@ -77,6 +82,35 @@ def test_the_first_error_in_order_of_rank_is_every_rank_s(ranks: RankPool) -> No
     expected = ["found by 2 (rank 2 of 4)", "found by 0"]
     expected += ["writing file failed: No space left on device (rank 0 of 4)", "of 0"]
     assert ranks.run(errors_of) == [expected] * 4
+
+
+def limits_of(world: World, run: Run) -> list[timedelta]:
+    """How long each group's collectives may take, as the first step begins."""
+    limits = []
+
+    def begin(*_: Any) -> int:
+        for group in distributed_c10d._world.pg_map:
+            backend: Any = group._get_backend(world.device)
+            limits.append(backend.options._timeout)
+        return 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "train_from", begin)
+        small_run.train_here(world, run)
+    return limits
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("hybrid_shard", 4), ("deepspeed_zero2", 2)])
+def test_every_group_waits_as_long_as_the_run_says(
+    ranks: RankPool, tmp_path: Path, strategy: str, count: int
+) -> None:
+    small_run.write_text(tmp_path)
+    sharding = small_run.sharding(strategy) | ({"shard": 2} if strategy == "hybrid_shard" else {})
+    run = small_run.settings(tmp_path, count, sharding=sharding, training__timeout_minutes=77)
+    small_run.ready(run)
+    for limits in ranks.run(limits_of, run, world=count):
+        assert len(limits) > 1
+        assert set(limits) == {timedelta(minutes=77)}
 
 
 def test_a_port_in_use_is_named() -> None:

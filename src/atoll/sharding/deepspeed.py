@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from atoll.data.batch import Batch
 from atoll.errors import UserError
 from atoll.settings import Run
+from atoll.sharding.process_group import set_timeouts
 from atoll.sharding.step_plan import StepPlan
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -48,6 +49,7 @@ def initialize(
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config_of(run, dtype), dist_init_required=False
     )
+    set_timeouts(run)
     return engine
 
 

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from atoll.settings import Run
 from atoll.settings.axes import Axes
+from atoll.sharding.process_group import set_timeouts
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def make_meshes(run: Run, device: torch.device, rank: int) -> Meshes | None:
     experts = None
     if axes.expert > 1:
         experts = _mesh(kind, sizes | {"shard": shard // axes.expert, "expert": axes.expert})
+    set_timeouts(run)
     return Meshes(
         axes=axes,
         rank=rank,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from atoll.errors import UserError
@@ -116,6 +117,16 @@ def backend_of(run: Run, device: torch.device) -> str:
         return "gloo"
     offload = run.sharding.offload or run.sharding.engine == "deepspeed"
     return "cpu:gloo,cuda:nccl" if offload else "nccl"
+
+
+def set_timeouts(run: Run) -> None:
+    """Let the collectives of all groups so far take as long as the run says.
+
+    torch's meshes and DeepSpeed make theirs with the backend's own limit, 10 minutes with NCCL.
+    """
+    timeout = timedelta(minutes=run.training.timeout_minutes)
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def _started(run: Run, placement: Placement, device: torch.device, log: Path | None) -> list[Tree]:
