@@ -15,9 +15,11 @@ from atoll.errors import UserError
 from atoll.models import attention, causal_lm, self_check
 from atoll.models.build import build_config, build_model, weights_for
 from atoll.models.causal_lm import CausalLM
+from atoll.models.parts import blocks_of
 from atoll.models.self_check import TRIED
 from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.settings import Model, Training
+from atoll.sharding.expert import experts_of
 
 CASES = [
     name if name in families.OF_EACH_KIND else pytest.param(name, marks=pytest.mark.full)
@@ -141,3 +143,47 @@ def test_what_reads_more_than_text_is_refused() -> None:
     with pytest.raises(UserError, match="gemma3 has no vocabulary of its own") as caught:
         build_config(settings, families.VOCABULARY, tiny.SEQUENCE, {})
     assert caught.value.hint == "choose the text model of the family"
+
+
+def recorded_products(patch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The dtype of each grouped product's factors from now on."""
+    dtypes: list[torch.dtype] = []
+    product = torch.nn.functional.grouped_mm
+
+    def recorded(x: torch.Tensor, weight: torch.Tensor, **more: Any) -> torch.Tensor:
+        dtypes.extend((x.dtype, weight.dtype))
+        return product(x, weight, **more)
+
+    patch.setattr(torch.nn.functional, "grouped_mm", recorded)
+    return dtypes
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe"])
+def test_experts_compute_in_autocast_s_dtype(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As linear layers do; parameters and their gradients stay in fp32."""
+    model, _ = both(name)
+    batch, dtypes = tiny.batch(5, samples=2), recorded_products(monkeypatch)
+    whole = float(model(batch, torch.float32).detach())
+    assert set(dtypes) == {torch.float32}
+    dtypes.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(batch, torch.bfloat16)
+    loss.backward()
+    assert set(dtypes) == {torch.bfloat16}
+    assert float(loss.detach()) == pytest.approx(whole, rel=1e-2)
+    grads = {n: g for n, g in gradients(model).items() if ".experts." in n}
+    assert grads
+    assert all(g.dtype == torch.float32 and bool(g.any()) for g in grads.values())
+
+
+def test_experts_under_autocast_are_one_graph() -> None:
+    torch._dynamo.reset()
+    model, _ = both("qwen3_moe")
+    batch = tiny.batch(5, samples=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = float(model(batch, torch.bfloat16).detach())
+        for block in blocks_of(model.hf, model.parts):
+            for experts in experts_of(block).values():
+                experts.compile(fullgraph=True, backend="eager")
+        compiled = float(model(batch, torch.bfloat16).detach())
+    assert compiled == pytest.approx(plain, rel=1e-3)

@@ -12,6 +12,7 @@ from atoll.errors import UserError
 from atoll.models import attention
 from atoll.models.causal_lm import CausalLM
 from atoll.models.classifier import Classifier, classifies, new_head
+from atoll.models.experts import autocast_experts
 from atoll.models.mup import widths_of
 from atoll.models.pair_ranker import PairRanker
 from atoll.models.parts import check_family, parts_of
@@ -106,6 +107,7 @@ def build_model(
     task: what its loss is, where it learns from pairs of answers.
     """
     hf = skeleton(config)
+    autocast_experts(hf)
     parts = parts_of(hf)
     model: CausalLM | Classifier
     if classifies(config):

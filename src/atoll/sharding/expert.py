@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from atoll.errors import UserError
+from atoll.models.experts import ROUTED
 from atoll.models.parts import blocks_of
 from atoll.sharding.mesh import Meshes
-
-# what transformers calls a token's experts, and their weights, in every family
-ROUTED = {"top_k_index", "top_k_weights"}
 
 
 def experts_of(block: nn.Module) -> dict[str, Any]:
