@@ -4,6 +4,7 @@ import os
 import sys
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.delenv(name)
     found: dict[str, str] = {}
     fake: Any = ModuleType("deepspeed")
-    fake.initialize = lambda **_: (found.update(os.environ),)
+    fake.initialize = lambda **_: (found.update(os.environ) or Mock(),)
     monkeypatch.setitem(sys.modules, "deepspeed", fake)
     monkeypatch.setattr(deepspeed, "refuse_unusable", lambda run: None)
 

@@ -31,7 +31,7 @@ from atoll.errors import UserError
 from atoll.monitor.observers import Observer, StepRecord
 from atoll.settings import Run
 from atoll.sharding.process_group import SharedError, World, barrier, gathered
-from atoll.train import checkpoint
+from atoll.train import checkpoint, checkpoint_manifest
 from atoll.train import train as trainer
 from atoll.train.checkpoint_files import bytes_of_all
 
@@ -539,7 +539,7 @@ def newest_where_one_cannot_read(world: World, folder: Path, times: int) -> tupl
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_dir, "sha256_of", sha256_of)
-        patch.setattr(checkpoint, "READ_AGAIN_SECONDS", (0.0, 0.0))
+        patch.setattr(checkpoint_manifest, "READ_AGAIN_SECONDS", (0.0, 0.0))
         try:
             return str(checkpoint.newest_intact(folder, world)), ""
         except UserError as error:

@@ -20,7 +20,7 @@ from atoll.health.faults import faults
 from atoll.settings import Run
 from atoll.sharding.engines import ENGINES
 from atoll.sharding.process_group import World
-from atoll.train import checkpoint, guard, loop
+from atoll.train import checkpoint, checkpoint_manifest, guard, loop
 from atoll.train import train as trainer
 
 BATCH = 8  # samples of a step
@@ -210,7 +210,7 @@ def phases_of_reading(world: World, run: Run, bad: set[int]) -> list[str]:
     """What a rank is at each time that a checkpoint's files are read whole."""
     phases: list[str] = []
     states: list[Any] = []
-    original, assembled = checkpoint._verify, trainer.assemble
+    original, assembled = checkpoint_manifest.verify, trainer.assemble
 
     def assemble(*arguments: Any) -> Any:
         states.append(assembled(*arguments))
@@ -222,7 +222,7 @@ def phases_of_reading(world: World, run: Run, bad: set[int]) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "assemble", assemble)
-        patch.setattr(checkpoint, "_verify", verify)
+        patch.setattr(checkpoint_manifest, "verify", verify)
         train_with(world, run, bad)
     return phases
 
@@ -332,5 +332,5 @@ def test_the_history_is_what_a_checkpoint_kept() -> None:
 def test_a_checkpoint_of_an_older_run_is_read(tmp_path: Path) -> None:
     manifest = {"files": {}, "progress": {"step": 3, "samples": 24, "tokens": 9}}
     manifest["progress"] |= {"world_size": 2, "step_counts": {}}
-    (tmp_path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    (tmp_path / checkpoint_manifest.MANIFEST).write_text(json.dumps(manifest))
     assert checkpoint.load_progress(tmp_path).history == {}

@@ -49,6 +49,9 @@ def initialize(
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config_of(run, dtype), dist_init_required=False
     )
+    if run.training.steps != 0:
+        # it would link the moments of the first group alone, as that takes its first step
+        _make_state(engine.optimizer)
     set_timeouts(run)
     return engine
 

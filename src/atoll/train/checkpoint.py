@@ -36,7 +36,9 @@ from atoll.sharding.process_group import (
     run_on_first_rank,
     say,
 )
+from atoll.train import checkpoint_manifest
 from atoll.train.checkpoint_files import Written, holders_of_plain, parts_of, read_own, write_own
+from atoll.train.checkpoint_manifest import MANIFEST, manifest_of
 from atoll.train.checkpoint_metadata import (
     METADATA,
     entries,
@@ -50,8 +52,6 @@ from atoll.train.checkpoint_metadata import (
 Result = TypeVar("Result")
 Files = dict[str, dict[str, Any]]  # name -> its bytes and sha256
 
-MANIFEST = "manifest.json"
-READ_AGAIN_SECONDS = (10.0, 30.0)  # behind reads that failed
 ANOTHER_RUN = "start a new run with another name="
 # how torch's writer of zip files says that the disk is full
 _FULL_DISK = re.compile(r"unexpected pos \d+ vs \d+|PytorchStreamWriter failed|No space left")
@@ -176,7 +176,7 @@ def _complete(run_folder: Path) -> list[Path]:
 
 def load_progress(path: Path) -> Progress:
     """The progress a checkpoint stands for."""
-    return Progress(**_manifest(path)["progress"])
+    return Progress(**manifest_of(path)["progress"])
 
 
 def newest_intact(run_folder: Path, world: World) -> Path | None:
@@ -202,33 +202,10 @@ def _damage(path: Path, world: World) -> str | None:
 
     Raises `SharedError` where one cannot read its part: it may be as it was all the same.
     """
-    failed = first_failure(world, run_on_all_ranks(world, lambda: _compared(path, world)))
+    failed = first_failure(
+        world, run_on_all_ranks(world, lambda: checkpoint_manifest.compared(path, world))
+    )
     return None if failed is None else str(failed.what)
-
-
-def _compared(path: Path, world: World) -> str | None:
-    """What is wrong with this rank's part; a file system may be away for a moment."""
-    for seconds in READ_AGAIN_SECONDS:
-        try:
-            return _different(path, world)
-        except OSError:
-            time.sleep(seconds)
-    try:
-        return _different(path, world)
-    except OSError as error:
-        raise UserError(
-            f"{error.filename or path} cannot be read: {error.strerror or error}",
-            "start the run again when its file system answers; if it never does, it goes on from "
-            f"the checkpoint before without this one: rm -r {path}",
-        ) from error
-
-
-def _different(path: Path, world: World) -> str | None:
-    try:
-        _verify(path, world)
-    except UserError as error:
-        return error.found
-    return None
 
 
 def _set_aside(path: Path, aside: Path) -> None:
@@ -242,12 +219,12 @@ def load(path: Path, state: dict[str, Tensor], world: World, is_verified: bool =
     Raises `SharedError` naming the first file that is not as it was written.
     """
     if not is_verified:
-        run_on_all_ranks(world, lambda: _verify(path, world))
+        run_on_all_ranks(world, lambda: checkpoint_manifest.verify(path, world))
 
     holders = holders_of_plain(state, world)
 
     def read() -> None:
-        content = _manifest(path)
+        content = manifest_of(path)
         with _as_user_error(f"checkpoint {path} does not fit this run", ANOTHER_RUN, world.rank):
             of_own = None
             if content["progress"]["world_size"] == world.size:
@@ -365,36 +342,6 @@ def _publish(partial: Path, content: dict[str, Any], keep: int) -> None:
     steps = sorted(n for n in os.listdir(final.parent) if run_dir.CHECKPOINT_NAME.match(n))
     for old in steps[:-keep]:  # somebody else may be at it: the new one is there all the same
         shutil.rmtree(final.parent / old, ignore_errors=True)
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    if not (path / MANIFEST).is_file():
-        raise UserError(f"{path} is no complete checkpoint", f"name one that has a {MANIFEST}")
-    try:
-        content: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-    except ValueError as error:
-        raise _broken(path, f"{MANIFEST} is not JSON: {error}") from error
-    return content
-
-
-def _verify(path: Path, world: World) -> None:
-    """Each rank checks its part of the files, before anything in them is interpreted."""
-    files = _manifest(path)["files"]
-    for name in sorted(files)[world.rank :: world.size]:
-        if not (path / name).is_file():
-            raise _broken(path, f"{name} is missing")
-        size = (path / name).stat().st_size
-        if size != files[name]["bytes"]:
-            raise _broken(path, f"{name} has {size} bytes, {files[name]['bytes']} were written")
-        if run_dir.sha256_of(path / name) != files[name]["sha256"]:
-            raise _broken(path, f"{name} does not have the sha256 it was written with")
-
-
-def _broken(path: Path, what: str) -> UserError:
-    return UserError(
-        f"checkpoint {path} is corrupted: {what}",
-        f"remove it (rm -r {path}): the run then goes on from the checkpoint before it",
-    )
 
 
 def _no_space() -> OSError:

@@ -40,7 +40,7 @@ def state_dict(train_state: TrainState) -> dict[str, Tensor]:
 
 
 def shapes(train_state: TrainState) -> dict[str, Tensor]:
-    """As `state_dict`, for what its tensors are, not for what is in them: nothing is gathered."""
+    """As `state_dict`, for names and sizes alone: nothing is gathered."""
     if is_deepspeed(train_state):
         return deepspeed.shapes_of(train_state.wrapped)
     return state_dict(train_state)
