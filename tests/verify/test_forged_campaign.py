@@ -570,3 +570,12 @@ def test_an_update_that_is_gone_is_named_without_aggregating(
     shutil.rmtree(store.update(2, store.site("south")))
     assert verify(store, "--quick") == 0
     assert "not at hand  round 2: the update of south" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 900, '{"transformers_version": []}'])
+def test_a_configuration_that_is_none_is_of_no_other_version(tmp_path, text):
+    made, stated = tmp_path / "made" / again.CONFIG, tmp_path / "stated" / again.CONFIG
+    for file, content in ((made, '{"transformers_version": "5.23.0"}'), (stated, text)):
+        file.parent.mkdir()
+        file.write_text(content)
+    assert not again._is_of_other_version(made, stated, None)

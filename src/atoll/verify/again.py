@@ -203,9 +203,14 @@ def _is_of_other_version(made: Path, stated: Path, before: Path | None) -> bool:
     if stated.stat().st_size > made.stat().st_size + MOST_MORE:
         return False
     if before is None:
-        ours, other = (json.loads(path.read_bytes()) for path in (made, stated))
-        is_version = VERSION.fullmatch(str(other.get(WRITER))) is not None
-        return is_version and ours == other | {WRITER: ours.get(WRITER)}
+        ours = json.loads(made.read_bytes())
+        try:
+            other = json.loads(stated.read_bytes())
+        except (ValueError, RecursionError):
+            return False
+        if not isinstance(other, dict) or not VERSION.fullmatch(str(other.get(WRITER))):
+            return False
+        return bool(ours == other | {WRITER: ours.get(WRITER)})
     if not before.is_file():
         return False
     older = before.read_bytes()
