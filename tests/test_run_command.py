@@ -1,5 +1,6 @@
 """One way to run a program, and one to read a command's words."""
 
+import os
 import sys
 
 import pytest
@@ -22,6 +23,15 @@ def test_its_input_and_environment_are_those_given():
     assert run_command(python(code)).stdout == "none\n"
     given = run_command(python(code), environment={"WORD": "reef"}, input_text="the ")
     assert given.stdout == "the reef\n"
+
+
+def test_text_is_the_same_bytes_in_every_locale():
+    call = "run_command(['cat'], input_text='\\xf6\\u20ac')"
+    code = f"from atoll.commands import run_command; print(ascii({call}))"
+    plain = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path)}
+    plain |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = run_command(python(code), environment=plain)
+    assert r"stdout='\xf6\u20ac'" in done.stdout, done.last_line
 
 
 def test_a_silent_failure_is_told_by_its_code():

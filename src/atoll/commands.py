@@ -97,7 +97,7 @@ def run_command(
             input=input_text,
             stdin=subprocess.DEVNULL if input_text is None else None,
             capture_output=True,
-            text=True,
+            encoding="utf-8",  # whatever the locale: what is signed is bytes
             errors="replace",
         )
     except subprocess.TimeoutExpired:

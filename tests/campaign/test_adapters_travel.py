@@ -223,6 +223,28 @@ def test_a_facility_with_another_base_is_refused(
     assert not digests
 
 
+def test_a_branch_of_the_hub_that_moved_is_another_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = campaign_of(tmp_path)
+    [site, _] = store.campaign.sites
+    lines = [*training_words(store.campaign, 1, site, 3, 0), "model=from_path", "name=x"]
+    lines += ["model.source=org/base"]
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(site_models, "atoll_outside_jobs", lambda _: ["atoll"])
+    branch = tmp_path / "hub" / "models--org--base" / "refs" / "main"
+    branch.parent.mkdir(parents=True)
+    digests = ["f" * 64, "0" * 64]
+    monkeypatch.setattr(site_models, "run_atoll", lambda *_: json.dumps({"digest": digests.pop(0)}))
+    asked = {"overrides": lines, "frozen": "f" * 64}
+    branch.write_text("a" * 40)
+    for _ in range(2):
+        site_models.refuse_other_frozen(tmp_path, asked, lines)
+    branch.write_text("b" * 40)
+    with pytest.raises(UserError, match="here is 000000000000"):
+        site_models.refuse_other_frozen(tmp_path, asked, lines)
+
+
 @pytest.mark.full
 @pytest.mark.login_node
 def test_a_campaign_of_adapters_ends_with_the_base_and_their_mean(tmp_path: Path) -> None:

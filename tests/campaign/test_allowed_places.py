@@ -1,7 +1,9 @@
 """Which folders and files a coordinator may name at a facility, whatever words it names them by."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,6 +103,47 @@ def test_a_list_holds_for_folders_within(home: Path) -> None:
     assert allowed_at(home / "camp" / "inner") == ["training.*"]
     with pytest.raises(UserError, match="does not let a request change nodes"):
         refuse_settings(["nodes=2"], home / "camp" / "inner")
+
+
+@pytest.mark.parametrize("folder", ["camp/incoming/x/../../../camp", "other/../camp"])
+def test_a_request_is_judged_by_the_list_of_the_folder_it_is_about(
+    home: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However a coordinator writes its name: what it sent, or another campaign's, is no list."""
+    for place in ("camp/incoming/x", "other"):
+        (home / place).mkdir(parents=True)
+        (home / place / "site.allow").write_text("*\n")
+    (home / "camp" / "site.allow").write_text("default\n")
+    judged: list[Path] = []
+    monkeypatch.setattr(site, "advance", lambda folder, *_: judged.append(folder) or {"state": "x"})
+    site.main([folder, "1"])
+    assert judged == [home / "camp"] and allowed_at(judged[0]) == ["default"]
+
+
+@pytest.mark.parametrize("folder", ["camp/incoming/x", "new/incoming"])
+def test_where_models_come_to_is_no_folder_of_a_campaign(home: Path, folder: str) -> None:
+    (home / folder).mkdir(parents=True)
+    (home / folder / "site.allow").write_text("*\n")
+    with pytest.raises(UserError, match="where models come to"):
+        refuse_folder(Path(folder))
+
+
+@pytest.mark.parametrize(("until", "poll_seconds"), [(1e18, 0.0), (1e18, 1e18)])
+def test_a_question_neither_hurries_nor_outlives_who_asks(
+    home: Path, until: float, poll_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, slept = [1000.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        assert len(slept) < 10**5
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(site, "advance", lambda *_: {"state": "running"})
+    monkeypatch.setattr(site, "time", SimpleNamespace(time=lambda: now[0], sleep=sleep))
+    how = Namespace(until=until, poll_seconds=poll_seconds)
+    assert site.wait(home / "camp", 1, how) == {"state": "running"}
+    assert now[0] < 1000.0 + 3 * site.MOST_WAIT_SECONDS and min(slept) >= 0.05
 
 
 def test_nothing_is_written_into_a_folder_that_is_refused(

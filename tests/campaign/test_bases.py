@@ -50,6 +50,24 @@ def test_each_round_needs_only_the_newest_delta(tmp_path: Path, applied: list[in
     assert kept == [round_name(ROUNDS - 3), round_name(ROUNDS - 2)]
 
 
+def test_the_model_that_the_own_weights_took_stays_where_rounds_overlap(
+    tmp_path: Path, applied: list[int]
+) -> None:
+    """Round 8 begins with the model of round 5; the newest run before it is of round 6."""
+    for number, took in ((5, 2), (6, 3)):
+        here = tmp_path / "rounds" / round_name(number)
+        asked = {"global_round": took, "fragments": 3, "merge_alpha": 0.0}
+        Journal(here).append("asked", request=asked)
+        Journal(here).append("submitted", run=str(tmp_path / "runs" / str(number)))
+        (here / "update").mkdir()
+        (here / "update" / "manifest.json").touch()
+    for before in range(6):
+        arrive(tmp_path, before)
+        site.make_bases(tmp_path, before + 1, [], min(8, before + 3))
+    kept = sorted(path.name for path in (tmp_path / "bases").iterdir())
+    assert kept == [round_name(number) for number in (3, 4, 5)]
+
+
 def test_a_facility_that_was_away_catches_up(tmp_path: Path, applied: list[int]) -> None:
     arrive(tmp_path, 0)
     assert site.make_bases(tmp_path, 1, []) == 0

@@ -1,11 +1,12 @@
 """A round that is under way says which step each facility is at, and about how long it takes."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from atoll.campaign.progress import progress_line
+from atoll.campaign.progress import last_step, progress_line
 from atoll.campaign.store import CampaignStore, checked_campaign
 from atoll.config.compose import campaign_values
 
@@ -65,3 +66,7 @@ def test_a_facility_may_have_written_anything_of_any_length(line, tmp_path, monk
     with open(file, "r+b") as content:
         content.truncate(1 << 37)  # 128 GiB of nothing
     assert "north step 0/30" in progress_line(store, 1, 30.0)
+    file.unlink()
+    os.mkfifo(file)  # put there in the moment after somebody looked what it is
+    monkeypatch.setattr(Path, "is_file", lambda _: True)
+    assert last_step(file) == 0

@@ -229,7 +229,9 @@ def test_a_campaign_ends_early_where_its_target_is_reached(
     before = (store.folder / "campaign.json").read_text()
     assert coordinator.run(CampaignStore(further, store.folder)) == 0
     (store.folder / "campaign.json").write_text(before)
-    assert "the target loss 100.0 is reached" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "the target loss 100.0 is reached" in output
+    assert f"the model: {store.export(2)}" in output, "no round before the last that there is"
     assert not store.round(3).exists()
 
 

@@ -16,7 +16,7 @@ from atoll.__main__ import main
 from atoll.campaign import own_weights
 from atoll.campaign.asked import request, training_words
 from atoll.campaign.asking import overlapped
-from atoll.campaign.coordinator import run
+from atoll.campaign.coordinator import _reached_target, run
 from atoll.campaign.dry_run import dry_run
 from atoll.campaign.journal import Journal, round_name
 from atoll.campaign.lasting_settings import refuse_what_loses
@@ -192,6 +192,28 @@ def test_residuals_that_no_update_is_added_to_are_removed(
     asked = {"fragment": 0, "global_round": 6, "facility": "north"}
     found = own_weights.needless_residuals(tmp_path, asked, [1, 2, 3, 4, 5], previous)
     assert found == needless
+
+
+def test_late_work_that_was_refused_is_left_behind(tmp_path: Path) -> None:
+    """Of round 3, refused in round 4: whoever took the third model knows of it in the fourth."""
+    about = {"refused": {"2": {"north": 3}}, "refused_in": {"2": {"north": 4}}}
+    (tmp_path / "manifest.json").write_text(json.dumps(about))
+    asked = {"facility": "north"}
+    for took, whole in ((2, [2]), (3, [2]), (4, [])):
+        record = {"global_round": took}
+        assert own_weights.refused_fragments(tmp_path, record, asked) == whole
+    (tmp_path / "manifest.json").write_text(json.dumps({"refused": about["refused"]}))
+    assert own_weights.refused_fragments(tmp_path, {"global_round": 2}, asked) == [2]
+    assert own_weights.refused_fragments(tmp_path, {"global_round": 3}, asked) == []
+
+
+def test_a_target_and_weights_of_their_own_are_refused_together(tmp_path: Path) -> None:
+    values = settings(tmp_path, rule=RULE) | {"target_loss": 2.0}
+    store = CampaignStore(checked_campaign(values), tmp_path)
+    with pytest.raises(UserError, match="target_loss=2 with"):
+        refuse_what_loses(store)
+    store.journal(1).append("answer", facility="north", losses=[1.0])
+    assert not _reached_target(store, 1)
 
 
 def test_a_share_of_their_own_and_cosines_are_refused_together(tmp_path: Path) -> None:

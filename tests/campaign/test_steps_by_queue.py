@@ -84,9 +84,13 @@ def test_the_text_of_rounds_that_a_facility_missed_is_not_skipped(store):
     store, [north, east, _] = CampaignStore(campaign, store.folder), campaign.sites
     for number in (1, 2):
         store.remember_nonce(number, east, f"e{number}")
+        store.journal(number).append("received", facility="east")
     for number in (3, 5):  # a kill came before it was taken, and it came as late work
         store.remember_nonce(number, east, "e3")
-    store.remember_nonce(4, north, "n4")
+    store.journal(5).append("received", facility="east")
+    for number in (4, 5):  # and one that was never asked for again
+        store.remember_nonce(number, north, f"n{number}")
+    store.journal(4).append("received", facility="north")
     assert [store.steps_before(6, site) for site in (north, east)] == [30, 90]
     assert store.steps_before(3, east) == 60
 

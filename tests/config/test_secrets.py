@@ -79,6 +79,7 @@ def test_whatever_is_exported_or_handed_on_gives_no_secret(word: str, found: str
         ({"start": ["folders.caches.HF_TOKEN=x"]}, "start gives HF_TOKEN"),
         ({"command": ["env", "HF_TOKEN=x", "atoll"]}, "the command of reef gives HF_TOKEN"),
         ({"overrides": ["image.run_flags=['--env','HF_TOKEN=x']"]}, "the overrides of reef gives"),
+        ({"train": ["image={run_flags:['--env','HF_TOKEN=x']}"]}, "train gives HF_TOKEN"),
     ],
 )
 def test_a_campaign_keeps_no_secret(changes: dict[str, list[str]], found: str) -> None:

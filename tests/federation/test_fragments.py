@@ -384,6 +384,29 @@ def test_what_an_encoding_left_out_of_a_refused_update_is_not_sent(
         rejected = campaign.average(number, updates).rejected
         assert set(rejected) == ({"c"} if number == 3 else set()), rejected
     assert read_global(campaign.model(5))["refused"] == {"0": {"c": 3}}
+    assert read_global(campaign.model(5))["refused_in"] == {"0": {"c": 3}}
+
+
+def test_late_work_that_is_refused_is_of_the_round_that_refused_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def long_in_the_third(facility: str, number: int) -> Model:
+        return {n: (1e4 if number == 3 else 1.0) * v for n, v in ramp(facility, number).items()}
+
+    monkeypatch.setitem(globals(), "learned", long_in_the_third)
+    rule = Rule(fragments=2, max_staleness=1, dtype="float32", **(EQUAL | {"max_norm_ratio": 10.0}))
+    campaign = Campaign(tmp_path, rule, "fp32", "fp32")
+    for number in (1, 2):
+        campaign.average(number, [campaign.train(each, number) for each in "abc"])
+    late = campaign.train("b", 3)
+    hold(campaign.model(2), rule, "fp32", campaign.model(3), {"round": 3})
+    assert set(campaign.average(4, [late, campaign.train("a", 4)]).rejected) == {"b"}
+    model = read_global(campaign.model(4))
+    assert model["refused"] == {"0": {"b": 3}} and model["refused_in"] == {"0": {"b": 4}}
+    about = {"round": 5, "refused_rounds": {"b": 4}}
+    hold(campaign.model(4), rule, "fp32", campaign.model(5), about)
+    model = read_global(campaign.model(5))
+    assert model["refused_in"] == {"0": {"b": 4}, "1": {"b": 5}}
 
 
 def test_lateness_is_told_by_rounds(tmp_path: Path) -> None:

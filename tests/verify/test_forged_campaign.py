@@ -84,7 +84,16 @@ def test_the_first_model_is_what_its_manifest_says_and_no_more(
 
 
 @pytest.mark.parametrize(
-    "name", ["norms_before", "claims", "averaged_rounds", "changed_rounds", "taken", "refused"]
+    "name",
+    [
+        "norms_before",
+        "claims",
+        "averaged_rounds",
+        "changed_rounds",
+        "taken",
+        "refused",
+        "refused_in",
+    ],
 )
 def test_what_later_rounds_go_by_is_made_again(
     store: CampaignStore, capsys: pytest.CaptureFixture[str], name: str
@@ -93,7 +102,7 @@ def test_what_later_rounds_go_by_is_made_again(
     path = store.model(1) / "manifest.json"
     norms = json.loads(path.read_text())["norms_before"]["0"]
     forged = {"norms_before": [norm / 100 for norm in norms], "claims": [1.0]}
-    forged |= {"taken": {}, "refused": {"north": 1}}
+    forged |= {"taken": {}, "refused": {"north": 1}, "refused_in": {"north": 1}}
     rewritten(path, **{name: {"0": forged.get(name, 0)}})
     prove_campaign(store, 2)
     assert verify(store) == 2
@@ -466,6 +475,7 @@ def test_what_a_campaign_names_is_never_run(
         ({"transformers_version": "4.57.1"}, True),
         ({"transformers_version": ["4"]}, False),
         ({"transformers_version": "5.0.0", "rope_theta": 3}, False),
+        ({"transformers_version": "4.57.1", "rope_theta": 2.0}, False),
         ({"more": 1}, False),
     ],
 )

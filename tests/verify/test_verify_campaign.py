@@ -31,6 +31,7 @@ from atoll.federation.update_files import refuse_wrong_files
 from atoll.proof import crate, statement
 from atoll.proof.made_with import in_words, made_with
 from atoll.settings import exchange
+from atoll.verify import of_campaign
 
 pytestmark = [pytest.mark.login_node, pytest.mark.usefixtures("one_process")]
 
@@ -650,6 +651,30 @@ def test_a_signature_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be signed"):
         sign(tmp_path / "model", tmp_path / "key")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.pub", "model"]
+    (tmp_path / "model.sig").write_text("an older one")
+    with pytest.raises(UserError, match="cannot be signed"):
+        sign(tmp_path / "model", tmp_path / "key")
+    assert (tmp_path / "model.sig").read_text() == "an older one"
+
+
+def test_a_round_that_was_removed_is_named(
+    store: CampaignStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(store.export(2), tmp_path / "moved")
+    shutil.rmtree(store.round(2))
+    assert main(["verify", str(tmp_path / "moved"), "--from", str(store.folder)]) == 2
+    assert "round-002/campaign.json is missing" in capsys.readouterr().err
+
+
+def test_a_file_that_may_not_be_read_is_no_tampering(
+    store: CampaignStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "manifest.json")
+
+    monkeypatch.setattr(of_campaign, "_model", refused)
+    assert verify(store) == 2
+    assert "change its permissions" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,41 @@ def test_a_card_names_a_data_set_in_a_folder_by_that_folder_alone(tmp_path: Path
     assert "| web: Source | a/b |" in text and "| own: Source | the folder chats |" in text
 
 
+def test_the_card_of_an_adapter_alone_says_no_merge(tmp_path: Path) -> None:
+    small_run.write_text(tmp_path)
+    lora = {"model__lora": {"rank": 8, "alpha": 16}, "export__merged": False}
+    text = card.run_card(small_run.settings(tmp_path, 1, **lora), {}, [], {}, {})
+    assert "| LoRA, alone, for the model above | rank 8 |" in text
+    assert "merged" not in text and "| Numbers |" not in text and '"peft"' in text
+
+
+@pytest.mark.login_node
+def test_the_average_of_weights_has_its_own_loss_and_its_own_place(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last, average = run_dir.export(folder), run_dir.averaged_export(folder)
+    result = run_dir.result_file(folder)
+    run_dir.write_whole(result, json.dumps({"steps": 2, "loss": 3.25, "ema": {"loss": 2.125}}))
+    shutil.copytree(last, average)
+    run = load_run(run_dir.settings_file(folder))
+    for export in (last, average):
+        about = {"libraries": "torch 1"}
+        of_run.prove_run(export, run, folder, about, {}, is_average=export == average)
+        assert main(["verify", str(export)]) == 0
+    cards = [(export / statement.CARD).read_text() for export in (last, average)]
+    assert "| loss | 3.25 |" in cards[0] and "| Weights |" not in cards[0]
+    assert "| loss | 2.125 |" in cards[1] and "| Weights | their average" in cards[1]
+    last.rename(folder / "x")
+    average.rename(last)
+    (folder / "x").rename(average)
+    capsys.readouterr()
+    for export in (last, average):
+        assert main(["verify", str(export)]) == 2
+        assert "has the weights" in capsys.readouterr().err
+    average.rename(folder / "moved")
+    assert main(["verify", str(folder / "moved")]) == 0
+
+
 LINK = ("Link", "![x](http://elsewhere) *\\|\x1b")
 
 
@@ -361,6 +396,7 @@ def test_the_accounting_of_jobs_comes_into_the_proof_when_they_have_ended(
     assert job["@type"] == "CreateAction" and job["endTime"] > job["startTime"]
     used = [graph[entry["@id"]] for entry in job["resourceUsage"]]
     assert {(x["name"], x["value"], x["unitText"]) for x in used} >= {("energy", "7200000", "J")}
+    assert all(x["propertyID"] and x["unitCode"].startswith("https://qudt.org/") for x in used)
     assert {"@id": "#job-2"} in graph["./"]["mentions"]
     # killed between the crate and the statement, and asked again
     (crate.parent / statement.NAME).write_bytes(stated)
@@ -414,6 +450,50 @@ def test_the_line_of_a_finished_run_typed_again_leaves_its_proof(
     assert verify(folder) == 2
 
 
+def test_a_run_that_goes_on_without_its_image_states_none(folder: Path, tmp_path: Path) -> None:
+    run = load_run(run_dir.settings_file(folder))
+    run = run.model_copy(update={"folders": run.folders.model_copy(update={"runs": tmp_path})})
+    (tmp_path / "image.sif").write_bytes(b"an image")
+    keep_image(tmp_path / "image.sif", folder)
+    run_dir.result_file(folder).unlink()
+    write_run_folder(Composition(run, {}))
+    assert not run_dir.image_file(folder).exists()
+
+
+@pytest.mark.parametrize("crate", [None, "", "{}", "[]", '{"@graph": [7]}'])
+def test_a_run_is_shown_whatever_its_crate_is(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crate: str | None
+) -> None:
+    sacct(tmp_path / "bin", monkeypatch, ENDED_JOB)
+    file = run_dir.export(folder) / statement.CRATE
+    file.unlink()
+    if crate is not None:
+        file.write_text(crate)
+    assert main(["status", str(folder)]) == 0 and run_dir.accounting_file(folder).is_file()
+    assert verify(folder) == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"jobs": [{}]}'])
+def test_accounting_that_is_none_ends_in_two_lines(
+    folder: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir.accounting_file(folder).write_text(content)
+    assert main(["status", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert "accounting.json cannot be read" in error and len(error.splitlines()) == 2
+
+
+def test_a_file_with_a_space_in_its_name_is_a_reference_in_the_crate(folder: Path) -> None:
+    export = run_dir.export(folder)
+    (export / "my words#1.model").write_text("x")
+    run = load_run(run_dir.settings_file(folder))
+    of_run.prove_run(export, run, folder, {"libraries": "torch 1"}, {})
+    graph = json.loads((export / statement.CRATE).read_text())["@graph"]
+    names = {entity["@id"]: entity.get("name") for entity in graph}
+    assert names["my%20words%231.model"] == "my words#1.model"
+    assert verify(folder) == 0
+
+
 def the_statement(folder: Path) -> dict[str, Any]:
     return statement.read_statement(run_dir.export(folder))
 
@@ -459,6 +539,12 @@ def test_a_statement_of_another_kind_is_refused(
     (tmp_path / statement.NAME).write_text(str(content))
     assert main(["verify", str(tmp_path)]) == 2
     assert "is no statement of Atoll" in capsys.readouterr().err
+
+
+def test_a_statement_is_utf_8(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run_dir.export(folder) / statement.NAME
+    file.write_bytes(file.read_text().encode("utf-16"))
+    assert verify(folder) == 2 and "is no statement of Atoll" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_statement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

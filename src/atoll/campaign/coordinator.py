@@ -107,7 +107,8 @@ def _rounds(store: CampaignStore) -> int:
                 average(store, number)
             average(store, number)  # made by a process that was killed before it said so
             print(round_line(store, number), flush=True)
-            if _reached_target(store, number):
+            is_last = not store.has_model(number + 1)  # a target that came later ends no older one
+            if is_last and _reached_target(store, number):
                 print(f"the target loss {target} is reached", flush=True)
                 return number
     return store.campaign.rounds
@@ -134,8 +135,11 @@ ENGINES: dict[str, Collect] = {"local": collect_here, "streamflow": streamflow.c
 def _reached_target(store: CampaignStore, number: int) -> bool:
     """Of the upper half of what most facilities say: none ends a campaign by itself.
 
-    Neither by what it says, nor where the others are late or say nothing, or have left since.
+    Neither by what it says, nor where the others are late or say nothing, or have left since. Of
+    weights that facilities keep of their own a loss says nothing of the model.
     """
+    if store.campaign.rule.keeps_own_weights:
+        return False
     target, losses = store.campaign.target_loss, store.losses(number)
     first = sorted(loss[0] for loss in losses)
     averaged = store.journal(number).last("averaged")  # an older Atoll's has no facilities

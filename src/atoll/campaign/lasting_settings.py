@@ -50,6 +50,13 @@ def refuse_what_loses(store: CampaignStore) -> None:
             "rule.min_cosine=-1: updates that are too long are left out as ever; or "
             "rule.merge_alpha=0",
         )
+    if rule.keeps_own_weights and store.campaign.target_loss is not None:
+        raise UserError(
+            f"target_loss={store.campaign.target_loss:g} with rule.fragments={rule.fragments}, "
+            f"rule.merge_alpha={rule.merge_alpha:g}: facilities say the loss of weights of their "
+            "own, and not the model's",
+            "target_loss=null, and rounds=N; or rule.fragments=1 and rule.merge_alpha=0",
+        )
     if rule.fragments > store.campaign.rounds:
         raise UserError(
             f"rule.fragments={rule.fragments} in rounds={store.campaign.rounds}: one travels in a "

@@ -36,6 +36,7 @@ def campaign_card(store: CampaignStore, last: int, jobs: list[Job]) -> str:
     counted = sum(len(store.model_manifest(n)["weights"]) for n in range(1, last + 1))
     is_whole, parameters = len(updates) == counted, _parameters(store.export(last))
     tokens = sum(m.tokens for m in manifests)
+    passes = 6 if campaign.lora is None else 4  # beside adapters the rest has no gradients
     times = [record["time"] for n in range(1, last + 1) for record in store.journal(n).records()]
     parts: dict[str, Rows] = {
         "Model": _model(store, last, parameters),
@@ -53,8 +54,8 @@ def campaign_card(store: CampaignStore, last: int, jobs: list[Job]) -> str:
             *_asked_of_runs(store),
             ("Tokens, as facilities count", f"{tokens:,}" if is_whole else None),
             (
-                "Operations, FLOPs, 6 for each parameter and token",
-                f"{6 * parameters * tokens:.3g}" if is_whole else None,
+                f"Operations, FLOPs, {passes} for each parameter and token",
+                f"{passes * parameters * tokens:.3g}" if is_whole else None,
             ),
             ("Weighed, combined, updated", _rule(campaign)),
             ("Encoding of updates, of the model", f"{campaign.codec}, {campaign.global_codec}"),
@@ -82,17 +83,30 @@ def _model(store: CampaignStore, last: int, parameters: int) -> Rows:
     yield "Positions", config.get("max_position_embeddings")
     yield "Parameters", f"{parameters:,}"
     yield "Begun from", _begun_from(store)
-    yield "Input and output", "text; text"
+    yield "Input and output", _output(store)
     yield "Numbers", store.campaign.rule.dtype
     if (lora := store.campaign.lora) is not None:
         yield "LoRA, merged into the weights", f"rank {lora.rank}"
 
 
+def _first_run(store: CampaignStore) -> Run | None:
+    try:
+        return load_run(store.round(0) / "run.yaml")
+    except UserError:
+        return None
+
+
+def _output(store: CampaignStore) -> str | None:
+    run = _first_run(store)
+    if run is None:
+        return None
+    return "text; text or labels" if run.data.classes else "text; text"
+
+
 def _begun_from(store: CampaignStore) -> str | None:
     """What the first model's run says: a name of the hub, or random weights."""
-    try:
-        run = load_run(store.round(0) / "run.yaml")
-    except UserError:
+    run = _first_run(store)
+    if run is None:
         return None
     if run.model.source is None:
         return f"random weights of seed {run.seed}"

@@ -71,11 +71,13 @@ def changed_fragments(
 def refused_fragments(base: Path, record: dict[str, Any], request: dict[str, Any]) -> list[int]:
     """Those of which an update of the facility's was refused since, also where a turn was held.
 
-    They are taken whole: what is left of its own would be sent again, and be longer.
+    They are taken whole: what is left of its own would be sent again, and be longer. Since: in a
+    round whose model it had not taken; late work is of an earlier round.
     """
     manifest, before = _read(base), record["global_round"]
-    named = manifest.get("refused", {})
-    return sorted(int(n) for n in named if _taken(manifest, n, request, "refused") > before)
+    how = "refused_in" if "refused_in" in manifest else "refused"  # of an older Atoll: whose it was
+    named = manifest.get(how, {})
+    return sorted(int(n) for n in named if _taken(manifest, n, request, how) > before)
 
 
 def residual_round(base: Path, request: dict[str, Any], rounds: Collection[int]) -> int | None:
@@ -112,7 +114,10 @@ def needless_residuals(
 def _taken(
     manifest: dict[str, Any], fragment: str, request: dict[str, Any], how: str = "taken"
 ) -> int:
-    """The last round of this facility's whose update is in a fragment; 0: there is none."""
+    """The last round of this facility's whose update is in a fragment; 0: there is none.
+
+    how: taken; or refused, and refused_in, the round that refused it.
+    """
     return int(manifest.get(how, {}).get(fragment, {}).get(request["facility"], 0))
 
 

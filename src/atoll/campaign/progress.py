@@ -11,12 +11,14 @@ from atoll import run_dir
 from atoll.campaign.journal import round_name
 from atoll.campaign.store import CampaignStore
 from atoll.errors import UserError
+from atoll.settings.exchange import tail_of_plain
 from atoll.settings.federation import Site
 
 FIRST_PAUSE_SECONDS = 10.0
 TAIL_BYTES = 1 << 16
 MOST_STEPS = 1 << 53
 SHARE_OF_ELAPSED = 0.05  # a campaign of days says less often where it is
+LAST_SECONDS = 5.0  # for a line that is being made: a file system may hang
 
 
 @contextmanager
@@ -29,7 +31,7 @@ def shown(store: CampaignStore, number: int) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        speaking.join()
+        speaking.join(LAST_SECONDS)
 
 
 def _speak(store: CampaignStore, number: int, ended: threading.Event) -> None:
@@ -83,11 +85,10 @@ def _share(store: CampaignStore, number: int, site: Site) -> float | None:
 
 def last_step(file: Path) -> int:
     """The last step in a facility's metrics, which may be of any length and hold anything."""
-    if not file.is_file():
+    try:
+        lines = tail_of_plain(file, TAIL_BYTES).splitlines()
+    except UserError:
         return 0
-    with open(file, "rb") as stream:
-        stream.seek(max(0, file.stat().st_size - TAIL_BYTES))
-        lines = stream.read(TAIL_BYTES).splitlines()
     for line in reversed(lines):
         with suppress(ValueError, RecursionError):
             record = json.loads(line)

@@ -23,7 +23,6 @@ PRINCIPALS = re.compile(r'\s*(?:"([^"]*)"|([^\s"#]\S*))')  # at the beginning of
 def sign(file: Path, key: Path, namespace: str = NAMESPACE) -> Path:
     """Sign a file with a private key; the signature stands beside it, whole or not at all."""
     signature = file.with_name(f"{file.name}.sig")
-    signature.unlink(missing_ok=True)
     argv = ["ssh-keygen", "-Y", "sign", "-q", "-f", str(key), "-n", namespace]
     done = run_command(argv, input_text=file.read_bytes().decode())
     if not done.returncode:

@@ -65,6 +65,8 @@ from atoll.settings.exchange import SiteRequest, read_request
 ANOTHER_IS_AT_IT = "is running already"
 WORK = ".streamflow"
 LIFE_SECONDS = 3.0
+# whatever a coordinator asks for: nobody may be waiting any more
+MOST_WAIT_SECONDS, LEAST_POLL_SECONDS = 3600.0, 0.05
 MOST_JOBS = 100  # of a round's run, that the coordinator is told of
 # states of a round that come to another one by themselves
 WAITING = ("queued", "running", "retry", "unknown")
@@ -83,7 +85,8 @@ def main(argv: list[str]) -> int:
     about = "the held-out loss of the model that the round would begin with, and no training"
     parser.add_argument("--measure", action="store_true", help=about)
     arguments = parser.read(argv)
-    folder, number = arguments.folder.absolute(), arguments.round
+    # without `..`: the list that judges a request is that of the folder it is about
+    folder, number = Path(os.path.abspath(arguments.folder)), arguments.round
     refuse_folder(folder)
     if arguments.request is not None:
         request, here = read_request(arguments.request), _place(folder, number, arguments)
@@ -135,8 +138,9 @@ def wait(folder: Path, number: int, how: argparse.Namespace) -> dict[str, Any]:
     """Ask until the job has ended or the time is over; what is refused is an answer too."""
     try:
         answer = advance(folder, number, how)
-        while answer["state"] in WAITING and time.time() < how.until:
-            time.sleep(how.poll_seconds)
+        until = min(how.until, time.time() + MOST_WAIT_SECONDS)
+        while answer["state"] in WAITING and time.time() < until:
+            time.sleep(min(max(LEAST_POLL_SECONDS, how.poll_seconds), MOST_WAIT_SECONDS))
             answer = advance(folder, number, how)
     except UserError as error:
         answer = {"state": "refused", "why": error.in_a_line}
@@ -163,7 +167,7 @@ def _advance(
     folder: Path, number: int, request: dict[str, Any], how: argparse.Namespace
 ) -> dict[str, Any]:
     here, newest = _place(folder, number, how), request["global_round"]
-    have = make_bases(folder, newest + 1, request["overrides"])
+    have = make_bases(folder, newest + 1, request["overrides"], number)
     if have < newest:
         container_side(folder, request["overrides"])  # whatever it lacks is said before models come
         return {"state": "needs", "have": have}

@@ -1,6 +1,7 @@
 """The global models at a facility: each made from the one before and the delta that came."""
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from atoll.campaign.first_model import frozen_digest
 from atoll.campaign.inner_state import trained_rounds
 from atoll.campaign.journal import Journal, round_name
 from atoll.campaign.transfer import run_atoll
+from atoll.cluster.hub_names import hub_cache
 from atoll.cluster.modules import atoll_outside_jobs
 from atoll.config.compose import compose, path_word, settings_of
 from atoll.errors import UserError, printable
@@ -19,9 +21,12 @@ from atoll.settings import Run
 from atoll.settings.exchange import BESIDE_WEIGHTS, WEIGHTS
 
 
-def make_bases(folder: Path, number: int, overrides: Sequence[str]) -> int:
+def make_bases(
+    folder: Path, number: int, overrides: Sequence[str], asked: int | None = None
+) -> int:
     """The number of the newest global model that is here, up to the one this round needs; -1: none.
 
+    number: one more than that. asked: the round, later where rounds overlap.
     Deltas that have arrived are added, one after the other; who joins gets one model whole.
     """
     have = _newest(folder, number)
@@ -35,7 +40,7 @@ def make_bases(folder: Path, number: int, overrides: Sequence[str]) -> int:
         refuse_other_kinds(came)
         _apply_delta(folder, before, came, overrides)
         have = before
-    own = own_global_round(folder, number)
+    own = own_global_round(folder, asked or number)
     for old in range(have - 1):  # the one before the newest stays, should a round be done again
         if old == own:  # what changed since is told from it
             continue
@@ -91,7 +96,7 @@ def refuse_other_frozen(folder: Path, request: dict[str, Any], lines: list[str])
     files = sorted(source.glob("*")) if model.source and source.is_dir() else []
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     settings = model.model_dump(mode="json", exclude={"lora", "quantisation"})
-    key = run_dir.digest([settings, composition.run.seed, facts])
+    key = run_dir.digest([settings, composition.run.seed, facts, *_revision(composition.run)])
     record = json.loads(known.read_text()) if known.is_file() else {}
     if record.get("of") != key:
         run_dir.write_whole(folder / "base.yaml", composition.as_yaml())
@@ -105,6 +110,14 @@ def refuse_other_frozen(folder: Path, request: dict[str, Any], lines: list[str])
             f"campaign's is {request['frozen'][:12]}",
             f"put the campaign's model into {folder / 'base'}, or name it in the settings",
         )
+
+
+def _revision(run: Run) -> list[str]:
+    """The commit that a name of the hub has in the cache here, as a branch may move; else none."""
+    cache, source = hub_cache(run, os.environ), run.model.source or ""
+    place = cache / f"models--{source.replace('/', '--')}" / "refs"
+    branch = place / (run.model.revision or "main")
+    return [branch.read_text().strip()] if source and branch.is_file() else []
 
 
 def container_side(folder: Path, overrides: Sequence[str]) -> list[str]:

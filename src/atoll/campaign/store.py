@@ -97,7 +97,8 @@ class CampaignStore:
         if noted := self._asked_for(number, number, site):
             return int(noted[0]["steps_before"])
         records = [r for r in run_dir.records(self.folder / NONCES) if r["facility"] == site.name]
-        came = {r["nonce"]: r["round"] for r in records if r["round"] < number}
+        taken = (r for r in records if r["round"] < number and self._came(r["round"], site.name))
+        came = {r["nonce"]: r["round"] for r in taken}
         for each in set(came.values()):
             for gone in self.journal(each).records("afresh"):
                 came.pop(gone.get("nonce", ""), None)
@@ -198,7 +199,7 @@ class CampaignStore:
         asked for it.
         """
         losses, rule = self.mean_losses(number + 1), self.campaign.rule
-        if losses and rule.fragments == 1 and not rule.merge_alpha:
+        if losses and not rule.keeps_own_weights:
             return losses[0]
         measured = [r["loss"] for r in self.loss_journal(number).records("measured")]
         return sum(measured) / len(measured) if measured else None

@@ -13,8 +13,10 @@ from atoll import run_dir
 from atoll.cluster.jobs import SLURM_STATES, sacct
 from atoll.cluster.scheduler import answer_lines
 from atoll.cluster.status import UNKNOWN, queued_jobs
+from atoll.errors import UserError, printable
 from atoll.proof.accounting import is_stated, state_accounting
 from atoll.proof.crate import as_text
+from atoll.proof.statement import UNREADABLE
 
 COLUMNS = (
     "JobIDRaw,Cluster,Partition,NNodes,ElapsedRaw,Submit,Start,End,ConsumedEnergyRaw,State,ExitCode"
@@ -35,7 +37,7 @@ def keep_accounting(run_folder: Path) -> None:
     file = run_dir.accounting_file(run_folder)
     if not run_dir.result_file(run_folder).is_file():
         return
-    kept = json.loads(file.read_text())["jobs"] if file.is_file() else []
+    kept = _kept(file) if file.is_file() else []
     known = {record["job"] for record in kept}
     ids = [job for job in slurm_ids(run_folder) if job not in known]
     if ids and not (kept and is_stated(run_folder)):
@@ -47,6 +49,18 @@ def keep_accounting(run_folder: Path) -> None:
         run_dir.write_whole(file, as_text({"format_version": 1, "from": "sacct", "jobs": jobs}))
     if file.is_file():
         state_accounting(run_folder)
+
+
+def _kept(file: Path) -> list[Record]:
+    try:
+        jobs: list[Record] = json.loads(file.read_text())["jobs"]
+        {job["job"] for job in jobs}
+    except UNREADABLE as error:
+        found = f"{file} cannot be read: {type(error).__name__}: {printable(str(error), 200)}"
+        raise UserError(
+            found, "get the original back, or delete it: sacct is asked again"
+        ) from None
+    return jobs
 
 
 def slurm_ids(run_folder: Path) -> list[str]:

@@ -58,6 +58,8 @@ def write_run_folder(
         is_proven = entrypoint is None and has_exported(composition.run)
         if composition.run.image.file is not None and not is_proven:
             keep_image(composition.run.image.file, folder)
+        elif not is_proven:
+            run_dir.image_file(folder).unlink(missing_ok=True)  # of an earlier start in one
         if entrypoint is None:
             before_queue.keep_prediction(composition.run)
         if not is_proven:

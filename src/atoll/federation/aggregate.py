@@ -140,7 +140,7 @@ def hold(base: Path, rule: Rule, codec: str, out: Path, about: dict[str, Any]) -
     facts["norms_before"] = norms_before(known)
     facts |= changed_rounds(known, rule)
     facts |= {"refused_rounds": refused, "taken": known.get("taken", {})}
-    facts["refused"] = _with_rounds(known.get("refused", {}), refused, rule)
+    facts |= _refusals(known, refused, rule, about.get("round", 1))
     facts["claims"] = known.get("claims", {}) | {str(fragment): []}
     global_model.publish(unfinished, out, about | facts, files)
     return outcome
@@ -174,9 +174,23 @@ def _by_fragment(
     return rounds | {
         "refused_rounds": _rounds(refused),
         "taken": _with_rounds(known.get("taken", {}), _rounds(taken), rule),
-        "refused": _with_rounds(known.get("refused", {}), _rounds(refused), rule),
+        **_refusals(known, _rounds(refused), rule, number),
         "norms_before": norms_before(known) | ({str(own.fragment): own.norms} if own else {}),
         "claims": claims | {n: c.claims(rule) for n, c in given.items()},
+    }
+
+
+def _refusals(
+    known: dict[str, Any], rounds_of: dict[str, int], rule: Rule, number: int
+) -> dict[str, dict[str, dict[str, int]]]:
+    """Of each fragment and facility the last round whose update was refused, and that refused it.
+
+    An older Atoll's models do not say the second: until then it was taken for the first.
+    """
+    of, before = known.get("refused", {}), known.get("refused_in", known.get("refused", {}))
+    return {
+        "refused": _with_rounds(of, rounds_of, rule),
+        "refused_in": _with_rounds(before, rounds_of, rule, number),
     }
 
 
@@ -185,12 +199,15 @@ def _rounds(updates: list[Update]) -> dict[str, int]:
 
 
 def _with_rounds(
-    before: dict[str, dict[str, int]], rounds_of: dict[str, int], rule: Rule
+    before: dict[str, dict[str, int]], rounds_of: dict[str, int], rule: Rule, at: int | None = None
 ) -> dict[str, dict[str, int]]:
-    """Fragment -> facility -> the round of its update, these beside those before."""
+    """Fragment -> facility -> the round of its update, these beside those before.
+
+    at: another round that is written down for these, of the fragment that the update's is of.
+    """
     rounds = {fragment: {**of} for fragment, of in before.items()}
     for facility, number in rounds_of.items():
-        rounds.setdefault(str(rule.fragment(number)), {})[facility] = number
+        rounds.setdefault(str(rule.fragment(number)), {})[facility] = number if at is None else at
     return rounds
 
 

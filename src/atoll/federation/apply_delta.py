@@ -16,7 +16,7 @@ from atoll.federation.tensors import Stretch, TensorReader
 from atoll.one_writer import one_writer
 
 # of a model's manifest, for facilities that go on from their own weights
-KEPT = ("averaged_rounds", "changed_rounds", "taken", "refused", "rule")
+KEPT = ("averaged_rounds", "changed_rounds", "taken", "refused", "refused_in", "rule")
 
 
 def main(argv: list[str]) -> int:

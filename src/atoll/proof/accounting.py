@@ -15,6 +15,7 @@ from atoll.proof.statement import (
     CRATE,
     NAME,
     SIGNATURE,
+    UNREADABLE,
     Resource,
     described,
     logs_of,
@@ -66,16 +67,27 @@ def _proven(run_folder: Path) -> list[Path]:
     return [folder for folder in folders if (folder / NAME).is_file()]
 
 
+def _crate(export: Path) -> dict[str, Any] | None:
+    """None where it is missing or is none: `atoll verify` names that."""
+    try:
+        crate: dict[str, Any] = json.loads((export / CRATE).read_text())
+        without_jobs(crate)
+    except (FileNotFoundError, *UNREADABLE):
+        return None
+    return crate
+
+
 def _state(export: Path, run_folder: Path) -> bool:
     if (export / SIGNATURE).is_file():
         return False
     statement, file = read_statement(export), run_dir.accounting_file(run_folder)
-    crate: dict[str, Any] = json.loads((export / CRATE).read_text())
-    stated = next(entry for entry in statement["subject"] if entry["name"] == CRATE)
-    first = as_text(without_jobs(crate)).encode()
-    is_gap = any(entry["name"] == GAP for entry in logs_of(statement))
+    stated = next((entry for entry in statement["subject"] if entry["name"] == CRATE), None)
+    crate = _crate(export)
+    if stated is None or crate is None or all(entry["name"] != GAP for entry in logs_of(statement)):
+        return False
     # killed between both files, the crate has its jobs already, and the statement has not
-    if not is_gap or hashlib.sha256(first).hexdigest() != stated["digest"]["sha256"]:
+    first = as_text(without_jobs(crate)).encode()
+    if hashlib.sha256(first).hexdigest() != stated["digest"]["sha256"]:
         return False
     remove_cut_off(export)
     kept = resource("run", run_folder, file.name)

@@ -21,7 +21,9 @@ UNKNOWN = "not known"
 # what no program knows of a model
 FOR_PEOPLE = (
     "License, and who answers for the model",
+    "Version, release date, and where it is distributed",
     "Intended use, and uses that are out of place",
+    "Hardware and software that it needs",
     "Rights to the data, personal data in it, and what was filtered",
     "Biases and risks, and tests for them",
 )
@@ -29,6 +31,8 @@ LONGEST_CELL = 4000  # characters
 # what has a meaning in a cell, and how it is shown; first what the others are shown with
 MARKS = {"&": "&amp;", "\\": "\\\\", "<": "&lt;", "|": "\\|", "`": "'"}
 MARKS |= {mark: f"\\{mark}" for mark in "[]*"}
+# of a token (Chowdhery et al. 2022, appendix B)
+COUNTED = "6 N + 12 L d C for each token; beside A parameters of adapters 4 N + 6 A + 12 L d C"
 METRICS = ("loss", "perplexity", "accuracy", "f1", "auc")
 
 
@@ -38,18 +42,20 @@ def run_card(
     records: Sequence[Record],
     result: Record,
     made_of: Mapping[str, str],
+    is_average: bool = False,
 ) -> str:
     """The card of a run's export.
 
     config: of config.json. records: of metrics.jsonl. result: of result.json.
+    is_average: of the weights' average over steps, which has scores of its own.
     """
     last: dict[str, Record] = {record["event"]: record for record in records}
     start, train = last.get("start", {}), last.get("train", {})
     parts = {
-        "Model": _model(run, config, start),
-        "Training data": _data(run),
+        "Model": _model(run, config, start, is_average),
+        "Training data": _data(run, start),
         "Training": _training(run, start, train, result),
-        "Evaluation on held-out text": _evaluation(result),
+        "Evaluation on held-out text": _evaluation(result.get("ema", {}) if is_average else result),
         "Hardware and energy": _hardware(run, records),
         "Made with": _made_with(made_of),
     }
@@ -75,6 +81,8 @@ def card(name: str, parts: Mapping[str, Rows], front: Record) -> str:
 
 def _front(run: Run) -> dict[str, Any]:
     front: dict[str, Any] = {"library_name": "transformers", "tags": ["atoll"]}
+    if _is_adapter_alone(run):
+        front["library_name"] = "peft"
     if base := hub_name(run.model.source):
         front["base_model"] = base
     if hubs := list(filter(None, (hub_name(data.hub) for data in run.data.each))):
@@ -89,12 +97,19 @@ def hub_name(source: str | None) -> str | None:
     return source
 
 
-def _model(run: Run, config: Record, start: Record) -> Rows:
+def _is_adapter_alone(run: Run) -> bool:
+    return run.model.lora is not None and not run.export.merged
+
+
+def _model(run: Run, config: Record, start: Record, is_average: bool) -> Rows:
     source = run.model.source
     yield "Architecture", config.get("model_type")
     yield "Positions", _count(config.get("max_position_embeddings"))
     yield "Parameters", _count(start.get("parameters"))
-    yield "Numbers", run.export.dtype
+    if not _is_adapter_alone(run):  # whose numbers are as they were trained
+        yield "Numbers", run.export.dtype
+    if is_average:
+        yield "Weights", f"their average over steps (decay {run.optimizer.ema_decay})"
     yield (
         "Begun from",
         "random weights" if source is None else hub_name(source) or "a local folder",
@@ -102,12 +117,14 @@ def _model(run: Run, config: Record, start: Record) -> Rows:
     if source is not None:
         yield "Revision of that", run.model.revision
     if run.model.lora is not None:
-        yield "LoRA, merged into the weights", f"rank {run.model.lora.rank}"
+        how = "alone, for the model above" if _is_adapter_alone(run) else "merged into the weights"
+        yield f"LoRA, {how}", f"rank {run.model.lora.rank}"
     yield "Input and output", "text; text or labels" if run.data.classes else "text; text"
 
 
-def _data(run: Run) -> Rows:
+def _data(run: Run, start: Record) -> Rows:
     yield "Name", run.data.name
+    yield "Samples", _count(start.get("training_samples"))
     for source, data in zip_longest(run.data.sources, run.data.each):
         of = f"{source.name}: " if source else ""
         if source:
@@ -132,6 +149,7 @@ def _training(run: Run, start: Record, train: Record, result: Record) -> Rows:
     yield "Samples of a step", run.training.global_batch_samples
     yield "Tokens", _count(tokens)
     yield "Operations, FLOPs", f"{tokens * per_token:.3g}" if tokens and per_token else None
+    yield "How they are counted", COUNTED if per_token else None
     yield "Optimizer", run.optimizer.name
     yield "Highest learning rate", run.optimizer.learning_rate
     yield "Computed in", run.precision.compute
@@ -161,7 +179,8 @@ def _hardware(run: Run, records: Sequence[Record]) -> Rows:
         sources.add(f"of {steps:,} of {own:,} steps")
     energy = f"{joules / 3.6e6:.3g} ({'; '.join(sorted(sources))})" if sources else None
     yield "Energy, kWh", energy
-    kept = "of the scheduler, kept beside the run" if run.facility.scheduler in ASKED else None
+    asked = f"asked for once they have ended: {NAME} says whether it was kept"
+    kept = asked if run.facility.scheduler in ASKED else None
     yield "Accounting of its jobs", kept
 
 

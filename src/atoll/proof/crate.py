@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from atoll import run_dir
 from atoll.proof.statement import CRATE, Made, Resource, instant, is_file, own_version
@@ -24,12 +25,15 @@ ROOT, ACTION, LICENSE = "./", "#action", "#license"
 NO_LICENSE = "No license is stated; those of the data and of the base model, if any, go on."
 
 OF_JOBS = "#run/accounting.json"
-# of a job: name -> the field of its record, and its unit
+# of a job: name -> the field of its record, its unit in a text, and in QUDT
 USED = {
-    "nodes": ("nodes", "nodes"),
-    "elapsed": ("elapsed_seconds", "s"),
-    "energy": ("energy_joules", "J"),
+    "nodes": ("nodes", "nodes", "NUM"),
+    "elapsed": ("elapsed_seconds", "s", "SEC"),
+    "energy": ("energy_joules", "J", "J"),
 }
+UNITS = "https://qudt.org/vocab/unit/"
+# beside letters and digits, what stands in a path of a URI as it is (RFC 3986)
+IN_PATHS = "/:@!$&'()*+,;=~-._"
 
 Entity = dict[str, Any]
 
@@ -137,17 +141,19 @@ def _how(job: Mapping[str, Any]) -> str:
 
 
 def _usage(number: int, job: Mapping[str, Any]) -> list[Entity]:
-    """What a job used, in the terms' own form: values with a unit."""
-    known = {name: (job[key], unit) for name, (key, unit) in USED.items() if job[key] is not None}
+    """What a job used, as the Provenance Run Crate has it: values with an identity and a unit."""
+    known = {name: (job[key], *unit) for name, (key, *unit) in USED.items() if job[key] is not None}
     return [
         {
             "@id": f"#job-{number}-{name.replace(' ', '-')}",
             "@type": "PropertyValue",
             "name": name,
+            "propertyID": f"urn:atoll:job:{name}",
             "value": str(value),
             "unitText": unit,
+            "unitCode": f"{UNITS}{code}",
         }
-        for name, (value, unit) in known.items()
+        for name, (value, unit, code) in known.items()
     ]
 
 
@@ -177,7 +183,7 @@ def _software() -> Entity:
 
 
 def _file(subject: Resource) -> Entity:
-    entity = {"@id": subject["name"], "@type": "File", **_facts(subject)}
+    entity = {"@id": _path(subject["name"]), "@type": "File", **_facts(subject)}
     kind, _ = mimetypes.guess_type(subject["name"])
     return entity | {"encodingFormat": kind or "application/octet-stream"}
 
@@ -186,10 +192,15 @@ def _outside(entry: Resource) -> Entity:
     """What is not in the crate, by its name; of an image or a commit, what is said of it."""
     facts = {**entry.get("digest", {}), **entry.get("annotations", {})}
     if is_file(entry):
-        return {"@id": f"#{entry['name']}", "@type": "CreativeWork", **_facts(entry)}
+        return {"@id": f"#{_path(entry['name'])}", "@type": "CreativeWork", **_facts(entry)}
     value = ", ".join(f"{name} {text}" for name, text in facts.items())
     named = {"name": entry["name"], "value": value}
-    return {"@id": f"#{entry['name']}", "@type": "PropertyValue", **named}
+    return {"@id": f"#{_path(entry['name'])}", "@type": "PropertyValue", **named}
+
+
+def _path(name: str) -> str:
+    """A name as a reference: a space in it is %20 (RO-Crate 1.1, encoding file paths)."""
+    return quote(name, safe=IN_PATHS)
 
 
 def _facts(entry: Resource) -> Entity:

@@ -10,7 +10,9 @@ from atoll.proof.accounting import not_kept
 from atoll.proof.card import run_card
 from atoll.proof.prove import prove
 from atoll.proof.statement import (
+    AVERAGE,
     CHANGED,
+    LAST,
     Made,
     Resource,
     described,
@@ -34,10 +36,12 @@ def prove_run(
     run_folder: Path,
     made_of: Mapping[str, str],
     known: Mapping[str, Mapping[str, str | int]],
+    is_average: bool = False,
 ) -> None:
     """Write the proof into a whole export. made_of: of image, code and libraries.
 
     known: name -> bytes and sha256 of files of the export, as they were written.
+    is_average: of the weights over steps (optimizer.ema_decay), not of the last step's.
     """
     materials = [resource("run", run_folder, name) for name in existing(run_folder, SETTINGS)]
     materials += _checkpoint(run_folder) + _prepared(run_dir.prepared(run)) + _sources(run)
@@ -45,7 +49,7 @@ def prove_run(
     materials += [_sbom(run_folder)]
     records = run_dir.metrics(run_folder)
     result, config = (_json(file) for file in (run_dir.result_file(run_folder), export / CONFIG))
-    card = run_card(run, config, records, result, made_of)
+    card = run_card(run, config, records, result, made_of, is_average)
     began = next((record["time"] for record in records if "time" in record), None)
     logs = [grown("run", run_folder, name) for name in existing(run_folder, LOGS)]
     logs += [resource("run", run_folder, name) for name in existing(run_folder, ["result.json"])]
@@ -54,7 +58,8 @@ def prove_run(
         for name, facts in known.items()
     }
     gaps = [not_kept(run.facility.scheduler)]
-    made = Made("run", run.name, materials, logs, began, gaps=gaps)
+    weights = AVERAGE if is_average else LAST
+    made = Made("run", run.name, materials, logs, began, gaps=gaps, weights=weights)
     prove(export, made, card, subjects)
 
 

@@ -23,6 +23,7 @@ CARD, CRATE, NAME = "README.md", "ro-crate-metadata.json", "provenance.json"
 SIGNATURE, SCORES = f"{NAME}.sig", "scores.json"
 OWN = {CARD, CRATE, NAME, SIGNATURE, SCORES}
 KINDS = ("run", "campaign")
+WEIGHTS, LAST, AVERAGE = "weights", "of the last step", "their average over steps"
 CHANGED = "changed since"  # of code: files differ from its commit
 MAX_BYTES = 1 << 26  # a longer statement is not read
 MAX_NAME, MAX_PART = 2000, 255  # of a file: bytes, and those between slashes
@@ -81,6 +82,7 @@ class Made:
     accounting: Resource | None = None  # the file that these are from
     jobs: list[dict[str, Any]] = field(default_factory=list)
     gaps: list[Resource] = field(default_factory=list)  # what is named, and not at hand
+    weights: str = ""  # of a run's: those of its last step, or their average over steps
 
 
 def subjects_of(export: Path, known: Mapping[str, Resource]) -> list[Resource]:
@@ -103,6 +105,7 @@ def remove_cut_off(export: Path, name: str = "*") -> None:
 def write_statement(export: Path, made: Made, subjects: list[Resource]) -> None:
     """Write it, the last file of an export."""
     accounting = [made.accounting] if made.accounting else []
+    weights = {WEIGHTS: made.weights} if made.weights else {}
     content = {
         "_type": STATEMENT,
         "subject": subjects,
@@ -110,7 +113,7 @@ def write_statement(export: Path, made: Made, subjects: list[Resource]) -> None:
         "predicate": {
             "buildDefinition": {
                 "buildType": f"urn:atoll:{made.kind}:1",
-                "externalParameters": {made.kind: made.name},
+                "externalParameters": {made.kind: made.name, **weights},
                 "resolvedDependencies": made.materials,
             },
             "runDetails": {
@@ -145,7 +148,7 @@ def read_statement(export: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"{path.stat().st_size:,} bytes")
-        content: dict[str, Any] = json.loads(path.read_bytes())
+        content: dict[str, Any] = json.loads(path.read_bytes().decode())
         if content["_type"] != STATEMENT or content["predicateType"] != PREDICATE:
             raise ValueError(f"of type {content['predicateType']}")
         for entry in [*content["subject"], *materials_of(content), *logs_of(content)]:
@@ -156,6 +159,8 @@ def read_statement(export: Path) -> dict[str, Any]:
             int(entry["annotations"]["bytes"])
         if kind_of(content) not in KINDS:
             raise ValueError(f"of {kind_of(content)}")
+        if weights_of(content) not in ("", LAST, AVERAGE):
+            raise ValueError(f"of weights {weights_of(content)}")
     except UNREADABLE as error:
         why = printable(f"{type(error).__name__}: {error}", 200)
         raise UserError(f"{path} is no statement of Atoll ({why})", "do not use it") from None
@@ -193,6 +198,11 @@ def materials_of(statement: dict[str, Any]) -> list[Resource]:
 def logs_of(statement: dict[str, Any]) -> list[Resource]:
     logs: list[Resource] = statement["predicate"]["runDetails"]["byproducts"]
     return logs
+
+
+def weights_of(statement: dict[str, Any]) -> str:
+    """LAST or AVERAGE of a run's export; empty: a campaign's, or of an Atoll that did not say."""
+    return str(statement["predicate"]["buildDefinition"]["externalParameters"].get(WEIGHTS, ""))
 
 
 def kind_of(statement: dict[str, Any]) -> str:

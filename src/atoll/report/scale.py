@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+LEAST_SHARE = 1e-12  # of the highest value: below that no line of a figure shows anything
+
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
@@ -31,10 +33,13 @@ class Scale:
 
 
 def scale_of(values: Iterable[float], is_log: bool, from_zero: bool = False) -> Scale:
-    """One that all values fit into, its ends round; a log one only where all are positive."""
+    """One that all values fit into, its ends round; a log one only where all are positive.
+
+    And not where most of it would show nothing: one value of 1e-310 is no loss.
+    """
     known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(known), max(known)
-    if is_log and low > 0:
+    if is_log and low > high * LEAST_SHARE:
         room = max(1.02, (high / low) ** 0.05)
         return Scale(low / room, high * room, True)
     low = min(low, 0.0) if from_zero else low

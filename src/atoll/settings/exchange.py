@@ -1,9 +1,12 @@
 """What a coordinator and a facility say to each other: typed, and bounded before it is read."""
 
 import json
+import math
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -227,6 +230,19 @@ def read_manifest(folder: Path) -> UpdateManifest:
 
 def read_plain(path: Path, most_bytes: int) -> bytes:
     """A plain file that is no longer than it may be: no link is followed, no pipe waited for."""
+    with _opened_plain(path, most_bytes) as (file, _):
+        return os.pread(file, most_bytes, 0)
+
+
+def tail_of_plain(path: Path, most_bytes: int) -> bytes:
+    """The last bytes of a plain file of any length, opened in the same way."""
+    with _opened_plain(path) as (file, size):
+        return os.pread(file, most_bytes, max(0, size - most_bytes))
+
+
+@contextmanager
+def _opened_plain(path: Path, most_bytes: float = math.inf) -> Iterator[tuple[int, int]]:
+    """Its descriptor, and its size."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -238,7 +254,7 @@ def read_plain(path: Path, most_bytes: int) -> bytes:
                 f"{path} is no plain file, or too large ({facts.st_size:,} bytes)",
                 "do not use what comes from there",
             )
-        return os.pread(file, most_bytes, 0)
+        yield file, facts.st_size
     finally:
         os.close(file)
 

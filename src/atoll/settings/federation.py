@@ -74,6 +74,11 @@ class Rule(Settings):
         return (number - 1) % self.fragments
 
     @property
+    def keeps_own_weights(self) -> bool:
+        """Whether a facility begins a round with weights of its own, beside the model's."""
+        return self.fragments > 1 or self.merge_alpha > 0.0
+
+    @property
     def least_updates(self) -> int:
         """The fewest that `combine` can bear its bad ones among."""
         return {"trimmed_mean": 2 * self.trim + 1, "krum": 2 * self.krum_bad + 3}.get(
@@ -133,7 +138,7 @@ RESERVED = {
 
 
 # What a run's words may name that is handed to programs or exported, and what is given in it
-HANDED_ON = re.compile(r"[+~]*(facility|folders|image\.run_flags)\b")
+HANDED_ON = re.compile(r"[+~]*(facility|folders|image\.run_flags|image=.*run_flags)\b")
 NAMED = re.compile(r"(?:^|[.{,\s'\"])([A-Za-z_][A-Za-z0-9_]*)['\"]?\s*[=:]")
 NO_SECRET = {
     "kept": "campaign.json and requests",

@@ -95,7 +95,7 @@ def write_export(
         if gguf is not None:
             write_gguf(partial, gguf, train_state.run.name)
         if proven:
-            _prove(train_state, partial, digests)
+            _prove(train_state, final, partial, digests)
         export.publish(partial, final)
 
     run_on_all_ranks(world, lambda: rest() if first else None)
@@ -110,19 +110,20 @@ def _write_adapter_alone(train_state: TrainState, final: Path, proven: bool) -> 
         partial = export.start(final)
         write_adapter(partial / "adapter", train_state.run.model, adapter, head)
         if proven:
-            _prove(train_state, partial, [])
+            _prove(train_state, final, partial, [])
         export.publish(partial, final)
 
     run_on_all_ranks(world, lambda: write() if world.rank == 0 else None)
 
 
 def _prove(
-    train_state: TrainState, partial: Path, digests: list[dict[str, dict[str, Any]]]
+    train_state: TrainState, final: Path, partial: Path, digests: list[dict[str, dict[str, Any]]]
 ) -> None:
     """digests: of each rank's files of weights."""
     run = train_state.run
     known = {name: facts for of_rank in digests for name, facts in of_rank.items()}
-    prove_run(partial, run, train_state.run_folder, made_of(run), known)
+    is_average = final == run_dir.averaged_export(train_state.run_folder)
+    prove_run(partial, run, train_state.run_folder, made_of(run), known, is_average)
 
 
 def _sizes(

@@ -10,12 +10,15 @@ from atoll.campaign.store import settings_file
 from atoll.commands import CommandParser
 from atoll.errors import UserError, printable
 from atoll.proof.statement import (
+    AVERAGE,
+    LAST,
     NAME,
     UNREADABLE,
     kind_of,
     logs_of,
     materials_of,
     read_statement,
+    weights_of,
 )
 from atoll.verify import export as exported
 from atoll.verify import of_campaign, of_run
@@ -43,6 +46,7 @@ def main(argv: list[str]) -> int:
     statement = read_statement(folder)
     is_campaign = kind_of(statement) == "campaign"
     _refuse_other_kind(folder, kind_of(statement))
+    _refuse_other_weights(folder, weights_of(statement))
     source = words.source.absolute() if words.source else _source(folder, statement, is_campaign)
     if words.source and not _is_source(words.source, is_campaign):
         raise UserError(f"{words.source} is no run or campaign", "--from FOLDER names the one")
@@ -63,6 +67,8 @@ def main(argv: list[str]) -> int:
     try:
         for line in made_it:
             _print(line)
+    except PermissionError:  # of which nobody but its owner is the cause
+        raise
     except (OSError, *UNREADABLE) as error:  # JSON of others, that is as stated and makes no sense
         raise differs(f"{source} cannot be read: {type(error).__name__}: {error}") from None
     if words.sign:
@@ -92,6 +98,16 @@ def _refuse_other_kind(export: Path, kind: str) -> None:
         if _kind_of_place(each) not in ("", kind):
             other = f"it lies in the folder of a {_kind_of_place(each)}"
             raise differs(f"{each / NAME} is the statement of a {kind}, and {other}")
+
+
+def _refuse_other_weights(export: Path, stated: str) -> None:
+    """In its run's folder an export has the name of what it is of: both have the same run."""
+    for each in (export, export.resolve()):
+        names = {run_dir.export(each.parent).name: LAST}
+        names |= {run_dir.averaged_export(each.parent).name: AVERAGE}
+        of_name = names.get(each.name) if _kind_of_place(each) == "run" else None
+        if stated and of_name and stated != of_name:
+            raise differs(f"{each} has the weights {of_name}; its {NAME} is of those {stated}")
 
 
 def _kind_of_place(export: Path) -> str:

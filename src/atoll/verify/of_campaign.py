@@ -91,8 +91,11 @@ def _stated(statement: dict[str, Any], folder: Path) -> CampaignStore:
     names = _names(statement)
     last = settings_file(folder / round_name(rounds(statement)[-1]))
     for file in (last, settings_file(folder)):
-        if file.relative_to(folder).as_posix() in names:
-            return load_store(folder, file)
+        if file.relative_to(folder).as_posix() not in names:
+            continue
+        if not file.is_file():
+            raise differs(f"{file} is missing, and so are the settings of what made this model")
+        return load_store(folder, file)
     raise differs(f"{NAME} states no settings of a campaign")
 
 
