@@ -124,11 +124,16 @@ def test_a_request_is_judged_by_the_list_of_the_folder_it_is_about(
 def test_where_models_come_to_is_no_folder_of_a_campaign(home: Path, folder: str) -> None:
     (home / folder).mkdir(parents=True)
     (home / folder / "site.allow").write_text("*\n")
-    with pytest.raises(UserError, match="where models come to"):
+    with pytest.raises(UserError, match="where models come to") as error:
         refuse_folder(Path(folder))
+    own = home / ".config" / "atoll" / "site.allow"
+    assert str(own) in error.value.hint
+    own.parent.mkdir(parents=True)
+    own.write_text(f"default\nfolder={folder}\n")
+    refuse_folder(Path(folder))
 
 
-@pytest.mark.parametrize(("until", "poll_seconds"), [(1e18, 0.0), (1e18, 1e18)])
+@pytest.mark.parametrize(("until", "poll_seconds"), [(1e18, 0.0), (1e18, 1e18), (1010.0, 3600.0)])
 def test_a_question_neither_hurries_nor_outlives_who_asks(
     home: Path, until: float, poll_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +148,8 @@ def test_a_question_neither_hurries_nor_outlives_who_asks(
     monkeypatch.setattr(site, "time", SimpleNamespace(time=lambda: now[0], sleep=sleep))
     how = Namespace(until=until, poll_seconds=poll_seconds)
     assert site.wait(home / "camp", 1, how) == {"state": "running"}
-    assert now[0] < 1000.0 + 3 * site.MOST_WAIT_SECONDS and min(slept) >= 0.05
+    assert now[0] <= 1001.0 + min(until - 1000.0, site.MOST_WAIT_SECONDS)
+    assert min(slept) >= site.LEAST_POLL_SECONDS
 
 
 def test_nothing_is_written_into_a_folder_that_is_refused(

@@ -19,7 +19,7 @@ from atoll.campaign.asking import overlapped
 from atoll.campaign.coordinator import _reached_target, run
 from atoll.campaign.dry_run import dry_run
 from atoll.campaign.journal import Journal, round_name
-from atoll.campaign.lasting_settings import refuse_what_loses
+from atoll.campaign.lasting_settings import keep_settings, refuse_what_loses
 from atoll.campaign.store import CampaignStore, checked_campaign, load_store
 from atoll.errors import UserError
 
@@ -208,12 +208,25 @@ def test_late_work_that_was_refused_is_left_behind(tmp_path: Path) -> None:
 
 
 def test_a_target_and_weights_of_their_own_are_refused_together(tmp_path: Path) -> None:
-    values = settings(tmp_path, rule=RULE) | {"target_loss": 2.0}
-    store = CampaignStore(checked_campaign(values), tmp_path)
-    with pytest.raises(UserError, match="target_loss=2 with"):
-        refuse_what_loses(store)
-    store.journal(1).append("answer", facility="north", losses=[1.0])
-    assert not _reached_target(store, 1)
+    def store_of(rule: dict[str, Any], target_loss: float | None) -> CampaignStore:
+        values = settings(tmp_path, rule=rule) | {"target_loss": target_loss}
+        return CampaignStore(checked_campaign(values), tmp_path)
+
+    for has_begun in (False, True):
+        with pytest.raises(UserError, match="target_loss=2 with"):
+            refuse_what_loses(store_of(RULE, 2.0))
+        keep_settings(store_of(RULE, None))
+        assert has_begun == store_of(RULE, None).has_model(0)
+        (tmp_path / "round-000" / "global").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "round-000" / "global" / "manifest.json").write_text("{}")
+    keep_settings(store_of(RULE, 2.0))
+    refuse_what_loses(store_of(RULE, 2.0))  # as an older Atoll took it
+    for rule, is_reached in (({}, True), (RULE, False)):
+        store = store_of(rule, 2.0)
+        for site in store.campaign.sites:
+            store.update(1, site).mkdir(parents=True, exist_ok=True)
+            store.record_answer(1, site, {"state": "ready", "losses": [1.0]})
+        assert _reached_target(store, 1) == is_reached
 
 
 def test_a_share_of_their_own_and_cosines_are_refused_together(tmp_path: Path) -> None:

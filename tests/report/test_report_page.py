@@ -190,6 +190,7 @@ def test_all_that_is_read_stands_out_in_both_themes():
         ([5.0], False, [4.4, 4.6, 4.8]),
         ([0.0, 4.0], True, [0, 1, 2, 3, 4]),
         ([1e-310, 4.0], True, [0, 1, 2, 3, 4]),
+        ([5e-324], True, []),
         ([], False, [0, 0.2, 0.4]),
     ],
 )

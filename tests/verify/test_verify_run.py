@@ -210,7 +210,7 @@ def test_the_average_of_weights_has_its_own_loss_and_its_own_place(
     capsys.readouterr()
     for export in (last, average):
         assert main(["verify", str(export)]) == 2
-        assert "has the weights" in capsys.readouterr().err
+        assert f"{export} is the place of the weights" in capsys.readouterr().err
     average.rename(folder / "moved")
     assert main(["verify", str(folder / "moved")]) == 0
 
@@ -473,7 +473,7 @@ def test_a_run_is_shown_whatever_its_crate_is(
     assert verify(folder) == 2
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"jobs": [{}]}'])
+@pytest.mark.parametrize("content", ["", "[]", '{"jobs": [{}]}', '{"jobs": [{"job": "123"}]}'])
 def test_accounting_that_is_none_ends_in_two_lines(
     folder: Path, content: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

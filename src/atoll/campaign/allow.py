@@ -22,9 +22,9 @@ from atoll.settings import Run
 FILE = "site.allow"
 DEFAULT = "default"
 KEY, FOLDER = "signing_key=", "folder="
+MODELS = "incoming"  # all that a coordinator sends goes there
 # of a campaign's folder, before its first request: the base of adapters, tokens of another campaign
 # of the same text, and what a kill left
-MODELS = "incoming"  # all that a coordinator sends goes there
 MADE_FOR = ("base", "prepared", "tokenizer", MODELS, ".lock", ".streamflow")
 CUT_OFF = ".campaign.json."
 # Settings that start a program, load code, leave the folder, or send to another machine; what the
@@ -107,11 +107,12 @@ def refuse_folder(folder: Path) -> None:
             f"this facility does not let a campaign have the folder {printable(str(place), 300)}",
             f"whoever owns it may: a line '{FOLDER}{place}' in {_own_file()}",
         )
-    if MODELS in folder.parts or MODELS in place.parts:
+    if (MODELS in folder.parts or MODELS in place.parts) and place not in within:
         raise UserError(
             f"{printable(str(folder), 300)} lies in a folder {MODELS}/, where models come to: what "
             "came could say what requests may",
-            "give the facility a folder of its own, as folder: atoll/NAME",
+            "give the facility a folder of its own, as folder: atoll/NAME; or whoever owns it "
+            f"lists it: a line '{FOLDER}{printable(str(place), 300)}' in {_own_file()}",
         )
     above = place == home or place in home.parents
     is_hidden = home in place.parents and place.relative_to(home).parts[0].startswith(".")

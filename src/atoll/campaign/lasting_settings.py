@@ -32,6 +32,7 @@ def has_begun(store: CampaignStore) -> bool:
 def refuse_what_loses(store: CampaignStore) -> None:
     """Of a campaign that has not begun; one that has goes on as it was begun."""
     rule, codec = store.campaign.rule, store.campaign.codec
+    _refuse_target_of_own_weights(store)
     if has_begun(store):
         return
     _refuse_small_cap(store.campaign)
@@ -49,13 +50,6 @@ def refuse_what_loses(store: CampaignStore) -> None:
             "be left out",
             "rule.min_cosine=-1: updates that are too long are left out as ever; or "
             "rule.merge_alpha=0",
-        )
-    if rule.keeps_own_weights and store.campaign.target_loss is not None:
-        raise UserError(
-            f"target_loss={store.campaign.target_loss:g} with rule.fragments={rule.fragments}, "
-            f"rule.merge_alpha={rule.merge_alpha:g}: facilities say the loss of weights of their "
-            "own, and not the model's",
-            "target_loss=null, and rounds=N; or rule.fragments=1 and rule.merge_alpha=0",
         )
     if rule.fragments > store.campaign.rounds:
         raise UserError(
@@ -75,6 +69,20 @@ def refuse_what_loses(store: CampaignStore) -> None:
             "about how far every single weight moves in a round, whatever facilities send",
             f"rule.learning_rate={NORMALISED_RATE:g}, and no more than {MOST_NORMALISED_RATE:g}",
         )
+
+
+def _refuse_target_of_own_weights(store: CampaignStore) -> None:
+    """Also one that comes later; an older campaign's, that has it from the beginning, is left."""
+    rule, target = store.campaign.rule, store.campaign.target_loss
+    kept = read_settings(settings_file(store.folder)) or {}
+    if not rule.keeps_own_weights or target in (None, kept.get("target_loss")):
+        return
+    raise UserError(
+        f"target_loss={target:g} with rule.fragments={rule.fragments}, "
+        f"rule.merge_alpha={rule.merge_alpha:g}: facilities say the loss of weights of their "
+        "own, and not the model's",
+        "target_loss=null, and rounds=N; or rule.fragments=1 and rule.merge_alpha=0",
+    )
 
 
 def _refuse_small_cap(campaign: Campaign) -> None:

@@ -36,7 +36,7 @@ def campaign_card(store: CampaignStore, last: int, jobs: list[Job]) -> str:
     counted = sum(len(store.model_manifest(n)["weights"]) for n in range(1, last + 1))
     is_whole, parameters = len(updates) == counted, _parameters(store.export(last))
     tokens = sum(m.tokens for m in manifests)
-    passes = 6 if campaign.lora is None else 4  # beside adapters the rest has no gradients
+    passes = _passes(store)
     times = [record["time"] for n in range(1, last + 1) for record in store.journal(n).records()]
     parts: dict[str, Rows] = {
         "Model": _model(store, last, parameters),
@@ -54,8 +54,8 @@ def campaign_card(store: CampaignStore, last: int, jobs: list[Job]) -> str:
             *_asked_of_runs(store),
             ("Tokens, as facilities count", f"{tokens:,}" if is_whole else None),
             (
-                f"Operations, FLOPs, {passes} for each parameter and token",
-                f"{passes * parameters * tokens:.3g}" if is_whole else None,
+                f"Operations, FLOPs, {passes or 'some'} for each parameter and token",
+                f"{passes * parameters * tokens:.3g}" if is_whole and passes else None,
             ),
             ("Weighed, combined, updated", _rule(campaign)),
             ("Encoding of updates, of the model", f"{campaign.codec}, {campaign.global_codec}"),
@@ -119,6 +119,15 @@ def _asked_of_runs(store: CampaignStore) -> Rows:
     for label, of in OF_RUNS.items():
         values = [str(of(run)) if run is not None else "" for run in runs]
         yield label, ", ".join(dict.fromkeys(values)) if all(values) else None
+
+
+def _passes(store: CampaignStore) -> int | None:
+    """Operations of a token for each parameter: beside adapters the rest has no gradients."""
+    if store.campaign.lora is not None:
+        return 4
+    runs = [composed_here(store.campaign, site) for site in store.campaign.sites]
+    found = {6 if run.model.lora is None else 4 for run in runs if run is not None}
+    return found.pop() if len(found) == 1 and None not in runs else None
 
 
 def _parameters(export: Path) -> int:

@@ -71,8 +71,8 @@ def changed_fragments(
 def refused_fragments(base: Path, record: dict[str, Any], request: dict[str, Any]) -> list[int]:
     """Those of which an update of the facility's was refused since, also where a turn was held.
 
-    They are taken whole: what is left of its own would be sent again, and be longer. Since: in a
-    round whose model it had not taken; late work is of an earlier round.
+    They are taken whole: what is left of its own would be sent again, and be longer. The
+    round that refused it counts: late work is of an earlier one.
     """
     manifest, before = _read(base), record["global_round"]
     how = "refused_in" if "refused_in" in manifest else "refused"  # of an older Atoll: whose it was

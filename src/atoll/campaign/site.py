@@ -85,8 +85,9 @@ def main(argv: list[str]) -> int:
     about = "the held-out loss of the model that the round would begin with, and no training"
     parser.add_argument("--measure", action="store_true", help=about)
     arguments = parser.read(argv)
-    # without `..`: the list that judges a request is that of the folder it is about
-    folder, number = Path(os.path.abspath(arguments.folder)), arguments.round
+    folder, number = arguments.folder.absolute(), arguments.round
+    if ".." in folder.parts:  # the list that judges a request is that of the folder it is about
+        folder = folder.resolve()
     refuse_folder(folder)
     if arguments.request is not None:
         request, here = read_request(arguments.request), _place(folder, number, arguments)
@@ -140,7 +141,8 @@ def wait(folder: Path, number: int, how: argparse.Namespace) -> dict[str, Any]:
         answer = advance(folder, number, how)
         until = min(how.until, time.time() + MOST_WAIT_SECONDS)
         while answer["state"] in WAITING and time.time() < until:
-            time.sleep(min(max(LEAST_POLL_SECONDS, how.poll_seconds), MOST_WAIT_SECONDS))
+            left_seconds = until - time.time()
+            time.sleep(max(LEAST_POLL_SECONDS, min(how.poll_seconds, left_seconds)))
             answer = advance(folder, number, how)
     except UserError as error:
         answer = {"state": "refused", "why": error.in_a_line}

@@ -17,6 +17,7 @@ from atoll.errors import UserError, printable
 from atoll.proof.accounting import is_stated, state_accounting
 from atoll.proof.crate import as_text
 from atoll.proof.statement import UNREADABLE
+from atoll.settings.exchange import JobRecord
 
 COLUMNS = (
     "JobIDRaw,Cluster,Partition,NNodes,ElapsedRaw,Submit,Start,End,ConsumedEnergyRaw,State,ExitCode"
@@ -54,7 +55,8 @@ def keep_accounting(run_folder: Path) -> None:
 def _kept(file: Path) -> list[Record]:
     try:
         jobs: list[Record] = json.loads(file.read_text())["jobs"]
-        {job["job"] for job in jobs}
+        for job in jobs:
+            JobRecord.model_validate(job)
     except UNREADABLE as error:
         found = f"{file} cannot be read: {type(error).__name__}: {printable(str(error), 200)}"
         raise UserError(

@@ -32,7 +32,10 @@ LONGEST_CELL = 4000  # characters
 MARKS = {"&": "&amp;", "\\": "\\\\", "<": "&lt;", "|": "\\|", "`": "'"}
 MARKS |= {mark: f"\\{mark}" for mark in "[]*"}
 # of a token (Chowdhery et al. 2022, appendix B)
-COUNTED = "6 N + 12 L d C for each token; beside A parameters of adapters 4 N + 6 A + 12 L d C"
+COUNTED = (
+    "6 N + 12 L d C for each token; beside A parameters of adapters 4 N + 6 A + 12 L d C. N: "
+    "parameters without embeddings, L: layers, d: hidden size, C: tokens that one sees on average"
+)
 METRICS = ("loss", "perplexity", "accuracy", "f1", "auc")
 
 

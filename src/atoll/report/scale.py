@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+LEAST = 1e-300
 LEAST_SHARE = 1e-12  # of the highest value: below that no line of a figure shows anything
 
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -35,11 +36,11 @@ class Scale:
 def scale_of(values: Iterable[float], is_log: bool, from_zero: bool = False) -> Scale:
     """One that all values fit into, its ends round; a log one only where all are positive.
 
-    And not where most of it would show nothing: one value of 1e-310 is no loss.
+    It is even as well where one value is far below the others, as 1e-310 is.
     """
     known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(known), max(known)
-    if is_log and low > high * LEAST_SHARE:
+    if is_log and low > max(high * LEAST_SHARE, LEAST):
         room = max(1.02, (high / low) ** 0.05)
         return Scale(low / room, high * room, True)
     low = min(low, 0.0) if from_zero else low

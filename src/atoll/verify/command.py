@@ -107,7 +107,8 @@ def _refuse_other_weights(export: Path, stated: str) -> None:
         names |= {run_dir.averaged_export(each.parent).name: AVERAGE}
         of_name = names.get(each.name) if _kind_of_place(each) == "run" else None
         if stated and of_name and stated != of_name:
-            raise differs(f"{each} has the weights {of_name}; its {NAME} is of those {stated}")
+            place = f"{each} is the place of the weights of the run's {of_name}"
+            raise differs(f"{place}; its {NAME} is of the {stated}")
 
 
 def _kind_of_place(export: Path) -> str:
