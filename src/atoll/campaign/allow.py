@@ -58,7 +58,7 @@ def refuse_settings(overrides: Sequence[str], folder: Path) -> None:
             to = "nothing" if value is DELETED else repr(printable(str(value), 80))
             raise UserError(
                 f"this facility does not let a request change {printable(name, 80)} to {to}",
-                f"whoever owns it may: a line {name!r} in {folder / FILE}, with {DEFAULT!r}",
+                _by_a_line(name, folder),
             )
 
 
@@ -152,7 +152,7 @@ def refuse_key(key: str | None, folder: Path) -> None:
         shown = printable(key, 300)
         raise UserError(
             f"this facility does not let a request sign with {shown!r}",
-            f"whoever owns it may: a line '{KEY}{shown}' in {folder / FILE}, with {DEFAULT!r}",
+            _by_a_line(f"{KEY}{shown}", folder),
         )
     if not path.is_file():  # else that is found when the round has been trained
         how = shlex.join(["ssh-keygen", "-t", "ed25519", "-N", "", "-f", str(path)])
@@ -171,11 +171,21 @@ def folder_here(name: str | None) -> list[str]:
 
 def allowed_at(folder: Path) -> list[str]:
     """The lines of the facility's own list."""
+    path = _list_of(folder)
+    return [DEFAULT] if path is None else _lines(path)
+
+
+def _list_of(folder: Path) -> Path | None:
+    """The nearest: no other is read."""
     above = [place / FILE for place in (folder, *folder.parents)]  # a folder in a listed one, too
-    for path in (*above, _own_file()):
-        if path.is_file():
-            return _lines(path)
-    return [DEFAULT]
+    return next((path for path in (*above, _own_file()) if path.is_file()), None)
+
+
+def _by_a_line(line: str, folder: Path) -> str:
+    """How the owner allows something: in the list that counts, or in the first one."""
+    path = _list_of(folder)
+    where = f"{folder / FILE}, with {DEFAULT!r}" if path is None else str(path)
+    return f"whoever owns it may: a line '{line}' in {where}"
 
 
 def _own_file() -> Path:
@@ -199,7 +209,7 @@ def _refuse_path(name: str, path: Path, folder: Path) -> None:
         raise UserError(
             f"this facility does not let a request name {printable(str(path), 80)!r} ({name}), "
             f"which is outside {folder}",
-            f"whoever owns it may: a line {name!r} in {folder / FILE}, with {DEFAULT!r}",
+            _by_a_line(name, folder),
         )
 
 

@@ -153,7 +153,7 @@ def settings_to_keep(store: CampaignStore) -> dict[str, Any]:
             continue
         raise UserError(
             f"campaign {campaign.name} was begun with {name}={before}, now it is {wanted}",
-            "give this one another name: name=NAME",
+            "type it as it was begun; another campaign has another name=, and sites[].folder",
         )
     return now
 
