@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -386,6 +387,13 @@ def write_whole(path: Path, content: str | bytes) -> None:
             error.filename = str(path)
         raise
     sync_folder(path.parent)
+
+
+def copy_synced(source: str, target: str) -> str:
+    """Copy a file so that it survives a power cut, as the name of its folder does."""
+    shutil.copyfile(source, target)
+    sync_file(Path(target))
+    return target
 
 
 def sync_folder(path: Path) -> None:

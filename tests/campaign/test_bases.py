@@ -50,6 +50,41 @@ def test_each_round_needs_only_the_newest_delta(tmp_path: Path, applied: list[in
     assert kept == [round_name(ROUNDS - 3), round_name(ROUNDS - 2)]
 
 
+def test_what_an_rsync_that_was_killed_left_is_no_other_kind_of_file(
+    tmp_path: Path, applied: list[int]
+) -> None:
+    """Else its facility would be out of the campaign for good, and the model is whole."""
+    arrive(tmp_path, 0)
+    master = tmp_path / "incoming" / round_name(0) / "master"
+    master.mkdir()
+    for name in (".model-00001-of-00002.safetensors.Ab12Cd", "..hidden.json.Ab12Cd"):
+        (master / name).touch()
+    (master.parent / ".manifest.json.xYz012").touch()
+    assert site.make_bases(tmp_path, 1, []) == 0
+    assert not list((tmp_path / "bases").rglob(".*"))
+    for name in (".sitecustomize.py.Ab12Cd", ".bashrc"):
+        arrive(tmp_path / name, 0)
+        (tmp_path / name / "incoming" / round_name(0) / name).touch()
+        with pytest.raises(UserError, match="is no part of a model"):
+            site.make_bases(tmp_path / name, 1, [])
+
+
+def test_a_model_that_is_sent_anew_is_whole_when_its_own_manifest_came(
+    tmp_path: Path, applied: list[int]
+) -> None:
+    """The one of a delta, from before all models were lost here, says nothing of it."""
+    for before in range(3):
+        arrive(tmp_path, before)
+    assert site.make_bases(tmp_path, 3, []) == 2
+    shutil.rmtree(tmp_path / "bases")
+    shutil.rmtree(tmp_path / "incoming" / round_name(0), ignore_errors=True)
+    assert site.make_bases(tmp_path, 3, []) == -1
+    (tmp_path / "incoming" / round_name(2) / "master").mkdir()  # and the line is cut
+    assert site.make_bases(tmp_path, 3, []) == -1
+    (tmp_path / "incoming" / round_name(2) / "manifest.json").touch()
+    assert site.make_bases(tmp_path, 3, []) == 2
+
+
 def test_the_model_that_the_own_weights_took_stays_where_rounds_overlap(
     tmp_path: Path, applied: list[int]
 ) -> None:

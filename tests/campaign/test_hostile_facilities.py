@@ -31,6 +31,7 @@ from atoll.campaign.transfer import Unreachable
 from atoll.commands import Finished
 from atoll.config.compose import compose
 from atoll.errors import UserError
+from atoll.one_writer import one_writer
 from atoll.settings.exchange import read_answer
 from atoll.settings.federation import Site
 
@@ -430,6 +431,30 @@ def test_who_was_left_out_below_the_quorum_is_asked_again_then_a_person_is(
     assert store.unsettled(1) == [north], "typed again, it is asked again"
 
 
+def test_a_kill_while_a_wrong_update_is_removed_leaves_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of one is damaged: of two that contradict each other the other would be the model."""
+    store = below(tmp_path, monkeypatch, "ask")
+    north = store.campaign.sites[0]
+
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        if Path(path).is_dir():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as during:
+        during.setattr(averaging.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            averaging.average(store, 1)
+    assert store.state(1, north).failures == 1 and store.unsettled(1) == [north]
+    left = store.update(1, north).with_name(averaging.WRONG)
+    assert left.is_dir() and [folder.parent.name for folder in store.updates(1)] == ["south"]
+    store.update(1, north).mkdir()
+    with pytest.raises(UserError, match="1 updates are left"):
+        averaging.average(store, 1)
+    assert not left.exists()
+
+
 def test_below_the_quorum_a_round_waits_or_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -509,6 +534,45 @@ def test_a_full_disk_here_is_no_facilitys_failure(
     with pytest.raises(transfer.NoRoom, match="No space left on device"):
         go_on(store, 1, north)
     assert store.state(1, north).failures == 1
+
+
+def test_an_error_of_this_disk_is_no_facilitys_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of(tmp_path)
+    [north, *_] = store.campaign.sites
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(round_, "bring_models", full)
+    store.folder.mkdir(parents=True, exist_ok=True)
+    (store.folder / ".room").symlink_to("/dev/full")
+    with pytest.raises(transfer.NoRoom, match="No space left on device"):
+        go_on(store, 1, north)
+    assert store.state(1, north).failures == 0
+
+
+def test_nobody_is_asked_while_a_maker_that_was_left_behind_makes_the_round(
+    tmp_path: Path,
+) -> None:
+    """Else what comes meanwhile is in no model, and verified by none."""
+    store = store_of(tmp_path)
+    store.round(1).mkdir(parents=True)
+    made, waited = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        coordinator._wait_for_maker(store, 1)
+        assert made.is_set()
+        waited.set()
+
+    with one_writer(store.model(1)):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert not waited.wait(0.2)
+        made.set()
+    waiting.join()
+    assert waited.is_set()
 
 
 def test_a_model_that_was_made_while_nobody_looked_is_noted(tmp_path: Path) -> None:

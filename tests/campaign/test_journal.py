@@ -118,6 +118,17 @@ def test_the_clock_starts_anew_when_the_round_before_is_averaged(tmp_path: Path)
     assert [record["early"] for record in store.journal(2).records("began")] == [True, False]
 
 
+def test_a_clock_that_was_ahead_once_gives_nobody_more_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now = store_of(tmp_path, deadline_minutes=1.0), time.time()
+    with monkeypatch.context() as ahead:
+        ahead.setattr(time, "time", lambda: now + 1e6)
+        assert store.deadline(1) == pytest.approx(now + 1e6 + 60)
+    deadline = store.deadline(1)
+    assert deadline < now + 600 and store.deadline(1) == deadline
+
+
 def test_late_work_is_asked_for_until_it_comes_to_nothing(tmp_path: Path) -> None:
     store = store_of(tmp_path, rule={"max_staleness": 1})
     north = store.campaign.sites[0]

@@ -657,6 +657,16 @@ def test_a_signature_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "model.sig").read_text() == "an older one"
 
 
+def test_what_a_kill_left_of_a_round_that_was_the_last_goes(store: CampaignStore) -> None:
+    """The campaign had more rounds then: nobody else would remove it."""
+    (store.model(1) / ".merged.partial").mkdir()
+    for name in (".merged.yaml", ".merged.lock", "export/.README.md.4711.partial"):
+        (store.model(1) / name).write_text("{")
+    prove_campaign(store, 2)
+    assert verify(store) == 0
+    assert not list(store.model(1).rglob(".*"))
+
+
 def test_a_round_that_was_removed_is_named(
     store: CampaignStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

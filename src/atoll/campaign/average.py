@@ -16,7 +16,7 @@ from atoll.settings.exchange import read_manifest
 from atoll.settings.federation import Site
 
 MOST_WAIT_SECONDS = 1800.0
-LET_GO = ".update.let-go"
+LET_GO, WRONG = ".update.let-go", ".update.wrong"  # on their way out
 
 
 def average(store: CampaignStore, number: int, decides: bool = True) -> bool:
@@ -29,6 +29,8 @@ def average(store: CampaignStore, number: int, decides: bool = True) -> bool:
         if store.has_model(number):
             _note_what_was_made(store, number)
             return True
+        for gone in store.round(number).glob(f"*/{WRONG}"):  # a kill came while it was removed
+            shutil.rmtree(gone, ignore_errors=True)
         began, count = time.time(), len(store.updates(number))
         sites, quorum = store.campaign.sites, store.campaign.rule.quorum
         if count < quorum:
@@ -131,6 +133,21 @@ def held_words(outcome: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: outcome.get(name, {}) for name in ("rejected", "unreadable", "refused_rounds")}
 
 
+def _leave_behind(store: CampaignStore, number: int, site: Site, why: str) -> None:
+    """Remove an update that was left out; first it is counted: who has left is asked for no other.
+
+    It is renamed before: half of one would be a damaged one, and the other of two alone a model.
+    """
+    store.count_failure(number, site, why)
+    update = store.update(number, site)
+    if update.is_dir():
+        gone = update.with_name(WRONG)
+        shutil.rmtree(gone, ignore_errors=True)
+        update.rename(gone)
+        run_dir.sync_folder(update.parent)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
 def _below_quorum(
     store: CampaignStore, number: int, outcome: dict[str, Any]
 ) -> dict[str, Any] | None:
@@ -149,11 +166,9 @@ def _below_quorum(
     sites = {site.name: site for site in campaign.sites}
     for name in [name for name in wrong if name not in sites]:  # it has left the campaign since
         gone = Site(name=name, folder=name)
-        store.count_failure(number, gone, wrong[name])  # first: it is asked for no other
-        shutil.rmtree(store.update(number, gone), ignore_errors=True)
+        _leave_behind(store, number, gone, wrong[name])
     for name in [name for name in wrong if name in sites]:
-        shutil.rmtree(store.update(number, sites[name]), ignore_errors=True)
-        store.count_failure(number, sites[name], wrong[name])
+        _leave_behind(store, number, sites[name], wrong[name])
     if campaign.rule.below_quorum == "ask" and store.unsettled(number):
         return None
     waits, journal = campaign.rule.below_quorum == "wait", store.journal(number)

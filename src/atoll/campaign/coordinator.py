@@ -31,6 +31,7 @@ from atoll.campaign.suited import refuse_unsuited_runs, refuse_what_cannot_compo
 from atoll.commands import CommandParser
 from atoll.config.compose import campaign_values
 from atoll.errors import UserError
+from atoll.one_writer import one_writer
 from atoll.proof.statement import NAME
 
 ABOUT = """Rounds of training at the facilities of a federation, averaged on this machine. The same
@@ -100,6 +101,7 @@ def _rounds(store: CampaignStore) -> int:
         for number in range(1, store.campaign.rounds + 1):
             _open_again(store, number)
             finish_letting_go(store, number)
+            _wait_for_maker(store, number)
             while not store.has_model(number):
                 choose_steps(store, number)
                 with shown(store, number):
@@ -112,6 +114,13 @@ def _rounds(store: CampaignStore) -> int:
                 print(f"the target loss {target} is reached", flush=True)
                 return number
     return store.campaign.rounds
+
+
+def _wait_for_maker(store: CampaignStore, number: int) -> None:
+    """A kill may have left the aggregation of a round behind: nobody is asked for what it makes."""
+    if store.round(number).is_dir() and not store.has_model(number):
+        with one_writer(store.model(number)):
+            pass
 
 
 def _open_again(store: CampaignStore, number: int) -> None:

@@ -30,6 +30,7 @@ def make_first_model(store: CampaignStore) -> None:
     """Make it, unless it is there; whole or not at all."""
     with alone(store.round(0)):
         if store.has_model(0):
+            shutil.rmtree(store.round(0) / "untrained", ignore_errors=True)  # a kill left it
             return
         composition = compose(start_words(store))
         refuse_few_layers(store, composition.run)

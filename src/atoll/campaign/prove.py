@@ -4,6 +4,7 @@ Written by the coordinator when the campaign ends; the proof of each round is in
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ Job = dict[str, Any]  # of settings/exchange.py's JobRecord, with facility and r
 def prove_campaign(store: CampaignStore, last: int) -> None:
     """Write provenance.json into the export of round `last`, signed where there is a key."""
     export, folder = store.export(last), store.folder
+    for number in range(1, last + 1):  # a round that was the last one before there were more
+        _remove_cut_off_merge(store, number)
     settings = settings_file(store.round(last))  # a campaign that goes on may change its own
     run_dir.write_whole(settings, settings_file(folder).read_bytes())
     names = [settings.relative_to(folder).as_posix(), f"{round_name(0)}/run.yaml"]
@@ -59,6 +62,16 @@ def prove_campaign(store: CampaignStore, last: int) -> None:
     (export / SIGNATURE).unlink(missing_ok=True)
     prove(export, made, campaign_card(store, last, jobs), {})
     sign_model(store, last)
+
+
+def _remove_cut_off_merge(store: CampaignStore, number: int) -> None:
+    """Remove what a kill left of a model's merge, or beside its proof."""
+    remove_cut_off(store.export(number))
+    for path in store.model(number).glob(".merged.*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def sign_model(store: CampaignStore, last: int) -> None:

@@ -101,6 +101,8 @@ def at_the_seam(store: CampaignStore, number: int, site: Site, step: Callable[[]
     except UserError as error:
         store.count_failure(number, site, error.in_a_line)
     except Exception as error:
+        if isinstance(error, OSError):
+            refuse_full_disk(store.folder)
         why = f"{site.name}: unexpected {type(error).__name__}: {error}"
         store.count_failure(number, site, printable(why, SHOWN))
 

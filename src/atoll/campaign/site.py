@@ -233,8 +233,11 @@ def _overrides(
     if not tokenizer.is_dir():
         partial = folder / f".tokenizer.{os.getpid()}"
         others = shutil.ignore_patterns("*.safetensors*", "adapter_config.json")
-        shutil.copytree(base / "export", partial, ignore=others)
+        copied = run_dir.copy_synced
+        shutil.copytree(base / "export", partial, ignore=others, copy_function=copied)
+        run_dir.sync_folder(partial)
         partial.rename(tokenizer)
+        run_dir.sync_folder(folder)
     return [
         *request["overrides"],
         f"name={request['campaign']}-{what}-{request['facility']}",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from atoll.errors import UserError, printable
 from atoll.settings import Run
 from atoll.settings.exchange import BESIDE_WEIGHTS, WEIGHTS
 
+OF_RSYNC = re.compile(r"\.(.+)\.[A-Za-z0-9]{6}")  # a file that is on its way
+
 
 def make_bases(
     folder: Path, number: int, overrides: Sequence[str], asked: int | None = None
@@ -37,6 +40,7 @@ def make_bases(
         came = _incoming(folder, before)
         if not (came / "manifest.json").is_file():
             break
+        _remove_cut_off(came)
         refuse_other_kinds(came)
         _apply_delta(folder, before, came, overrides)
         have = before
@@ -46,7 +50,11 @@ def make_bases(
             continue
         shutil.rmtree(folder / "bases" / round_name(old), ignore_errors=True)
         shutil.rmtree(_incoming(folder, old), ignore_errors=True)
-    return have if _newest(folder, number) >= 0 else -1
+    if _newest(folder, number) >= 0:
+        return have
+    for manifest in folder.glob("incoming/*/manifest.json"):  # of what is sent anew it says nothing
+        manifest.unlink()
+    return -1
 
 
 def own_global_round(folder: Path, number: int) -> int | None:
@@ -130,6 +138,15 @@ def container_of(run: Run, folder: Path) -> list[str]:
     """The same, in the image of this run; all of the campaign's folder is there."""
     bound = run.model_copy(update={"folders": run.folders.model_copy(update={"prepared": folder})})
     return atoll_outside_jobs(bound)
+
+
+def _remove_cut_off(came: Path) -> None:
+    """Remove what an rsync that was killed here left of a model's files, under names of its own."""
+    for path in came.rglob(".*"):
+        name = OF_RSYNC.fullmatch(path.name)
+        is_kind = name is not None and Path(name[1]).suffix in (WEIGHTS, *BESIDE_WEIGHTS)
+        if is_kind and path.is_file() and not path.is_symlink():
+            path.unlink()
 
 
 def refuse_other_kinds(came: Path) -> None:

@@ -103,7 +103,8 @@ def remembered_status(folder: Path) -> tuple[str, str]:
     last: dict[str, Any] = {"until": 0.0, "state": ""}
     if file.is_file():
         last = json.loads(file.read_text())
-    if now < last["until"] and last["jobs"] == len(queued_jobs(folder)):
+    # a clock that was ahead does not say so for longer
+    if now < last["until"] <= now + MOST_ASK_SECONDS and last["jobs"] == len(queued_jobs(folder)):
         return last["state"], last["why"]
     state, why = status(folder)
     pause = ASK_SECONDS

@@ -57,16 +57,9 @@ def take_whole(
     about: what its manifest keeps of that of the whole. wanted: as below.
     """
     partial = begin(out)
-    shutil.copytree(came / "master", partial / "master", copy_function=_copied)
+    shutil.copytree(came / "master", partial / "master", copy_function=run_dir.copy_synced)
     global_model.link_export(came / "export", partial)
     return publish(partial, out, about or {}, wanted=wanted)
-
-
-def _copied(source: str, target: str) -> str:
-    """A file that survives a power cut, as its manifest does."""
-    shutil.copyfile(source, target)
-    run_dir.sync_file(Path(target))
-    return target
 
 
 def apply_delta(
