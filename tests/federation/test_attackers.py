@@ -392,6 +392,18 @@ def test_more_tensors_than_the_model_has_are_not_read(tmp_path: Path) -> None:
     refused(base, folder, "more tensors than the 4 of the model", tmp_path / "n")
 
 
+def test_an_update_is_in_no_more_files_than_the_model(tmp_path: Path) -> None:
+    """All files of all updates are open at once: one tensor in each takes them from the others."""
+    base, folder = one(tmp_path)
+    tensors = made_up.read(folder)
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    for number, (name, values) in enumerate(tensors.items()):
+        save_file({name: values}, folder / f"{number}.safetensors")
+    seal(folder)
+    refused(base, folder, "has 4 files, the global model has what is asked in 2", tmp_path / "n")
+
+
 def header_of(text: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text
 

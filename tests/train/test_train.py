@@ -20,11 +20,13 @@ from rank_pool import RankPool
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from atoll import run_dir
+from atoll.data.batch import Batch
 from atoll.data.samples import open_samples
 from atoll.errors import UserError
 from atoll.settings import Run
 from atoll.sharding.process_group import World
 from atoll.train import checkpoint, generate
+from atoll.train.loop import on_device
 from atoll.train.train import train
 
 TESTS = Path(__file__).parents[1]
@@ -360,6 +362,24 @@ def test_runs_that_hand_on_their_moments_and_place_take_the_steps_of_one(
     }
     one, two = ([p.read_bytes() for p in weight_files(run)] for run in (both, last))
     assert one == two
+
+
+def test_no_step_has_the_dropout_of_an_earlier_rounds_step(folder: Path) -> None:
+    """Of rounds whose steps are not those that the schedule counts."""
+    batch = Batch(*torch.zeros(3, 1, 1, dtype=torch.int64), torch.tensor([0, 1]), (1,), 1)
+    world = World(0, 1, torch.device("cpu"))
+    rounds = [
+        small_run.settings(
+            folder, 1, training__consumed_steps=before, training__consumed_samples=samples
+        )
+        for before, samples in ((0, 0), (10, 41 * 8))  # 41 steps in place of the schedule's 10
+    ]
+    seeds = [
+        on_device([batch], run, step, world)[0].seed
+        for run, steps in zip(rounds, (41, 5), strict=True)
+        for step in range(1, steps + 1)
+    ]
+    assert len(set(seeds)) == 46
 
 
 @pytest.mark.matrix

@@ -36,10 +36,20 @@ class Update:
 
 
 def refuse_wrong_tensors(reader: TensorReader, manifest: UpdateManifest, layout: Layout) -> None:
-    """The tensors of the global model, each once, in the encoding that the manifest names."""
+    """The tensors of the global model, each once, in the encoding that the manifest names.
+
+    In no more files than the model has: all files of all updates are open at once.
+    """
+    encoded = encoded_layout(layout, manifest.encoding)
+    if len(manifest.files) > len(encoded):
+        raise UserError(
+            f"the update of {manifest.facility} has {len(manifest.files):,} files, the global "
+            f"model has what is asked in {len(encoded):,}",
+            "train the model of this round",
+        )
     expected = {
         name: (dtype, prod(shape))
-        for tensors in encoded_layout(layout, manifest.encoding).values()
+        for tensors in encoded.values()
         for name, (dtype, shape) in tensors.items()
     }
     found = {name: (entry.dtype, entry.numel) for name, entry in reader.entries.items()}

@@ -190,7 +190,8 @@ def on_device(batches: list[Batch], run: Run, step: int, world: World) -> list[B
     axes = run.axes
     part = world.rank if axes.data < axes.world else 0
     numbers = [n * axes.data + axes.data_rank(world.rank) for n in range(len(batches))]
-    place = run.training.consumed_steps + step
+    # by samples: facilities take other numbers of steps in a round than the schedule counts
+    place = run.training.consumed_samples // run.training.global_batch_samples + step
     digests = [run_dir.digest([run.seed, place, number, part], 15) for number in numbers]
     seeded = [replace(b, seed=int(word, 16)) for b, word in zip(batches, digests, strict=True)]
     return [batch.to(world.device) for batch in seeded]
