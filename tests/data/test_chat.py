@@ -154,6 +154,37 @@ def test_a_column_of_turns_may_have_any_name(tmp_path: Path, tokenizer: Path) ->
     assert [talk.messages for talk in conversations(run)] == [TALK]
 
 
+def test_a_mistyped_column_is_not_another_one(tmp_path: Path, tokenizer: Path) -> None:
+    path = write_table(tmp_path / "rows.parquet", [{"messages": TALK, "messages_clean": TALK}])
+    run = chat_run(tmp_path, tokenizer, path, text_field="messages_claen")
+    with pytest.raises(UserError, match="no 'messages_claen' in the fields: messages, messages_"):
+        train_corpus(run.data)
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [{"user": "q1", "assistant": "a1"}],
+        [{"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"}],
+        ["q1", "a1"],
+        ["question", "answer"],
+        [["q1", "a1", "more"]],
+        {"q1": "a1"},
+    ],
+)
+def test_a_history_that_is_no_list_of_pairs_makes_no_turns(history: Any) -> None:
+    row = {"instruction": "q2", "output": "a2"}
+    assert len(conversation_of("here", row | {"history": [["q1", "a1"]]}).messages) == 4
+    with pytest.raises(UserError, match="here: history is no list of pairs"):
+        conversation_of("here", row | {"history": history})
+
+
+def test_an_empty_prompt_is_no_traceback() -> None:
+    answer = [turn("system", "Be kind."), turn("assistant", "5")]
+    found = conversation_of("here", {"prompt": [], "completion": answer})
+    assert found.messages == answer
+
+
 def write_table(path: Path, rows: list[Any]) -> Path:
     table = pa.Table.from_pylist(rows)
     if path.suffix == ".jsonl":

@@ -304,5 +304,57 @@ def test_rows_that_hold_a_time_have_a_fingerprint() -> None:
     for year in (2020, 2021, 2021):
         message = {"role": "user", "content": "x", "at": datetime(year, 2, 22, tzinfo=UTC)}
         rows = datasets.Dataset.from_list([{"messages": [message]}])
-        found.add(fingerprint(rows, "messages"))
+        found.add(fingerprint(rows, ["messages"]))
     assert len(found) == 2
+
+
+def test_answers_and_labels_count_for_what_a_data_set_is(tmp_path: Path) -> None:
+    found = set()
+    for number, worse in enumerate(("no", "never", "never")):
+        rows = {"prompt": ["a?"] * 3, "chosen": ["yes"] * 3, "rejected": [worse] * 3}
+        folder = tmp_path / str(number)
+        datasets.Dataset.from_dict(rows).save_to_disk(folder)
+        words = ["data=hub", "data.format=preference", f"data.hub={folder}", "task=preference"]
+        words += ["tokenizer.chat_template=chatml"]
+        words += ["tokenizer.add_tokens=['<|im_start|>','<|im_end|>']"]
+        found.add(corpus.train_corpus(compose([*words, "facility=laptop"]).run.data).fingerprint)
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("trained", "held_out", "meet"),
+    [
+        ("train", "train[:1%]", True),
+        ("train[1%:]", "train[:1%]", False),
+        ("train[:60%]", "train[40%:]", True),
+        ("train+validation", "validation", True),
+        ("train[:50%]+validation[:10]", "train[50%:]+validation[10:]", False),
+        ("train", "validation", False),
+    ],
+)
+def test_slices_and_sums_of_splits_are_held_out_too(
+    trained: str, held_out: str, meet: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for split in ("train", "validation"):
+        rows = datasets.Dataset.from_dict({"text": [f"{split} {n}" for n in range(100)]})
+        rows.to_parquet(folder / f"{split}.parquet")
+    words = [f"data.hub={folder}", f"data.hub_split='{trained}'", "data.validation.fraction=null"]
+    words += [f"data.validation.split='{held_out}'", "facility=laptop"]
+    data = compose(["data=hub", *words]).run.data
+    validation = corpus.validation_corpus(data)
+    assert validation is not None
+    if not meet:
+        corpus.refuse_overlap(corpus.train_corpus(data), validation)
+        return
+    with pytest.raises(UserError, match="are trained on too"):
+        corpus.refuse_overlap(corpus.train_corpus(data), validation)
+
+
+def test_a_set_saved_without_splits_holds_none_out(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "set")
+    words = [f"data.hub={tmp_path / 'set'}", "data.validation.fraction=null"]
+    words += ["data.validation.split=validation", "facility=laptop"]
+    with pytest.raises(UserError, match="was saved as one data set"):
+        corpus.validation_corpus(compose(["data=hub", *words]).run.data)

@@ -218,3 +218,24 @@ def test_the_thread_that_pins_batches_takes_the_device_of_its_rank(
     with batches_ahead(opened(prepared, WAYS[0]), prepared[0], 0, 2, 0) as shares:
         assert len(list(shares)) == 2
     assert taken == [(3, False)]
+
+
+def test_tokens_that_another_run_makes_anew_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard that is opened from then on would have other text at the places of the plan."""
+    monkeypatch.setattr(samples_module, "OPEN_SHARDS", 1)
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(prose(n, 30) for n in range(60)))
+    data = {"files": [str(text)], "document": "line", "documents_per_shard": 20}
+    run = make_run(tmp_path, data | {"sequence_tokens": SEQUENCE})
+    samples = open_samples(run.data, prepare(run, print), "train")
+    first = samples.batch(np.arange(1)).tokens_BT.tolist()
+    other = run.model_copy(update={"name": "another"})
+    prepare(other, print)
+    samples.batch(np.array([len(samples) - 1]))
+    assert samples.batch(np.arange(1)).tokens_BT.tolist() == first
+    text.write_text("\n".join(prose(n + 7, 30) for n in range(60)))
+    prepare(other, print)
+    with pytest.raises(UserError, match="were made again, of another text, while this run reads"):
+        samples.batch(np.array([len(samples) - 1]))

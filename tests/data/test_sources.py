@@ -81,12 +81,40 @@ def test_jsonl_and_parquet_give_their_text_field(tmp_path: Path) -> None:
 
 
 def test_folders_globs_and_files_are_taken_in_order_and_once(tmp_path: Path) -> None:
-    for name in ("b/2.txt", "b/1.txt", "b/c/3.txt", "a.txt", "b/notes.md", "b/.hidden.txt"):
+    hidden = ("b/.hidden.txt", "b/.ipynb_checkpoints/1-checkpoint.txt")
+    for name in ("b/2.txt", "b/1.txt", "b/c/3.txt", "a.txt", "b/notes.md", *hidden):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     entries = [f"{tmp_path}/b", f"{tmp_path}/**/[12].txt", f"{tmp_path}/a.txt"]
     text = corpus.train_corpus(settings(tmp_path, files=entries))
     assert documents(text) == ["b/1.txt", "b/2.txt", "b/c/3.txt", "a.txt"]
+
+
+def test_a_linked_folder_of_text_is_not_left_out_without_a_word(tmp_path: Path) -> None:
+    for name in ("corpus/2024/a.txt", "archive/2023/b.txt", "archive/pictures/c.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "corpus/latest").symlink_to("2024")  # its text is read in its own place
+    (tmp_path / "corpus/pictures").symlink_to(tmp_path / "archive/pictures")
+    given = settings(tmp_path, files=[f"{tmp_path}/corpus"])
+    assert documents(corpus.train_corpus(given)) == ["corpus/2024/a.txt"]
+    link = tmp_path / "corpus/2023"
+    link.symlink_to(tmp_path / "archive/2023")
+    with pytest.raises(UserError, match="corpus/2023 is a link to a folder with text") as caught:
+        corpus.train_corpus(given)
+    assert f"data.files=[{tmp_path}/corpus,{link}]" in caught.value.hint
+    both = settings(tmp_path, files=[f"{tmp_path}/corpus/2024", str(link)])
+    assert documents(corpus.train_corpus(both)) == ["corpus/2024/a.txt", "archive/2023/b.txt"]
+
+
+def test_a_file_that_no_memory_holds_is_no_document(tmp_path: Path) -> None:
+    path = tmp_path / "web.txt"
+    with path.open("wb") as file:
+        file.truncate(2 << 30)  # a hole: it takes no room
+    text = corpus.train_corpus(settings(tmp_path, files=[str(path)], document="file"))
+    with pytest.raises(UserError, match=r"one document of 2\.0 GiB") as caught:
+        list(blocks.blocks(text, 100))
+    assert "data.document=line" in caught.value.hint
 
 
 @pytest.mark.parametrize(

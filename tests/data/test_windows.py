@@ -258,3 +258,16 @@ def test_a_wait_for_input_is_no_stall_and_hides_none_elsewhere() -> None:
         heartbeat._floats[16] = 1.0
         heartbeat.waits_for_input()
         assert (moved() > 1.0) == counts, phase
+
+
+def test_windows_of_a_text_that_another_run_made_anew_are_not_read(tmp_path: Path) -> None:
+    run = windowed(tmp_path)
+    prepare(run, print)
+    opened = Windows(run, refuse_missing)
+    drawn(opened, range(1))
+    other = run.model_copy(update={"name": "another"})
+    text = tmp_path / "text.txt"
+    text.write_text(text.read_text() + "one line more\n")
+    prepare(other, print)
+    with pytest.raises(UserError, match="were made again, of another text, while this run reads"):
+        drawn(opened, range(200))

@@ -25,7 +25,7 @@ from atoll.data.samples import open_samples
 from atoll.errors import UserError
 from atoll.settings import Run
 from atoll.sharding.process_group import World
-from atoll.train import checkpoint, generate
+from atoll.train import checkpoint, generate, sampling
 from atoll.train.loop import on_device
 from atoll.train.train import train
 
@@ -660,6 +660,13 @@ def test_a_run_does_not_go_on_with_another_tokenizer(ranks: RankPool, tmp_path: 
     vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
     kept = file.read_bytes()
     file.write_text(json.dumps(content))
+    small_run.ready(half)
+    run_folder = run_dir.folder(half)
+    with pytest.raises(UserError, match="was trained on tokens of a tokenizer that has changed"):
+        sampling.from_checkpoint(run_dir.checkpoint(run_folder, 3), half)
+    shutil.rmtree(run_dir.export(run_folder))  # as after a kill before it is written
+    for found in ranks.run(mistake_of, half, world=2):
+        assert "run x was trained 3 steps on tokens of a tokenizer that has changed" in found
     more = small_run.settings(tmp_path, 2, name="x", **changes)
     small_run.ready(more)
     for found in ranks.run(mistake_of, more, world=2):

@@ -123,7 +123,11 @@ def confirm(run: Run, is_said: bool, hours_left: float | None = None) -> None:
         return
     what = f"run {run.name} takes {how} {needed:,.3g} node-hours (confirm.node_hours={most:g})"
     if not sys.stdin.isatty():
-        raise UserError(what, "`atoll submit --yes …` queues it without a question")
+        raise UserError(
+            what,
+            "`atoll submit --yes …` queues it without a question; for a campaign's round the "
+            "facility's owner sets confirm.node_hours higher, or null",
+        )
     print(f"{what}; queue it? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise UserError(f"run {run.name} is not queued", "answer y, or give --yes")

@@ -38,7 +38,8 @@ def refuse_other_text(run: Run, fingerprints: Mapping[str, str]) -> None:
     """
     folder = run_dir.folder(run)
     steps = run_dir.complete_checkpoints(folder)
-    if not steps or run_dir.result_file(folder).is_file():
+    is_over = run_dir.result_file(folder).is_file() and run_dir.export(folder).is_dir()
+    if not steps or is_over:
         return
     manifest = run_dir.checkpoint(folder, steps[-1]) / "manifest.json"
     try:

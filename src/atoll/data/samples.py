@@ -63,6 +63,7 @@ class Samples:
         @lru_cache(maxsize=OPEN_SHARDS)
         def tokens(number: int) -> npt.NDArray[np.unsignedinteger]:
             folder, shard = self._shards[number]
+            shards.refuse_other_shard(folder, split, shard, first.dtype)
             path = shards.tokens_file(folder, split, shard.number)
             return np.memmap(path, dtype=dtype, mode="r")
 
@@ -71,6 +72,7 @@ class Samples:
             folder, shard = self._shards[number]
             if shard.loss_sha256 is None:  # a text beside conversations: all of it
                 return np.broadcast_to(np.uint8(1), shard.tokens)
+            shards.refuse_other_shard(folder, split, shard, first.dtype)
             path = shards.loss_file(folder, split, shard.number)
             return np.memmap(path, dtype=np.uint8, mode="r")
 

@@ -155,6 +155,28 @@ def finished_shard(folder: Path, split: Split, number: int, dtype: str) -> Token
     return shard if all(_size(path) == size for path, size, _ in files) else None
 
 
+def refuse_other_shard(folder: Path, split: Split, shard: TokenShard, dtype: str) -> None:
+    """Raise `UserError` where a shard that is read from now on is not the one that was planned."""
+    if finished_shard(folder, split, shard.number, dtype) != shard:
+        raise made_again(folder)
+
+
+def refuse_other_plan(folder: Path, plan: TokenPlan) -> None:
+    """Raise `UserError` where the tokens of a folder are of another text than they were."""
+    now = read_plan(folder)
+    parts = {"input_fingerprints", "tokenizer_sha256"}
+    if now is not None and now.model_dump(include=parts) != plan.model_dump(include=parts):
+        raise made_again(folder)
+
+
+def made_again(folder: Path) -> UserError:
+    return UserError(
+        f"the tokens in {folder} were made again, of another text, while this run reads them",
+        "put the text back as it was and submit the same line again, or begin anew with another "
+        "name=; runs on a text that changes need a data.name each",
+    )
+
+
 def read_plan(folder: Path) -> TokenPlan | None:
     """The plan of a folder, whole or under way; nothing where there is none to trust."""
     try:

@@ -243,6 +243,8 @@ class Data(Settings):
             for name, value in self.model_dump(exclude={"sources", "files", "hub"}).items()
             if kind == "hub" or not name.startswith("hub")
         }
+        if self.format == "text" and own.get("format") not in (None, "text"):
+            shared["text_field"] = "text"  # the texts' column is none of turns
         try:
             return Data.model_validate(shared | own | {"source": kind})
         except ValidationError as error:

@@ -14,10 +14,12 @@ def named_files(entry: str, setting: str) -> list[tuple[str, Path]]:
     """
     path = Path(entry).expanduser()
     if path.is_dir():
+        there = [found for found in path.rglob("*") if not _is_hidden(found, path)]
+        _refuse_linked_folders(there, path, setting)
         inside = sorted(
             file.relative_to(path).as_posix()
-            for file in path.rglob("*")
-            if file.suffix in SUFFIXES and file.is_file() and not file.name.startswith(".")
+            for file in there
+            if file.suffix in SUFFIXES and file.is_file()
         )
         if not inside:
             raise UserError(
@@ -37,6 +39,25 @@ def named_files(entry: str, setting: str) -> list[tuple[str, Path]]:
             "check the spelling; relative paths start where the command was typed",
         )
     return [(match.name, match) for match in matches]
+
+
+def _is_hidden(found: Path, folder: Path) -> bool:
+    """It, or a folder that it is in, as the copies that notebooks keep of files."""
+    return any(part.startswith(".") for part in found.relative_to(folder).parts)
+
+
+def _refuse_linked_folders(there: list[Path], folder: Path, setting: str) -> None:
+    """Links to folders are not followed: text of a folder elsewhere would be left out."""
+    inside = folder.resolve()
+    for link in there:
+        if not (link.is_symlink() and link.is_dir()) or link.resolve().is_relative_to(inside):
+            continue
+        if any(file.suffix in SUFFIXES for file in link.rglob("*")):
+            raise UserError(
+                f"{setting}: {link} is a link to a folder with text, and links to folders are not "
+                "followed",
+                f"name both: {setting}=[{folder},{link}], or take the link out",
+            )
 
 
 def refuse_no_text(paths: list[Path], setting: str) -> None:

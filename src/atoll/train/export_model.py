@@ -8,6 +8,7 @@ import torch
 
 from atoll import run_dir
 from atoll.data.chat_template import turn_end_id
+from atoll.data.shards import made_again
 from atoll.models import export
 from atoll.models.adapter import gathered_adapter, merged, write_adapter
 from atoll.models.classifier import new_head
@@ -16,6 +17,7 @@ from atoll.models.stored_names import as_stored, names_as_stored
 from atoll.models.weights import stored_buffers
 from atoll.monitor.provenance import made_of
 from atoll.proof.of_run import prove_run
+from atoll.run_dir import sha256_of
 from atoll.sharding.process_group import gathered, gathered_by_first, run_on_all_ranks, say
 from atoll.train.assemble import TrainState
 from atoll.train.optimizer import averaged
@@ -78,6 +80,7 @@ def write_export(
     digests = gathered_by_first(world, written)
 
     def rest() -> None:
+        _refuse_other_tokenizer(train_state)
         if adapter:
             write_adapter(partial / "adapter", train_state.run.model, adapter, head)
         total = sum(sum(of_stage.values()) for of_stage in sizes_of_stages)
@@ -99,6 +102,13 @@ def write_export(
         export.publish(partial, final)
 
     run_on_all_ranks(world, lambda: rest() if first else None)
+
+
+def _refuse_other_tokenizer(train_state: TrainState) -> None:
+    """Raise `UserError` where another run has made the text's tokenizer anew meanwhile."""
+    made_with = train_state.validation.sources[0].manifest.tokenizer_sha256
+    if sha256_of(train_state.tokenizer / "tokenizer.json") != made_with:
+        raise made_again(run_dir.prepared(train_state.run))
 
 
 def _write_adapter_alone(train_state: TrainState, final: Path, proven: bool) -> None:

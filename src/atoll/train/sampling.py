@@ -115,6 +115,13 @@ def from_checkpoint(path: Path, run: Run) -> TextGenerator:
     alone = World(0, 1, cpu)
     is_whole = run.data.window_shards is None
     manifest = open_prepared(run) if is_whole else Windows(run, refuse_missing).manifest
+    trained_with = checkpoint.load_progress(path).tokenizer
+    if trained_with and trained_with != manifest.tokenizer_sha256:
+        raise UserError(
+            f"{path} was trained on tokens of a tokenizer that has changed since",
+            "put its text back as it was and run `atoll tokenize RUN_FOLDER`, or give the run's "
+            "export",
+        )
     task = TASKS[run.task.name]
     config = task.config(run, manifest.vocabulary)
     model = task.model(config, run, manifest.vocabulary)

@@ -336,10 +336,11 @@ def check_world(train_state: TrainState, progress: checkpoint.Progress) -> None:
 
 def check_text(train_state: TrainState, progress: checkpoint.Progress) -> None:
     """A position in one text is none in another, and a token of one tokenizer another's word."""
-    if progress.step >= train_state.total_steps:  # no samples are taken any more
+    is_over = progress.step >= train_state.total_steps  # no samples are taken any more
+    if is_over and run_dir.export(train_state.run_folder).is_dir():
         return
     trained = f"run {train_state.run.name} was trained {progress.step} steps on"
-    if progress.texts and progress.texts != texts_of(train_state):
+    if not is_over and progress.texts and progress.texts != texts_of(train_state):
         raise UserError(
             f"{trained} a text that has changed since: a file is new, gone or another one",
             "put the text back as it was, or begin anew with another name=",

@@ -42,6 +42,11 @@ def layout_of(place: str, fields: Mapping[str, Any], named: str = UNNAMED) -> La
     named: the column of the turns, as data.text_field names it. Raises `UserError` where there is
     nothing that is known to hold a conversation.
     """
+    if named not in (UNNAMED, *fields):
+        raise UserError(
+            f"{place}: no {named!r} in the fields: {', '.join(fields) or 'none'}",
+            "set data.text_field to the column of the turns, or leave it out",
+        )
     for column in ([] if named == UNNAMED else [named]) + [*TURNS]:
         if column in fields:
             turns = fields[column]
@@ -125,7 +130,15 @@ def _of_turns(place: str, layout: Layout, fields: Mapping[str, Any]) -> list[Any
 
 def _of_alpaca(place: str, layout: Layout, fields: Mapping[str, Any]) -> list[Any]:
     asked = "\n\n".join(str(fields[name]) for name in ("instruction", "input") if fields.get(name))
-    pairs = [*(fields.get("history") or []), (asked, fields["output"])]
+    history = fields.get("history") or []
+    if not isinstance(history, list) or not all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in history
+    ):
+        raise UserError(
+            f"{place}: history is no list of pairs [question, answer]",
+            "fix the record, or give the conversation as messages",
+        )
+    pairs = [*history, (asked, fields["output"])]
     return [turn for pair in pairs for turn in _pair(*pair)]
 
 
@@ -136,7 +149,8 @@ def _of_pair(place: str, layout: Layout, fields: Mapping[str, Any]) -> list[Any]
     if not isinstance(completion, list):
         return [*before, answered]
     # of whole conversations the prompt is a copy of what they begin with
-    told = len(completion) > 0 and _role(completion[0]) == "system" != _role(before[0])
+    begins = _role(before[0]) if before else None
+    told = len(completion) > 0 and _role(completion[0]) == "system" != begins
     begin = completion[told : told + len(before)]
     return completion if _said(begin) == _said(before) else [*before, *completion]
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -90,6 +91,35 @@ def refuse_overlap(train: Corpus, validation: Corpus) -> None:
             f"too, the first is {both[0].path}",
             "take them out of data.files, or use data.validation.fraction",
         )
+    of_hub = [part for part in train.parts if part.rows is not None]
+    for held_out, part in ((held_out, part) for held_out in validation.parts for part in of_hub):
+        if held_out.path == part.path and _share_rows(held_out, part):
+            raise UserError(
+                f"rows of data.validation.split={held_out.split} are trained on too, as "
+                f"data.hub_split={part.split} of {part.path}",
+                "give splits apart, as 'train[:1%]' and 'train[1%:]', or use "
+                "data.validation.fraction",
+            )
+
+
+def _share_rows(part: Part, other: Part) -> bool:
+    return any(
+        name == others and first < last_of_other and first_of_other < last
+        for name, first, last in _slices(part)
+        for others, first_of_other, last_of_other in _slices(other)
+    )
+
+
+def _slices(part: Part) -> list[tuple[str, int, int]]:
+    """The rows that a split of the hub is made of: a whole one, a slice, or a sum of them."""
+    import datasets
+
+    rows_of = {name: split.num_examples for name, split in (part.rows.info.splits or {}).items()}
+    try:
+        found = datasets.ReadInstruction.from_spec(part.split).to_absolute(rows_of)
+    except ValueError:  # a folder that was saved knows its splits by name alone
+        return [(part.split, 0, sys.maxsize)]
+    return [(each.splitname, each.from_, each.to) for each in found]
 
 
 def _stdlib(patterns: list[str], count: int | None) -> Corpus:
@@ -176,7 +206,7 @@ def _hub(data: Data, split: str, setting: str, count: int | None) -> Corpus:
     if data.holds_conversations:
         part = rows.with_layout(part, data)
     columns.refuse_columns(data.hub, loaded.features.arrow_schema, part.fields, part.layout)
-    return Corpus((part,), hub.fingerprint(loaded, part.fields[0]), count)
+    return Corpus((part,), hub.fingerprint(loaded, part.fields), count)
 
 
 def _fingerprint(parts: tuple[Part, ...], about: str) -> str:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
@@ -46,12 +46,15 @@ def load(data: Data, split: str, setting: str) -> Any:
     return rows.shuffle(seed=data.hub_shuffle_seed, keep_in_memory=True)
 
 
-def fingerprint(rows: Any, field: str) -> str:
-    """A digest of the size and of evenly taken rows; the same on every machine."""
+def fingerprint(rows: Any, fields: Sequence[str]) -> str:
+    """A digest of the size and of evenly taken rows' columns; the same on every machine."""
     numbers = range(0, len(rows), max(1, len(rows) // SAMPLED_ROWS))
-    sampled = [rows[number][field] for number in numbers]
+    first, *others = fields
+    read = [rows[number] for number in numbers]
+    sampled = [row[first] for row in read]
+    also = [[[row[field] for field in others] for row in read]] if others else []
     # a time is neither text nor number
-    text = json.dumps([len(rows), rows.column_names, field, sampled], default=str)
+    text = json.dumps([len(rows), rows.column_names, first, sampled, *also], default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -82,6 +85,11 @@ def _in_order(data: Data, split: str, setting: str) -> Any:
             SCRIPT if "scripts are no longer supported" in first_line(error) else ELSEWHERE,
         ) from error
     if not isinstance(saved, datasets.DatasetDict):
+        if setting == "data.validation.split":
+            raise UserError(
+                f"{name} was saved as one data set: it has no split {split!r} to hold out",
+                "use data.validation.fraction, or save both splits as a DatasetDict",
+            )
         return saved
     if split not in saved:
         raise UserError(

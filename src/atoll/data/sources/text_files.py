@@ -25,14 +25,23 @@ BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
 BLANK_LINES_BYTES = re.compile(BLANK_LINES.pattern.encode())
 SCAN_BYTES = 16 << 20
 NUL_SAMPLE_BYTES = 4096
+LARGEST_DOCUMENT_BYTES = 1 << 30
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 # what a line has that holds half of a character, and others have too: \ud5c8 is a whole one
 MAY_BE_HALF = (b"\\ud", b"\\uD", b"\xed")
 
 
 def file_ends(part: Part) -> Ends:
-    """A whole file is one document."""
-    return np.array([part.path.stat().st_size], dtype=np.int64)
+    """A whole file is one document. Raises `UserError` for one that no memory is enough for."""
+    size = part.path.stat().st_size
+    if size > LARGEST_DOCUMENT_BYTES:
+        raise UserError(
+            f"{part.path} would be one document of {size / 2**30:.1f} GiB: its tokens are made in "
+            "one piece, in some ten times as much memory",
+            "set data.document=line or paragraph, or split it into files of up to "
+            f"{LARGEST_DOCUMENT_BYTES >> 30} GiB",
+        )
+    return np.array([size], dtype=np.int64)
 
 
 def line_ends(part: Part) -> Ends:
