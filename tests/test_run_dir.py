@@ -22,6 +22,25 @@ def test_a_record_behind_one_that_a_full_disk_cut_short_is_read(tmp_path: Path) 
     assert run_dir.records(tmp_path / "none") == []
 
 
+def test_a_record_is_written_again_where_a_file_system_was_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, codes = run_dir._append, [errno.EIO, errno.ESTALE, errno.EACCES]
+    monkeypatch.setattr(run_dir, "AGAIN_SECONDS", (0.0, 0.0))
+
+    def away(path: Path, line: bytes, is_durable: bool) -> None:
+        append(path, line[:5] if codes else line, is_durable)
+        if codes:
+            raise OSError(codes.pop(0), "is away")
+
+    monkeypatch.setattr(run_dir, "_append", away)
+    with pytest.raises(OSError, match="is away") as error:
+        run_dir.append_record(tmp_path / "x", {"step": 1})
+    assert error.value.errno == errno.EACCES, "that does not pass by itself"
+    run_dir.append_record(tmp_path / "x", {"step": 2})
+    assert run_dir.records(tmp_path / "x") == [{"step": 2}]
+
+
 @pytest.mark.login_node  # images have no /dev/full
 def test_a_full_disk_says_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write knows no name, and a person is told of one."""

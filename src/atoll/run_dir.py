@@ -1,10 +1,12 @@
 """Every path of a run, by name, and how a file appears whole or not at all."""
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -18,6 +20,9 @@ from atoll.settings import Run
 # because the highest of all ranks counts.
 RESTART_CODE = 200
 REQUEUED_CODE = 75  # of a job that queued the run again: sysexits.h, EX_TEMPFAIL
+AGAIN_SECONDS = (1.0, 5.0, 20.0)
+# errors of a shared file system that comes back
+PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.ENOTCONN}
 CHECKPOINT_NAME = re.compile(r"^step-(\d{8})$")
 
 
@@ -353,9 +358,21 @@ def records(path: Path, most_bytes: int = -1) -> list[dict[str, Any]]:
 def append_record(path: Path, record: Mapping[str, Any], is_durable: bool = False) -> None:
     """Add a line in one piece, behind the end of one that a full disk or a kill cut short.
 
-    `is_durable`: it survives a power cut.
+    Where a file system is away for a moment it is tried again. `is_durable`: it survives a power
+    cut.
     """
     line = f"{json.dumps(record)}\n".encode()
+    for seconds in (*AGAIN_SECONDS, None):
+        try:
+            _append(path, line, is_durable)
+            return
+        except OSError as error:
+            if seconds is None or error.errno not in PASSING:
+                raise
+            time.sleep(seconds)
+
+
+def _append(path: Path, line: bytes, is_durable: bool) -> None:
     with open(path, "ab+", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":

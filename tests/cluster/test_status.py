@@ -350,7 +350,8 @@ def test_a_run_is_followed_until_it_has_ended(composed, here, capfd, monkeypatch
     run_dir.write_whole(run_dir.settings_file(folder), yaml.safe_dump(dumped(run)))
     rates = {"loss": 4.5, "tokens_per_second": 1234.0, "step_seconds": 10.0}
     lines = [
-        {"event": "start", "steps": 8},
+        {"event": "start", "steps": 4},
+        {"event": "start", "steps": 8},  # more were asked for since
         {"event": "train", "step": 1, **rates},
         {"event": "evaluation", "step": 1, "loss": 4.0, "perplexity": 54.6, "targets": 9},
     ]

@@ -258,6 +258,9 @@ def test_the_tokens_of_a_run_that_has_trained_are_not_made_of_another_text(tmp_p
     prepare(run, quiet)  # it is back, whatever the other run has made of the folder meanwhile
     write_lines(tmp_path / "text.txt", 50, seed=9)
     run_dir.write_whole(run_dir.result_file(run_dir.folder(run)), "{}")
+    with pytest.raises(UserError, match="its text has changed since"):
+        prepare(run, quiet)  # its export is to have the tokenizer that it was trained with
+    run_dir.export(run_dir.folder(run)).mkdir()
     prepare(run, quiet)  # no sample is taken any more
 
 

@@ -1,11 +1,15 @@
 """The chunked cross-entropy against torch's own."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atoll.models import loss
+from atoll.models.causal_lm import CausalLM
 from atoll.models.loss import chunked_cross_entropy, chunked_log_probabilities
 
 TOKENS, WIDTH, VOCABULARY = 37, 6, 50
@@ -181,3 +185,20 @@ def test_never_holds_more_logits_than_a_chunk() -> None:
     with Watch():
         chunked_cross_entropy(hidden, weight, None, labels(), 8).backward()
     assert largest == 8
+
+
+def test_the_stages_of_a_rank_draw_dropout_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+
+    def output(*_: object) -> SimpleNamespace:
+        seeds.append(torch.initial_seed())
+        return SimpleNamespace(last_hidden_state=None)
+
+    monkeypatch.setattr(CausalLM, "_output", output)
+    model = CausalLM(torch.nn.Linear(1, 1), None, 1)  # type: ignore[arg-type]
+    model.stages = SimpleNamespace(
+        ranks=2, stage_view=lambda *_: nullcontext(), is_last=lambda _: False
+    )
+    for stage in (1, 3):  # both of the second of two ranks
+        model(SimpleNamespace(seed=7), torch.float32, None, stage)
+    assert seeds == [7, 8]

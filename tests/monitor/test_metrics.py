@@ -23,6 +23,7 @@ from atoll.monitor.comm_profile import _covered
 from atoll.monitor.progress import Progress
 from atoll.monitor.watch import writing
 from atoll.plan.shapes import shape_of
+from atoll.proof.accounting import steps_counted
 from atoll.settings import Model, Node, Run, Training
 from atoll.sharding.process_group import World
 
@@ -114,6 +115,18 @@ def test_a_resume_forgets_what_came_after_its_checkpoint(tmp_path: Path) -> None
     assert [line["step"] for line in lines] == [0, 5, 10, 12]
     assert lines.pop()["event"] == "fault", "what went wrong is not forgotten"
     assert lines[0]["loss"] is None, "JSON has no NaN"
+
+
+def test_energy_that_was_spent_stays_where_a_run_goes_back(tmp_path: Path) -> None:
+    spent = {"event": "energy", "first_step": 1, "device_joules": 5.0}
+    for step in (5, 15):
+        metrics_file.append(tmp_path, {"event": "train", "step": step})
+    metrics_file.append(tmp_path, spent | {"step": 15})
+    metrics_file.begin(tmp_path, 10)
+    metrics_file.append(tmp_path, spent | {"step": 20, "first_step": 11})
+    lines = run_dir.metrics(tmp_path)
+    assert [line["step"] for line in lines] == [5, 10, 20]
+    assert steps_counted(lines) == 20 and lines[1]["device_joules"] == 5.0
 
 
 def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

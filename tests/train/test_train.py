@@ -23,6 +23,8 @@ from atoll import run_dir
 from atoll.data.batch import Batch
 from atoll.data.samples import open_samples
 from atoll.errors import UserError
+from atoll.report.results import summary_cells
+from atoll.report.run import read
 from atoll.settings import Run
 from atoll.sharding.process_group import World
 from atoll.train import checkpoint, generate, sampling
@@ -297,6 +299,9 @@ def test_a_run_goes_on_when_steps_are_added(ranks: RankPool, folder: Path, whole
     assert not run_dir.result_file(run_dir.folder(more)).exists(), "it is not finished any more"
     run_folder = trained(ranks, more)
     assert sorted(small_run.losses(run_folder)) == list(range(1, 9))
+    starts = small_run.records(run_folder, "start")
+    assert [(start["step"], start["steps"]) for start in starts] == [(0, 6), (6, 8)]
+    assert summary_cells(read(run_folder))["steps"] == "8 of 8"
     assert json.loads(run_dir.result_file(run_folder).read_text())["steps"] == 8
     assert [file.read_bytes() for file in weight_files(run_folder)] != before
 
@@ -326,6 +331,9 @@ def test_a_run_that_holds_its_peak_is_cooled_down_by_another_one(
     ranks.run(stop_after, branch, 5, world=2)
     losses = small_run.losses(trained(ranks, branch))  # its own checkpoint comes first by now
     assert losses == {step: small_run.losses(trained(ranks, both))[step] for step in (4, 5, 6)}
+    [start] = small_run.records(run_dir.folder(branch), "start")
+    assert (start["step"], start["steps"]) == (3, 6)
+    assert "6 of 6" in summary_cells(read(run_dir.folder(branch)))["steps"]
     lost = branch.checkpoint.model_copy(update={"initial_load_path": origin / "step-00000009"})
     lost_run = branch.model_copy(update={"name": "lost", "checkpoint": lost})
     small_run.ready(lost_run)
@@ -368,18 +376,23 @@ def test_no_step_has_the_dropout_of_an_earlier_rounds_step(folder: Path) -> None
     """Of rounds whose steps are not those that the schedule counts."""
     batch = Batch(*torch.zeros(3, 1, 1, dtype=torch.int64), torch.tensor([0, 1]), (1,), 1)
     world = World(0, 1, torch.device("cpu"))
-    rounds = [
-        small_run.settings(
-            folder, 1, training__consumed_steps=before, training__consumed_samples=samples
-        )
-        for before, samples in ((0, 0), (10, 41 * 8))  # 41 steps in place of the schedule's 10
-    ]
+    # the first took 41 steps in place of the schedule's 10; one goes on with other text
+    rounds = [(0, 0, None), (10, 41 * 8, None), (10, 0, None), (0, 0, 7), (10, 0, 7)]
     seeds = [
         on_device([batch], run, step, world)[0].seed
-        for run, steps in zip(rounds, (41, 5), strict=True)
-        for step in range(1, steps + 1)
+        for before, samples, data_seed in rounds
+        for run in [
+            small_run.settings(
+                folder,
+                1,
+                training__consumed_steps=before,
+                training__consumed_samples=samples,
+                training__data_seed=data_seed,
+            )
+        ]
+        for step in range(1, 42)
     ]
-    assert len(set(seeds)) == 46
+    assert len(set(seeds)) == 5 * 41
 
 
 @pytest.mark.matrix

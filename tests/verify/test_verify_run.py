@@ -180,6 +180,15 @@ def test_a_card_names_a_data_set_in_a_folder_by_that_folder_alone(tmp_path: Path
     assert "| web: Source | a/b |" in text and "| own: Source | the folder chats |" in text
 
 
+def test_a_card_is_written_after_a_fault_that_knows_no_step(tmp_path: Path) -> None:
+    """As of a node that is gone: no export would come of the run any more."""
+    small_run.write_text(tmp_path)
+    train = {"event": "train", "step": 7, "tokens": 1, "time": 1.0}
+    fault = {"event": "fault", "step": None, "time": 2.0}
+    text = card.run_card(small_run.settings(tmp_path, 1), {}, [train, fault], {}, {})
+    assert "| Hours, with pauses | 0.000278 |" in text
+
+
 def test_the_card_of_an_adapter_alone_says_no_merge(tmp_path: Path) -> None:
     small_run.write_text(tmp_path)
     lora = {"model__lora": {"rank": 8, "alpha": 16}, "export__merged": False}

@@ -63,7 +63,7 @@ def measured(folder: Path, run: Run, columns: Mapping[str, float]) -> dict[str, 
     """What a run took, in the units of its prediction; empty where its ranks were others."""
     lines = run_dir.metrics(folder)
     steps, starts = _of(lines, "train"), _of(lines, "start")
-    if not steps or not starts or starts[0]["ranks"] != run.world_size:
+    if not steps or not starts or any(x["ranks"] != run.world_size for x in starts):
         return {}
     steady = steps[WARM_UP:] or steps
     figures = {
@@ -77,13 +77,13 @@ def measured(folder: Path, run: Run, columns: Mapping[str, float]) -> dict[str, 
         figures["checkpoint_gib"] = _bytes_in(run_dir.checkpoint(folder, saved[-1])) / 2**30
     if run.facility.scheduler != "none" and columns.get("queue"):
         figures["queue_seconds"] = columns["queue"] / run.job_nodes
-    if steps[-1]["step"] == starts[0].get("steps"):  # else all of it is not over yet
+    if steps[-1]["step"] == starts[-1].get("steps"):  # else all of it is not over yet
         figures |= _whole_run(lines, columns)
     return figures
 
 
 def _whole_run(lines: Sequence[dict[str, Any]], columns: Mapping[str, float]) -> dict[str, float]:
-    figures, at = {"hours": 0.0}, 0
+    figures, at = {"hours": 0.0}, _of(lines, "start")[0].get("step", 0)
     for line in _of(lines, "train"):
         figures["hours"] += max(0, line["step"] - at) * line["step_seconds"] / 3600
         at = line["step"]

@@ -290,7 +290,7 @@ def follow(folder: Path) -> int:
 def _print_new(folder: Path, printed: int) -> int:
     """Print what metrics.jsonl holds after `printed` lines; the number of lines there are."""
     lines = run_dir.metrics(folder)
-    steps = next((line["steps"] for line in lines if "steps" in line), 0)
+    steps = next((x["steps"] for x in reversed(lines) if x["event"] == "start"), 0)
     # a run that resumes forgets what came after its checkpoint
     for line in lines[min(printed, len(lines)) :]:
         if text := _progress(line, steps):

@@ -63,7 +63,8 @@ class CausalLM(nn.Module):
         the last return hidden states.
         """
         if self.training and batch.seed is not None:
-            torch.manual_seed(batch.seed)
+            # a rank's stages draw each its own
+            torch.manual_seed(batch.seed + (0 if stage is None else stage // self.stages.ranks))
         if stage is None:
             output = self._output(batch, compute_dtype, None)
             return self._loss(output.last_hidden_state, batch) + self._balance_loss(output, batch)

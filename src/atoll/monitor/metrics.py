@@ -36,17 +36,26 @@ class Metrics(Observer):
         self.started: float | None = None
         if self.peak is None:
             say(world, f"no MFU: {self.peak_source}")
-        if watched.resumed_step == 0:
+        if world.rank != 0:
+            return
+        if not self._is_told():
             write(self.start_record())
-            if world.rank == 0 and (predicted := run_dir.predicted(watched.run_folder)):
-                write({"event": "prediction", "step": 0} | predicted)
+        is_first = watched.resumed_step == watched.run.checkpoint.initial_step
+        if is_first and (predicted := run_dir.predicted(watched.run_folder)):
+            write({"event": "prediction", "step": watched.resumed_step} | predicted)
+
+    def _is_told(self) -> bool:
+        """Whether an earlier start was to end at the same step, on as many ranks."""
+        starts = [x for x in run_dir.metrics(self.watched.run_folder) if x["event"] == "start"]
+        now = (self.watched.total_steps, self.watched.world.size)
+        return bool(starts) and (starts[-1].get("steps"), starts[-1]["ranks"]) == now
 
     def start_record(self) -> Record:
         """What the later numbers are measured against."""
         watched = self.watched
         return {
             "event": "start",
-            "step": 0,
+            "step": watched.resumed_step,
             "ranks": watched.world.size,
             "parameters": watched.shape.parameters,
             "steps": watched.total_steps,
@@ -56,7 +65,7 @@ class Metrics(Observer):
             "peak_tflops_per_device": self.peak,
             "peak_source": self.peak_source,
             "mfu_formula": MFU_FORMULA,
-            "made_of": made_of(watched.run) if watched.world.rank == 0 else {},
+            "made_of": made_of(watched.run),
         }
 
     def before_step(self, step: int) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,25 @@ from atoll import run_dir
 def begin(run_folder: Path, step: int) -> None:
     """Forget what was recorded after the checkpoint that a run resumes from; all, without one.
 
-    A fault that was behind it stays: it did happen.
+    A fault that was behind it stays, and energy that was spent until then: both did happen.
     """
     path = run_dir.metrics_file(run_folder)
     if step == 0:
         path.unlink(missing_ok=True)
     elif path.is_file():
-        lines = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+        lines = [kept for line in path.read_text().splitlines() if (kept := _kept(line, step))]
         run_dir.write_whole(path, "".join(line + "\n" for line in lines))
+
+
+def _kept(line: str, step: int) -> str:
+    """A line as it is to stand in front of what comes behind a step; empty: not at all."""
+    if _step_of(line) <= step:
+        return line
+    with suppress(ValueError):  # of one that was cut short by a kill
+        record = json.loads(line)
+        if record["event"] == "energy":
+            return json.dumps(record | {"step": step})
+    return ""
 
 
 def has(run_folder: Path, event: str, step: int) -> bool:

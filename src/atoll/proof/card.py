@@ -176,7 +176,7 @@ def _hardware(run: Run, records: Sequence[Record]) -> Rows:
     yield "Nodes, devices of each", f"{run.nodes}, {run.ranks_per_node} ({node.device})"
     yield "Began", instant(min(times)) if times else None
     yield "Hours, with pauses", f"{(max(times) - min(times)) / 3600:.3g}" if times else None
-    steps, last = steps_counted(records), max((r.get("step", 0) for r in records), default=0)
+    steps, last = steps_counted(records), max((r.get("step") or 0 for r in records), default=0)
     own = last - run.checkpoint.initial_step
     if sources and steps < own:
         sources.add(f"of {steps:,} of {own:,} steps")

@@ -96,7 +96,7 @@ def summary_cells(run: RunMetrics) -> dict[str, str]:
         "data": settings.data.name,
         "on": ", ".join((settings.facility.name, *sizes)),
         "sharding": settings.sharding.name,
-        "steps": f"{run.train[-1]['step']} of {run.start.get('steps', '?')}",
+        "steps": f"{run.train[-1]['step']} of {run.newest_start.get('steps', '?')}",
     }
     before = run.evaluations[0].get("loss") if len(run.evaluations) > 1 else None
     result = {name: cell for name, cell in _result(run).items() if name != "devices"}

@@ -58,8 +58,13 @@ class RunMetrics:
         return self.starts[0]
 
     @property
+    def newest_start(self) -> Record:
+        """As its steps or its ranks were changed the last time."""
+        return self.starts[-1]
+
+    @property
     def devices(self) -> int:
-        return int(self.start["ranks"])
+        return int(self.newest_start["ranks"])
 
     @property
     def steady(self) -> list[Record]:
@@ -122,7 +127,9 @@ def run_tables(runs: Sequence[RunMetrics], is_series: bool = True) -> dict[str, 
         "Own work of nodes": [row for run in runs for row in _own_work(run)],
         "Before step 1": [row for run in runs for row in _preflight(run)],
         "Provenance": [
-            {"run": run.name} | run.start["made_of"] for run in runs if run.start.get("made_of")
+            {"run": run.name} | made_of
+            for run in runs
+            if (made_of := run.newest_start.get("made_of"))
         ],
     }
 
@@ -268,7 +275,7 @@ def _energy(run: RunMetrics) -> Rows:
     rows = []
     for part, (energy, source) in joules(run).items():
         of_all = part == "nodes" or steps >= own
-        tokens = run.train[-1]["tokens"] * (1 if of_all else steps / last)
+        tokens = run.train[-1]["tokens"] * (own if of_all else steps) / last
         rows.append(
             {
                 "run": run.name,

@@ -15,6 +15,7 @@ from atoll.data.waits import TimeIsOver
 from atoll.data.windows import Windows
 from atoll.monitor.observers import Observers, StepRecord
 from atoll.settings import Run
+from atoll.settings.learning import Training
 from atoll.sharding.engines import ENGINES
 from atoll.sharding.process_group import World, gathered
 from atoll.train.assemble import TrainState
@@ -181,6 +182,16 @@ def is_evaluation_due(train_state: TrainState, step: int) -> bool:
     return now > before and is_due(now, every.every_epochs)
 
 
+def _place_of(training: Training, step: int) -> int | list[int]:
+    """Of a step among all that lead to it, in earlier runs too; no other step has the same.
+
+    Of the schedule it may be another than of the data: facilities take their own number of steps.
+    """
+    of_data = training.consumed_samples // training.global_batch_samples + step
+    of_schedule = training.consumed_steps + step
+    return of_data if of_data == of_schedule else [of_data, of_schedule]
+
+
 def on_device(batches: list[Batch], run: Run, step: int, world: World) -> list[Batch]:
     """Microbatches with the seeds of their dropout, which depend on nothing before this step.
 
@@ -190,8 +201,7 @@ def on_device(batches: list[Batch], run: Run, step: int, world: World) -> list[B
     axes = run.axes
     part = world.rank if axes.data < axes.world else 0
     numbers = [n * axes.data + axes.data_rank(world.rank) for n in range(len(batches))]
-    # by samples: facilities take other numbers of steps in a round than the schedule counts
-    place = run.training.consumed_samples // run.training.global_batch_samples + step
-    digests = [run_dir.digest([run.seed, place, number, part], 15) for number in numbers]
+    place = _place_of(run.training, step)
+    digests = [run_dir.digest([run.order_seed, place, number, part], 15) for number in numbers]
     seeded = [replace(b, seed=int(word, 16)) for b, word in zip(batches, digests, strict=True)]
     return [batch.to(world.device) for batch in seeded]
