@@ -164,3 +164,12 @@ def test_ctrl_c_is_no_traceback(command, printed, monkeypatch, capsys):
     monkeypatch.setattr("atoll.campaign.coordinator.main", interrupted)
     assert main([command]) == 130
     assert capsys.readouterr().err == printed
+
+
+def test_a_locale_of_other_letters_is_no_traceback(tmp_path):
+    plain = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    plain |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    argv = [sys.executable, "-m", "atoll", "--help"]
+    done = subprocess.run(argv, env=plain, cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    assert "COMMAND …" in done.stdout.decode()

@@ -1,7 +1,9 @@
 """The command line: a command is a module, imported only when it is typed."""
 
+import codecs
 import errno
 import importlib
+import locale
 import os
 import sys
 from pathlib import Path
@@ -128,10 +130,18 @@ def _forget_output() -> None:
 
 def process() -> None:
     """A command in a process of its own: what it writes is for nobody else to change."""
+    _speak_utf8()
     os.umask(os.umask(0o022) | 0o002)
     if sys.argv[1:2] and sys.argv[1] in LOADS:
         close_stdin()
     sys.exit(main(sys.argv[1:]))
+
+
+def _speak_utf8() -> None:
+    """Begin again where a locale has other letters: files are UTF-8, and so is what we say."""
+    if codecs.lookup(locale.getpreferredencoding(False)).name != "utf-8":
+        os.environ["PYTHONUTF8"] = "1"  # of what this process starts
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def entry() -> None:

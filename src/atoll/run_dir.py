@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -347,7 +347,11 @@ def records(path: Path, most_bytes: int = -1) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     with open(path, "rb") as file:
-        lines = file.read(most_bytes).splitlines()
+        return whole_records(file.read(most_bytes).splitlines())
+
+
+def whole_records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """Of lines of JSON those that are not cut short."""
     whole = []
     for line in lines:
         with suppress(ValueError):

@@ -374,3 +374,12 @@ def test_a_site_s_settings_of_python_are_not_ours(clone, tmp_path):
     done = clone.type("facility=laptop", PYTHONPATH=str(tmp_path / "site"), PYTHONHOME="/opt/conda")
     assert done.returncode == 0, done.stderr
     assert not {"PYTHONPATH", "PYTHONHOME"} & set(clone.calls()[0]["environment"])
+
+
+def test_a_cdpath_leads_into_no_other_folder(clone, tmp_path):
+    """The shell's own: `cd sbatch/..` looks there first, and prints where it went."""
+    (tmp_path / "sbatch").mkdir()
+    for path in (f".:{tmp_path}", str(tmp_path)):
+        words = ("--dry-run", "facility=laptop")
+        done = clone.type(*words, script=Path("sbatch/train.sbatch"), CDPATH=path)
+        assert done.returncode == 0, done.stderr

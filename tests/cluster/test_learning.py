@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from atoll import run_dir
-from atoll.cluster import before_queue, plan
+from atoll.cluster import before_queue, plan, submit
 from atoll.cluster.learning import learn
 from atoll.config import certificate
 from atoll.config.compose import compose
@@ -43,6 +43,19 @@ def finished(name, slower, *words, ranks=8, result=True, fault=False, age=0.0):
         run_dir.write_whole(file, "{}")
         os.utime(file, (file.stat().st_mtime - age,) * 2)
     return run
+
+
+def test_what_cannot_be_learned_queues_a_run_all_the_same(here, monkeypatch):
+    """The clone may be somebody else's."""
+    run = finished("a", 2.0)
+
+    def refuses(*_):
+        raise PermissionError(13, "Permission denied", "facilities/lumi.json")
+
+    monkeypatch.setattr("atoll.cluster.learning.run_dir.add_to_certificate", refuses)
+    with pytest.raises(PermissionError):
+        learn(run)
+    submit._predict_and_ask(run, False, True, {})
 
 
 def test_a_prediction_is_that_of_the_runs_before_it(here):

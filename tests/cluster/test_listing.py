@@ -3,6 +3,7 @@
 import json
 import shutil
 import stat
+from pathlib import Path
 
 import pytest
 import yaml
@@ -156,6 +157,27 @@ def test_a_run_that_cannot_be_read_hides_none(text, submitted, programs, capsys)
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "running" in rows["one"] and "unreadable" in rows["two"]
     assert listing.status_of(["two"]) == 2
+
+
+@pytest.mark.parametrize("closed", ["theirs", "theirs/run.yaml", "theirs/metrics.jsonl"])
+def test_a_run_that_somebody_else_keeps_closed_hides_none(
+    closed, submitted, programs, capsys, monkeypatch
+):
+    programs(squeue="9|9|RUNNING|None", sacct="")
+    submitted("mine")
+    folder = submitted("theirs")
+    for name in ("stat", "open"):
+        allowed = getattr(Path, name)
+
+        def refuses(path, *words, allowed=allowed, **named):
+            if path == folder.parent / closed or folder.parent / closed in path.parents:
+                raise PermissionError(13, "Permission denied", str(path))
+            return allowed(path, *words, **named)
+
+        monkeypatch.setattr(Path, name, refuses)
+    assert listing.status_of([]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "running" in rows["mine"]
 
 
 def test_an_image_whose_file_was_cleaned_away_is_listed_as_gone(here, monkeypatch, capsys):

@@ -124,3 +124,12 @@ def test_the_queue_is_known_from_accounting_alone(here):
 def test_a_folder_without_predictions_says_so(here):
     with pytest.raises(UserError, match="both a prediction and steps"):
         record_of(here)
+
+
+@pytest.mark.parametrize(("first_step", "measured"), [(1, 0.1), (2, None)])
+def test_energy_of_a_part_of_the_steps_is_not_that_of_the_run(here, first_step, measured):
+    folder = write_run("x", 1.0)
+    line = {"event": "energy", "first_step": first_step, "step": 3, "device_joules": 3.6e5}
+    run_dir.append_record(run_dir.metrics_file(folder), line)
+    [energy] = [one for one in outcomes(folder, {}) if one.name == "device_kwh"]
+    assert energy.measured == measured

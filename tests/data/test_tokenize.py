@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from data_runs import content, make_run, prose, write_lines
 from transformers import AutoTokenizer
 
 from atoll import run_dir
-from atoll.data import shards
+from atoll.data import shards, text_folder
 from atoll.data.sources import blocks
 from atoll.data.tokenize import main, open_prepared, prepare
 from atoll.errors import UserError
@@ -262,6 +263,42 @@ def test_the_tokens_of_a_run_that_has_trained_are_not_made_of_another_text(tmp_p
         prepare(run, quiet)  # its export is to have the tokenizer that it was trained with
     run_dir.export(run_dir.folder(run)).mkdir()
     prepare(run, quiet)  # no sample is taken any more
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_whole_tokens_are_used_without_writing_into_their_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    """They may be a colleague's; and what is not whole is still made under a lock."""
+    run = run_on_lines(tmp_path)
+    if is_there:
+        prepare(run, quiet)
+    locks: list[Path] = []
+    lock = text_folder.locked
+
+    def recorded(folder: Path, log: Any) -> Any:
+        locks.append(folder)
+        return lock(folder, log)
+
+    monkeypatch.setattr(text_folder, "locked", recorded)
+    assert locks == ([] if prepare(run, quiet) and is_there else [run_dir.prepared(run)])
+
+
+def test_who_waited_for_a_folder_of_which_nothing_came_makes_it(tmp_path: Path) -> None:
+    folder, waits, found = tmp_path / "prepared", threading.Event(), []
+    folder.mkdir()
+
+    def wait() -> None:
+        with text_folder.locked(folder, lambda _: waits.set()):
+            found.append(folder.is_dir())
+
+    waiting = threading.Thread(target=wait)
+    with pytest.raises(UserError, match="no text"), text_folder.locked(folder, quiet):
+        waiting.start()
+        assert waits.wait(60)
+        raise UserError("no text", "give some")
+    waiting.join()
+    assert found == [True]
 
 
 def test_tokens_outlive_their_text(tmp_path: Path) -> None:

@@ -134,6 +134,13 @@ def test_a_spare_takes_the_place_of_a_node(folder, capsys):
     assert (entry["kind"], entry["excluded"], entry["inside"]) == ("stalled", ["n2"], True)
 
 
+def test_a_fault_behind_one_that_was_cut_short_counts(folder, capsys):
+    """As a full disk cuts a line: the shell counts lines, and so it is one of them."""
+    run_dir.faults_file(folder).write_bytes(b'{"kind": "died", "bla')
+    add_fault(folder, NODE)
+    assert asked(folder, capsys, known=1)[0] == ["again", "n1,n3"]
+
+
 def test_without_a_spare_left_another_job_goes_on(folder, capsys):
     add_fault(folder, NODE)
     answer, errors = asked(folder, capsys, nodes="n1,n2")

@@ -116,6 +116,23 @@ def test_an_update_makes_no_folder_inside_the_one_that_is_meant(home: Path, fold
     assert not (folder / folder.name).exists()
 
 
+def test_a_wheel_that_pip_installed_for_its_user_alone_is_found(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a module's Python, whose own packages nobody may write."""
+    [packages] = (home / "env").glob("lib/python*/site-packages")
+    own = tmp_path / ".local" / packages.relative_to(home / "env")
+    shutil.copytree(packages, own, ignore=shutil.ignore_patterns("pip*", "setuptools*"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    python = Path(sys.base_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
+    run(python, "-m", "atoll", "init", "mine", cwd=tmp_path)
+    typed = [tmp_path / "mine" / "sbatch" / "train.sbatch", "--dry-run", "facility=laptop"]
+    assert "atoll launch" in run(*typed, cwd=tmp_path / "mine")
+    shutil.rmtree(own / "atoll")
+    said = run(*typed, cwd=tmp_path / "mine", code=2)
+    assert "No module named 'atoll'" in said and "atoll init --update" in said
+
+
 def test_an_image_of_the_wheel_is_that_of_the_clone(home: Path) -> None:
     [carried] = (home / "env").glob("lib/python*/site-packages/atoll/working_folder")
     assert source_digest(carried) == source_digest(ROOT)

@@ -101,6 +101,8 @@ def test_saves_that_steps_do_not_hide_are_waited_for(composed):
     assert save > 10.0  # ten steps of one second hide as much of nine saves
     assert saving_seconds(run, shape, 1.0, 1.0) == pytest.approx(10 * save - 90 + export)
     assert saving_seconds(run, shape, 60.0, 1.0) == pytest.approx(save + export)
+    with_spares = composed(*LUMI, *words, "spare_nodes=2").run  # which write nothing
+    assert saving_seconds(with_spares, shape, 60.0, 1.0) == pytest.approx(save + export)
     assert saving_seconds(run, shape, 1.0, None) is saving_seconds(run, shape, None, 1.0) is None
     apart = composed(*LUMI, *words, "sharding=ddp", "model.lora={rank: 8}", "export.merged=false")
     alone = saving_seconds(apart.run, known_shape(apart.run), 60.0, 1.0)

@@ -153,7 +153,12 @@ def test_a_single_run_says_what_it_was_and_shows_both_samples(here):
 def test_energy_of_starts_that_were_killed_is_not_taken_for_none(here):
     folder = write_run("part", 2.5)
     known = {"device_joules": 3.6e5, "device_source": "measured: NVML", "package_joules": None}
-    line = {"event": "energy", "first_step": 31, "step": 40, "time": 0.0, **known}
+    line = {"event": "energy", "first_step": 41, "step": 40, "time": 0.0, **known}
+    before = run_dir.metrics_file(folder).read_text()
+    run_dir.metrics_file(folder).write_text(before + json.dumps(line) + "\n")
+    assert report.main(["part"]) == 0, "of steps that were all taken again"
+    run_dir.metrics_file(folder).write_text(before)
+    line["first_step"] = 31
     with run_dir.metrics_file(folder).open("a") as file:
         file.write(json.dumps(line) + "\n")
     assert report.main(["part"]) == 0

@@ -1,8 +1,10 @@
 """`atoll list [WHAT]`, `atoll status [RUN …]`: what may be chosen, what is there, how it is."""
 
 import json
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from atoll import run_dir
@@ -102,11 +104,11 @@ def first_comment(file: Path) -> str:
 
 def runs(folders: Sequence[Path]) -> list[Row]:
     """How these runs are; the schedulers are asked once for all."""
-    answers = ask({job for folder in folders for job in queued_jobs(folder)})
+    answers = ask({job for folder in folders for job in _jobs_of(folder)})
     rows = []
     for folder in folders:
         state, why = _status(folder, answers)
-        jobs = queued_jobs(folder)
+        jobs = _jobs_of(folder)
         rows.append(
             {"name": folder.name, "state": state}
             | _progress(folder)
@@ -115,17 +117,27 @@ def runs(folders: Sequence[Path]) -> list[Row]:
     return rows
 
 
+def _jobs_of(folder: Path) -> list[JobId]:
+    """Those of a run that may be read."""
+    try:
+        return queued_jobs(folder)
+    except OSError:
+        return []
+
+
 def _status(folder: Path, answers: Mapping[JobId, Job]) -> tuple[str, str]:
     """A run whose files cannot be read is one of a list, and hides none of the others."""
     try:
         return status(folder, answers)
     except UserError as error:
         return UNREADABLE, f"{error.found}; {error.hint}"
+    except OSError as error:
+        return UNREADABLE, f"{error.filename}: {error.strerror}"
 
 
 def jobs() -> list[Row]:
     """The jobs of all runs of this folder, as their schedulers call them."""
-    known = [(folder, job) for folder in run_folders() for job in queued_jobs(folder)]
+    known = [(folder, job) for folder in run_folders() for job in _jobs_of(folder)]
     answers = ask({job for _, job in known})
     return [
         {
@@ -163,14 +175,20 @@ HERE: Mapping[str, Callable[[], list[Row]]] = {
 
 def run_folders() -> list[Path]:
     """The folders of runs, in the order in which they were submitted."""
-    paths = [path for runs in runs_folders() for path in runs.glob("*")]
-    files = [path for path in paths if run_dir.settings_file(path).is_file()]
-    return sorted(files, key=lambda path: run_dir.settings_file(path).stat().st_mtime)
+    times: dict[Path, float] = {}
+    for path in (path for runs in runs_folders() for path in runs.glob("*")):
+        with suppress(OSError):  # it may be somebody else's alone, or gone meanwhile
+            facts = run_dir.settings_file(path).stat()
+            if stat.S_ISREG(facts.st_mode):
+                times[path] = facts.st_mtime
+    return sorted(times, key=times.__getitem__)
 
 
 def _progress(folder: Path) -> Row:
     """The last step of a run, its loss, and how long ago that was."""
-    lines = [line for line in run_dir.metrics(folder) if line.get("event") == "train"]
+    lines = []
+    with suppress(OSError):
+        lines = [line for line in run_dir.metrics(folder) if line.get("event") == "train"]
     if not lines:
         return {"step": "", "loss": "", "age": ""}
     last = lines[-1]

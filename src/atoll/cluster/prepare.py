@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from atoll import run_dir
 from atoll.cluster import striping
@@ -11,7 +12,7 @@ from atoll.config.bundle import read_manifest
 from atoll.config.compose import compose, overrides_parser
 from atoll.errors import UserError
 from atoll.images.check import check_image
-from atoll.settings import Run
+from atoll.settings import Run, load_run
 
 ABOUT = """\
 Where there is a network: fetch the model, its tokenizer and the data of a run, convert and tokenise
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
     run = composition.run
     check_image(run)
     atoll = atoll_outside_jobs(_seeing(run, folder))
-    _refuse_another_request(folder, composition.as_yaml())
+    _refuse_another_request(folder, run)
     run_dir.write_whole(run_dir.bundle_request(folder), composition.as_yaml())
     if code := subprocess.run([*atoll, "fetch", str(folder)]).returncode:
         return code
@@ -75,17 +76,24 @@ def verify(folder: Path) -> int:
     return 0
 
 
+def _asked(run: Run) -> dict[str, Any]:
+    return run.model_dump(mode="json", exclude={"folders", "image", "facility"})
+
+
 def _advise(advice: str) -> None:
     if advice:
         print(advice)
 
 
-def _refuse_another_request(folder: Path, text: str) -> None:
-    """One bundle is of one run: another's files would be mixed into it."""
+def _refuse_another_request(folder: Path, run: Run) -> None:
+    """One bundle is of one run: another's files would be mixed into it.
+
+    Where it is made, and in which image, may be another: caches appear, an image is built anew.
+    """
     path = run_dir.bundle_request(folder)
     if folder.exists() and any(folder.iterdir()) and not path.is_file():
         raise UserError(f"{folder} holds other things", "give a new folder: --into BUNDLE")
-    if path.is_file() and path.read_text() != text:
+    if path.is_file() and _asked(load_run(path)) != _asked(run):
         raise UserError(
             f"{folder} was begun with other settings (see {path})",
             "give another folder, or delete this one",

@@ -10,6 +10,7 @@ from atoll import run_dir
 from atoll.cluster.goodput import goodput
 from atoll.errors import UserError
 from atoll.plan.prediction import QUANTITIES, Quantity
+from atoll.proof.accounting import steps_counted
 from atoll.settings import Run, load_run
 from atoll.tables import table
 
@@ -89,8 +90,10 @@ def _whole_run(lines: Sequence[dict[str, Any]], columns: Mapping[str, float]) ->
         at = line["step"]
     if held := sum(seconds for name, seconds in columns.items() if name != "queue"):
         figures["node_hours"] = held / 3600
-    joules = [line["device_joules"] for line in _of(lines, "energy")]
-    if joules and None not in joules:
+    known = _of(lines, "energy")
+    joules = [line["device_joules"] for line in known]
+    own = at - _of(lines, "start")[0].get("step", 0)
+    if joules and None not in joules and steps_counted(known) >= own:
         figures["device_kwh"] = sum(joules) / 3.6e6
     return figures
 

@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from atoll import run_dir
@@ -163,7 +164,8 @@ def _predict_and_ask(
     """Say what a run will take, and ask where it takes much; the seconds that it may wait."""
     text, wait, hours_left = "" if here else before_queue.line(run), None, None
     if text:
-        learn(run)
+        with suppress(OSError):  # a clone of somebody else, or a full home: the job counts
+            learn(run)
         text = before_queue.line(run)
     if text and not runs_here(run, here):
         begin = None

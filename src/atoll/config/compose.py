@@ -298,7 +298,7 @@ def known_shape(run: Run) -> Shape:
 
 def _planned(overrides: list[str], tree: Path, clone: Path | None) -> Composition:
     """The run with the strategy that the planner chooses for it."""
-    run = as_computed_here(compose(overrides, tree).run)
+    run = as_computed_here(compose(overrides, tree, clone).run)
     best = best_layout(run, known_shape(run), shardings(tree), rates(run), overrides)
     return compose([*overrides, *best.overrides], tree, clone)
 

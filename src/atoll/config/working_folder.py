@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import shutil
+import site
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,8 +120,17 @@ def _point_to_environment(folder: Path) -> None:
     python = folder / ".venv" / "bin" / "python"
     if (folder / ".venv" / "pyvenv.cfg").exists():
         return
-    run_dir.write_whole(python, f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    begin = f"#!/bin/sh\n{_own_site()}"
+    run_dir.write_whole(python, f'{begin}exec {shlex.quote(sys.executable)} "$@"\n')
     python.chmod(0o755)
+
+
+def _own_site() -> str:
+    """A line for where pip installed atoll for its user alone, whose packages -I leaves out."""
+    if not PACKAGE.is_relative_to(Path(site.getusersitepackages()).resolve()):
+        return ""
+    isolated = "-E -P" if sys.version_info >= (3, 11) else "-E"
+    return f'[ "$1" != -I ] || {{ shift; set -- {isolated} "$@"; }}\n'
 
 
 def _is_source(folder: Path) -> bool:

@@ -50,13 +50,14 @@ def preparing(run: Run, folder: Path, log: Log) -> Steps:
             raise
         log(f"tokens are ready: {folder}; their text is out of reach: {error.found}")
         return
+    identity = _identity(run, sources)
+    if _is_ready(folder, identity, log):  # nothing is written: the folder may be a colleague's
+        return
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, log):
-        identity = _identity(run, sources)
-        plan = _interrupted_plan(folder, identity)
-        if plan is not None and _is_whole(folder):
-            log(f"tokens are ready: {folder}")
+        if _is_ready(folder, identity, log):
             return
+        plan = _interrupted_plan(folder, identity)
         refusals.refuse_other_text(run, identity["input_fingerprints"])
         start_server()
         _say_layouts(sources, log)
@@ -162,6 +163,13 @@ def _identity(run: Run, sources: list[SplitCorpus]) -> dict[str, Any]:
         "input_fingerprints": input_fingerprints(sources),
         "tokenizer_fingerprint": vocabulary.fingerprint(run),
     }
+
+
+def _is_ready(folder: Path, identity: dict[str, Any], log: Log) -> bool:
+    is_ready = _interrupted_plan(folder, identity) is not None and _is_whole(folder)
+    if is_ready:
+        log(f"tokens are ready: {folder}")
+    return is_ready
 
 
 def _is_whole(folder: Path) -> bool:
@@ -348,6 +356,7 @@ def locked(folder: Path, log: Log) -> Iterator[None]:
     with (folder / ".lock").open("ab") as file:
         try:
             _lock(file.fileno(), folder, log)
+            folder.mkdir(parents=True, exist_ok=True)  # whoever had it may have left nothing
             shard_writer.remove_partial_files(folder)
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):

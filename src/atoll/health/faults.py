@@ -41,6 +41,13 @@ def faults(run_folder: Path) -> list[Fault]:
     return [Fault(**record) for record in run_dir.records(run_dir.faults_file(run_folder))]
 
 
+def faults_since(run_folder: Path, known_lines: int) -> list[Fault]:
+    """Those behind so many lines of the file, as `grep -c` counts them: cut short or whole."""
+    file = run_dir.faults_file(run_folder)
+    lines = file.read_bytes().splitlines()[known_lines:] if file.is_file() else []
+    return [Fault(**record) for record in run_dir.whole_records(lines)]
+
+
 def add_fault(run_folder: Path, fault: Fault) -> None:
     """Write one more fault down, one without a time as of now; several nodes may do so at once."""
     record = asdict(fault) | {"time": fault.time or round(time.time(), 3)}

@@ -18,7 +18,7 @@ from atoll.commands import CommandParser
 from atoll.errors import UserError
 from atoll.health import judge
 from atoll.health.exclusions import Exclusion, exclude, excluded
-from atoll.health.faults import Fault, add_fault, faults, in_a_line
+from atoll.health.faults import Fault, add_fault, faults_since, in_a_line
 from atoll.health.node_record import newest_start, read_nodes
 from atoll.health.restarts import add_restart, restarts
 from atoll.settings import load_run
@@ -107,12 +107,12 @@ def _answer(asked: argparse.Namespace) -> str:
     folder, down = asked.run, dict(word.split("=", 1) for word in asked.down)
     run = load_run(run_dir.settings_file(folder))
     judge.main([str(folder)])  # where the launcher ended the watchers before there was a verdict
-    if any(fault.blame in ("code", "data") for fault in faults(folder)[asked.known_faults :]):
+    if any(fault.blame in ("code", "data") for fault in faults_since(folder, asked.known_faults)):
         # a node that is slow to answer is no cause beside one
         down = {node: state for node, state in down.items() if state.startswith(("down", "fail"))}
     _add_down_nodes(folder, _with_ranks(folder, down), asked.job)
     step = max(run_dir.complete_checkpoints(folder), default=0)
-    start = Start(asked.began, step, faults(folder)[asked.known_faults :])
+    start = Start(asked.began, step, faults_since(folder, asked.known_faults))
     decision = decide(run.restart, start, restarts(folder))
     if not decision.again:
         if start.faults:

@@ -73,8 +73,9 @@ def tell(run_folder: Path, fault: Fault) -> None:
 
 
 def job_of(run_folder: Path) -> str:
-    """The job that holds the run, as its lease says."""
+    """The job that holds the run, as its lease says; empty: it cannot be read now."""
     folder = run_dir.lease_folder(run_folder)
-    numbers = lease_numbers(folder)
-    words = (folder / str(max(numbers))).read_text().split() if numbers else []
+    words: list[str] = []
+    with suppress(OSError):  # a fault counts without it
+        words = (folder / str(max(lease_numbers(folder), default=0))).read_text().split()
     return words[1] if len(words) > 1 else ""

@@ -156,11 +156,11 @@ def saving_seconds(
 ) -> float | None:
     """For which training waits to write: the last checkpoint, and the export behind it.
 
-    Of those before, what the steps up to the next do not hide. All nodes write at once.
+    Of those before, what the steps up to the next do not hide. All nodes with ranks write at once.
     """
     if steps_taken(run) is None or step_seconds is None or file_write_gb_s is None:
         return None
-    rate, every = file_write_gb_s * 1e9 * run.job_nodes, run.checkpoint.every_steps
+    rate, every = file_write_gb_s * 1e9 * run.nodes, run.checkpoint.every_steps
     save = checkpoint_bytes(run, shape) / rate
     shown = 0.0
     if every != "auto":  # whose saves are whole before the next begins

@@ -281,7 +281,7 @@ def _energy(run: RunMetrics) -> Rows:
                 "run": run.name,
                 "of": part,
                 "kWh": f"{energy / 3.6e6:.4g}",
-                "J per token": f"{energy / tokens:.3g}",
+                "J per token": f"{energy / tokens:.3g}" if tokens else "",
                 "how": source if of_all else f"{source}, of {steps:,} of {own:,} steps",
             }
         )

@@ -7,7 +7,7 @@ GPU a step later, so that nobody waits for it.
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -256,6 +256,9 @@ def note(
         rank=trouble.rank,
         step=trouble.step,
         phase="optimizer",
-        job=job_of(folder),
     )
-    run_on_all_ranks(world, lambda: add_fault(folder, fault) if world.rank == 0 else None)
+
+    def write() -> None:
+        add_fault(folder, replace(fault, job=job_of(folder)))
+
+    run_on_all_ranks(world, lambda: write() if world.rank == 0 else None)

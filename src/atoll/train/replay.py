@@ -205,8 +205,9 @@ def check_copies(train_state: TrainState, state: dict[str, Tensor], step: int) -
     if world.size == 1:
         return
     copied = copies(train_state, state)
-    name = next((name for group in copied for name in differing(*group, world.device)), None)
-    if not any_rank(world, name is not None):
+    # of all groups on every rank: one that left early would be waited for in the next
+    names = [name for group in copied for name in differing(*group, world.device)]
+    if not any_rank(world, bool(names)):
         return
     digests = {
         (name, where(tensor)): int(digest(tensor))
@@ -307,9 +308,12 @@ def refuse(train_state: TrainState, step: int, findings: list[Finding], what: st
         device=first.device if len(wrong) == 1 else "",
         step=step,
         phase="compute",
-        job=job_of(folder),
     )
-    run_on_all_ranks(world, lambda: add_fault(folder, fault) if world.rank == 0 else None)
+
+    def write() -> None:
+        add_fault(folder, replace(fault, job=job_of(folder)))
+
+    run_on_all_ranks(world, lambda: write() if world.rank == 0 else None)
     raise SharedError(
         f"step {step}: corrupted on {', '.join(nodes)}, rank {ranks}: {evidence}",
         "nothing was saved of it: submit the same line again without that node, "
