@@ -59,6 +59,16 @@ def test_one_job_that_pbs_knows_no_more_hides_no_other(scheduler, tmp_path):
     assert answers["9.host"].code == "F" and answers["7.host"].code == ""
 
 
+def test_a_cancelled_pbs_job_is_called_so(scheduler, tmp_path):
+    """Both of its shells end with 143 where they hear TERM."""
+    scheduler()
+    (tmp_path / "qstat").write_text(
+        '#!/bin/sh\n[ "$2" = -f ] && echo "    Exit_status = 143" && exit\n'
+        '[ "$1" = -x ] && echo "9.host name user 00:00 F batch"\n'
+    )
+    assert pbs_jobs(["9.host"])["9.host"].why.startswith("it was cancelled")
+
+
 CASES = [
     ("slurm", {"squeue": "9|9|PENDING|Priority"}, "queued", "waits for Priority"),
     ("slurm", {"squeue": "9|9|RUNNING|None"}, "running", "step 7 is the last one"),

@@ -41,6 +41,7 @@ PBS_EXITS = {
     "-29": "its wall time was over",
     "271": "it was cancelled: the same line again goes on from the last checkpoint",
 }
+PBS_EXITS["143"] = PBS_EXITS["271"]  # our own shells hear TERM, and end with this
 
 JobId = tuple[str, str]  # scheduler and id
 
