@@ -16,6 +16,7 @@ from typing import NoReturn
 from atoll.commands import CommandParser, close_stdin
 from atoll.errors import UserError, keep_failure
 from atoll.imports import paused_garbage_collection
+from atoll.launch.master import on_fabric
 from atoll.launch.over_ssh import follow_stdin
 from atoll.launch.placement import Placement
 from atoll.launch.preload import preload
@@ -198,7 +199,10 @@ def _call_forked(
 def _become_torchrun(placement: Placement, arguments: argparse.Namespace) -> NoReturn:
     """Hand this node's ranks to the agent of torch, which calls `atoll launch` for each."""
     _check_one_task_per_node(placement, f"--torchrun {arguments.torchrun}")
-    port = placement.master_port
+    port, suffix = placement.master_port, arguments.address_suffix
+    # torch does not know a machine by its name on a faster network
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    is_apart = suffix and placement.node_count > 1
     argv = [
         *(sys.executable, "-m", "torch.distributed.run"),
         f"--nnodes={placement.node_count}",
@@ -206,6 +210,8 @@ def _become_torchrun(placement: Placement, arguments: argparse.Namespace) -> NoR
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={placement.master_address}:{port}",
         f"--rdzv-id={port}",
+        f"--rdzv-conf=is_host={int(placement.node_rank == 0)}",
+        *([f"--local-addr={on_fabric(name, suffix)}"] if is_apart else []),
         *("-m", "atoll", "launch"),
         *(f"--task-folder={folder}" for folder in arguments.task_folder),
         *(str(arguments.run_folder), arguments.entrypoint),
