@@ -52,17 +52,21 @@ def main(argv: list[str]) -> int:
 
 
 def threads_per_rank(
-    placement: Placement, core_count: int, node_cores: int, cpus_per_task: str | None = None
+    placement: Placement,
+    core_count: int,
+    node_cores: int,
+    cpus_per_task: str | None = None,
+    bound: bool = False,
 ) -> int:
     """Share the cores this process may use among the ranks that use the same ones.
 
     A Slurm step that was given `--cpus-per-task` has bound each task to cores of its own. So has
-    PALS with `--cpu-bind`: seen where all ranks of the node find room beside each other.
+    an mpiexec that was told to (`bound`), where all ranks of the node find room beside each other.
     """
     ranks = placement.local_world_size
     if placement.source == "slurm" and cpus_per_task:
         return max(1, min(core_count, int(cpus_per_task)))
-    if placement.source == "pals" and core_count * ranks <= node_cores:
+    if placement.source == "pals" and bound and core_count * ranks <= node_cores:
         return core_count
     return max(1, core_count // ranks)
 
@@ -97,6 +101,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         default=[],
         metavar="VARIABLE=FOLDER",
         help="make a folder of this rank's own there, and name it in the variable",
+    )
+    parser.add_argument(
+        "--bound", action="store_true", help="mpiexec has bound each task to cores of its own"
     )
     parser.add_argument(
         "--follow-stdin", action="store_true", help="signals come by stdin, and the end by its end"
@@ -137,7 +144,7 @@ def with_port(placement: Placement) -> Iterator[Placement]:
 
 
 def _call_in_place(placement: Placement, arguments: argparse.Namespace) -> int:
-    _enter(placement, arguments.task_folder)
+    _enter(placement, arguments.task_folder, arguments.bound)
     with paused_garbage_collection():
         entrypoint = _function(_import(arguments.entrypoint), arguments.entrypoint)
     return int(entrypoint(arguments.run_folder, placement) or 0)
@@ -248,12 +255,13 @@ def _make_task_folders(placement: Placement, task_folders: Sequence[str]) -> Non
         os.environ[variable] = str(own)
 
 
-def _enter(placement: Placement, task_folders: Sequence[str]) -> None:
+def _enter(placement: Placement, task_folders: Sequence[str], bound: bool = False) -> None:
     """Put the placement where torch looks for it; nothing else writes the ranks' environment."""
     os.environ.update(placement.environment())
     _make_task_folders(placement, task_folders)
     own, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    threads = threads_per_rank(placement, own, all_cores, os.environ.get("SLURM_CPUS_PER_TASK"))
+    cpus_per_task = os.environ.get("SLURM_CPUS_PER_TASK")
+    threads = threads_per_rank(placement, own, all_cores, cpus_per_task, bound)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
