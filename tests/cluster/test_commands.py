@@ -13,7 +13,7 @@ from atoll import run_dir
 from atoll.cluster import submit
 from atoll.cluster.container import container_prefix
 from atoll.cluster.job_script import launch_script
-from atoll.cluster.launchers import LAUNCHERS, TASKS_PER_NODE, launch_step
+from atoll.cluster.launchers import LAUNCHERS, TASKS_PER_NODE, launch_step, on_each_rank
 from atoll.cluster.pbs import qsub_argv
 from atoll.cluster.slurm import as_words, sbatch_argv, sbatch_exports
 from atoll.cluster.slurm import requeue_function as requeue_on_slurm
@@ -105,6 +105,25 @@ def test_the_commands_of_a_slurm_cluster(composed):
         "facility.port=3442",
     ).run
     assert submit.dry_run(run) == GENERIC_SLURM
+
+
+@pytest.mark.parametrize(
+    ("binding", "is_bound"),
+    [
+        ("'--cpu-bind',cores", True),
+        ("'--cpu-bind=list:0-7:8-15'", True),
+        ("'-bind-to',core", True),
+        ("'--bind-to',none", False),
+        ("'--cpu-bind=none'", False),
+        ("'--depth=8'", False),
+    ],
+)
+def test_ranks_of_mpiexec_hear_whether_they_are_bound(binding, is_bound, composed):
+    words = (*SLURM, *NODES, "launcher=mpiexec")
+    for key in ("step", "task_binding"):
+        run = composed(*words, f"facility.{key}=[{binding}]").run
+        assert ("--bound" in launch_step(run, RUN)) == is_bound
+        assert ("--bound" in on_each_rank(run, "scores", ["x"])) == is_bound
 
 
 def test_inside_a_job_nothing_is_queued(composed):

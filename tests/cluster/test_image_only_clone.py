@@ -168,6 +168,24 @@ def test_commands_need_no_environment(words, clone):
     assert clone.called() == []
 
 
+def test_a_clone_that_no_bind_can_name_is_refused(clone, tmp_path):
+    odd = clone.root.rename(tmp_path / "a,clone")
+    clone.root.symlink_to(odd)
+    done = command(clone, "compose", "facility=laptop", "image=cpu")
+    assert done.returncode == 2 and done.stdout == ""
+    found, hint = done.stderr.splitlines()
+    assert found.startswith(f"atoll: {clone.root}: a comma, : or ^ in its name")
+    assert "another name" in hint
+
+
+def test_a_folder_that_no_bind_can_name_is_not_bound(clone, tmp_path):
+    (tmp_path / "a,b").mkdir()
+    done = command(clone, "status", str(tmp_path / "a,b"))
+    assert done.stderr.startswith(f"atoll: no run at {tmp_path}/a,b")
+    assert "--bind" in (log := (tmp_path / "apptainer.log").read_text())
+    assert not any("a,b" in bind for bind in re.findall(r"--bind (\S+)", log))
+
+
 def test_status_asks_the_machine_s_own_scheduler(clone):
     clone.add_program("squeue", "4711|4711|RUNNING|None")
     clone.add_program("sacct", "")

@@ -33,14 +33,15 @@ def run_folder(composed, here):
 
 @pytest.fixture
 def scheduler(tmp_path, monkeypatch):
-    """Say what the scheduler's programs print; a program without words fails."""
+    """Say what the scheduler's programs print; one without words fails: qstat knows no such job."""
 
     def say(**programs: str) -> None:
         for name in ("squeue", "sacct", "qstat"):
             path = tmp_path / name
             words = programs.get(name)
+            fails = "echo 'qstat: Unknown Job Id' >&2; exit 153" if name == "qstat" else "exit 1"
             path.write_text(
-                f"#!/bin/sh\nprintf '%s\\n' '{words}'\n" if words else "#!/bin/sh\nexit 1\n"
+                f"#!/bin/sh\nprintf '%s\\n' '{words}'\n" if words else f"#!/bin/sh\n{fails}\n"
             )
             path.chmod(path.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("PATH", str(tmp_path))
@@ -57,6 +58,38 @@ def test_one_job_that_pbs_knows_no_more_hides_no_other(scheduler, tmp_path):
     )
     answers = pbs_jobs(["7.host", "9.host"])
     assert answers["9.host"].code == "F" and answers["7.host"].code == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "state"),
+    [
+        ("qstat: Batch protocol error", 183, "unknown"),  # pbs_errno & 255
+        ("qstat: Invalid credential", 171, "unknown"),
+        ("cannot connect to server host (errno=15010)", 2, "unknown"),
+        ("qstat: Unknown Job Id 19.host", 1, "unknown"),  # another one
+        ("qstat: Unknown Job Id 9.host", 1, "failed"),
+        ("qstat: 9.host Job has finished, use -x or -H", 1, "failed"),
+        ("qstat: no such job, in a site's words", 153, "failed"),
+        ("qstat: no such job, in a site's words", 35, "failed"),
+    ],
+)
+def test_a_pbs_that_does_not_answer_has_not_ended_a_job(words, code, state, scheduler, tmp_path):
+    """A campaign would submit it again, beside the one that runs."""
+    scheduler()
+    (tmp_path / "qstat").write_text(f"#!/bin/sh\necho \"{words}\" >&2\nexit {code}\n")
+    answer = pbs_jobs(["9.host"])["9.host"]
+    assert answer.state == state
+    assert state == "failed" or answer.why == words
+
+
+def test_a_cancelled_pbs_job_is_called_so(scheduler, tmp_path):
+    """Both of its shells end with 143 where they hear TERM."""
+    scheduler()
+    (tmp_path / "qstat").write_text(
+        '#!/bin/sh\n[ "$2" = -f ] && echo "    Exit_status = 143" && exit\n'
+        '[ "$1" = -x ] && echo "9.host name user 00:00 F batch"\n'
+    )
+    assert pbs_jobs(["9.host"])["9.host"].why.startswith("it was cancelled")
 
 
 CASES = [

@@ -38,6 +38,22 @@ def test_a_bind_beside_or_below_it_is_not(bind, composed):
     assert composed(*LINE, f"facility.binds=['{bind}']").run.facility.binds == [bind]
 
 
+@pytest.mark.parametrize("name", ["a:b", "a,b", "a^b", "a b"])
+def test_a_folder_that_no_bind_can_name_is_refused(name, composed, tmp_path):
+    """The container would not start in the job: FATAL, after hours in the queue."""
+    (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(name)
+    for folder in (tmp_path / name, tmp_path / "link"):
+        words = (*LINE, f"folders.prepared='{folder}'")
+        if name == "a b":
+            assert str(tmp_path / name) in binds(composed(*words).run)
+            continue
+        with pytest.raises(UserError, match=r"in its name, where apptainer's --bind") as caught:
+            composed(*words)
+        assert caught.value.found.startswith(f"{folder}: {name[1]} in its name")
+        assert "another name" in caught.value.hint
+
+
 def test_a_run_s_own_folders_are_binds_too(composed):
     with pytest.raises(UserError, match="bind /usr hides /usr of image=cuda"):
         composed(*LINE, "data=text_files", "data.files=/usr/words.txt")

@@ -372,3 +372,32 @@ def test_bad_arguments(arguments: list[str], found: str, tmp_path: Path) -> None
     assert exit_code == 2
     assert len(errors.splitlines()) == 2
     assert found in errors
+
+
+@pytest.mark.parametrize(("task", "is_host"), [(0, 1), (1, 0)])
+def test_torchrun_meets_on_a_faster_network(
+    task: int, is_host: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch knows no machine by its name there: without is_host each agent waits for another."""
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_PROCID": str(task),
+        "SLURM_LOCALID": "0",
+        "SLURMD_NODENAME": f"n{task + 1}",
+    }
+    for name in filter(SET_BY_OTHERS.match, list(os.environ)):
+        monkeypatch.delenv(name)
+    for name, text in step.items():
+        monkeypatch.setenv(name, text)
+    became: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, argv: became.append(argv))
+    monkeypatch.setattr("atoll.launch.command.close_stdin", lambda: None)
+    main(["--torchrun", "2", "--address-suffix=i", str(tmp_path)])
+    [argv] = became
+    assert f"--rdzv-conf=is_host={is_host}" in argv
+    assert f"--local-addr=n{task + 1}i" in argv
+    assert any(word.startswith("--rdzv-endpoint=n1i:") for word in argv)

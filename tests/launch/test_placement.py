@@ -311,10 +311,17 @@ def test_threads_are_shared_among_the_ranks_of_a_node() -> None:
 
 def test_ranks_that_mpiexec_bound_to_cores_of_their_own_share_none() -> None:
     """Polaris: --cpu-bind list:24-31:16-23:8-15:0-7 on 64 hardware threads."""
-    bound = Placement(0, 4, 0, 4, 0, 1, "127.0.0.1", 1, "pals")
-    assert threads_per_rank(bound, 8, 64) == 8
-    assert threads_per_rank(bound, 64, 64) == 16
-    assert threads_per_rank(bound, 2, 2) == 1
+    place = Placement(0, 4, 0, 4, 0, 1, "127.0.0.1", 1, "pals")
+    assert threads_per_rank(place, 8, 64, bound=True) == 8
+    assert threads_per_rank(place, 64, 64, bound=True) == 16
+    assert threads_per_rank(place, 2, 2, bound=True) == 1
+
+
+def test_ranks_of_mpiexec_in_a_part_of_a_node_share_its_cores() -> None:
+    """Without --cpu-bind both may use all 32 cores of the job, which are few of the node's."""
+    place = Placement(0, 2, 0, 2, 0, 1, "127.0.0.1", 1, "pals")
+    assert threads_per_rank(place, 32, 128) == 16
+    assert threads_per_rank(place, 32, 128, bound=True) == 32
 
 
 def proxied(**other: str) -> dict[str, str]:

@@ -1,10 +1,11 @@
 """What the schedulers say of jobs: one question for all of them, every state with a name."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from atoll.cluster.scheduler import answer_lines
-from atoll.commands import MISSING, run_command
+from atoll.commands import MISSING, Finished, run_command
 
 # ours -> Slurm's states (squeue's manual, JOB STATE CODES)
 SLURM_STATES = {
@@ -41,6 +42,10 @@ PBS_EXITS = {
     "-29": "its wall time was over",
     "271": "it was cancelled: the same line again goes on from the last checkpoint",
 }
+PBS_EXITS["143"] = PBS_EXITS["271"]  # our own shells hear TERM, and end with this
+# qstat of a job that PBS knows no more; its exit code is the low byte of pbs_errno
+GONE = re.compile(r"unknown job|has finished|invalid job id", re.IGNORECASE)
+GONE_CODES = (153, 35)  # PBSE_UNKJOBID, PBSE_HISTJOBID
 
 JobId = tuple[str, str]  # scheduler and id
 
@@ -104,12 +109,24 @@ def pbs_jobs(ids: Sequence[str]) -> dict[str, Job]:
     done = run_command(["qstat", *ids])
     if done.returncode == MISSING or "onnect" in done.stderr:
         return {job: Job("unknown", done.last_line) for job in ids}
-    letters = _letters(done.stdout.splitlines())
+    letters, calls = _letters(done.stdout.splitlines()), [done]
     ended = [job for job in ids if _number(job) not in letters]
     if ended:
         # it fails where it knows one of them no more, and tells of the others
-        letters |= _letters(run_command(["qstat", "-x", *ended]).stdout.splitlines())
-    return {job: _pbs_job(job, letters.get(_number(job))) for job in ids}
+        calls.append(run_command(["qstat", "-x", *ended]))
+        letters |= _letters(calls[-1].stdout.splitlines())
+    answers = {job: _pbs_job(job, letters.get(_number(job))) for job in ids}
+    # any other failure of qstat says nothing of a job: it may run
+    unsaid = [job for job in ended if _number(job) not in letters]
+    unsaid = [job for job in unsaid if not any(_is_gone(job, call) for call in calls)]
+    return answers | {job: Job("unknown", calls[-1].last_line) for job in unsaid}
+
+
+def _is_gone(job: str, done: Finished) -> bool:
+    """Whether qstat says that PBS knows a job no more: by its words, else by its exit code."""
+    lines = [line for line in done.stderr.splitlines() if GONE.search(line)]
+    named = [_number(word) for line in lines for word in line.split() if word[0].isdigit()]
+    return _number(job) in named if named else done.returncode in GONE_CODES
 
 
 def _pbs_job(job: str, letter: str | None) -> Job:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from atoll.cluster.container import container_prefix
@@ -35,7 +36,7 @@ def on_each_rank(run: Run, name: str, words: list[str]) -> list[str]:
     if run.facility.scheduler == "none":
         return [*command, f"--local-ranks={run.ranks_per_node}", *words]
     if run.launcher.name == "mpiexec":
-        return [*_mpiexec(run), *command, *words]
+        return [*_mpiexec(run), *command, *_bound(run), *words]
     static = run.launcher.model_copy(update={"name": "static"})
     return [*_srun(run.model_copy(update={"launcher": static})), *command, *words]
 
@@ -59,7 +60,8 @@ def torchrun(run: Run, run_folder: Path) -> list[str]:
 
 def mpiexec(run: Run, run_folder: Path) -> list[str]:
     """One task per device, as MPICH's and PALS's `mpiexec` start them."""
-    return [*_mpiexec(run), *_launch(run, run_folder)]
+    *task, folder = _launch(run, run_folder)
+    return [*_mpiexec(run), *task, *_bound(run), folder]
 
 
 def ssh(run: Run, run_folder: Path) -> list[str]:
@@ -90,6 +92,7 @@ TASKS_PER_NODE: dict[str, Callable[[Run], int]] = {
     "mpiexec": lambda run: run.ranks_per_node,
     "ssh": lambda run: 1,
 }
+BINDING = ("--cpu-bind", "-bind-to", "--bind-to")  # of PALS and Hydra
 SAFE_PATH = "PYTHONSAFEPATH"  # Python's own: `-m` does not import from the working folder
 # The hub's libraries ask the network before they look beside them, and wait for its answer.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -114,6 +117,16 @@ def atoll_command(run: Run) -> list[str]:
 def _mpiexec(run: Run) -> list[str]:
     counts = ["-n", str(run.world_size), "--ppn", str(run.ranks_per_node)]
     return ["mpiexec", *counts, *run.facility.step, *run.facility.task_binding]
+
+
+def _bound(run: Run) -> list[str]:
+    """Tell a task of mpiexec that it has cores of its own: no variable of PMI says so."""
+    words = [*run.facility.step, *run.facility.task_binding]
+    for word, following in pairwise([*words, ""]):
+        option, _, value = word.partition("=")
+        if option in BINDING and (value or following) != "none":
+            return ["--bound"]
+    return []
 
 
 def _srun(run: Run) -> list[str]:

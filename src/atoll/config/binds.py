@@ -14,6 +14,8 @@ FABRIC = "/opt/atoll/fabric"  # 0 to 3 stand first in every image's LD_LIBRARY_P
 # What every image keeps its programs and ours in; `image.needs` adds what its base has elsewhere.
 NEEDED = ("/opt/atoll", "/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/.singularity.d")
 
+SPLITS = ",:^"  # where apptainer's --bind begins another bind, a target, or another word
+
 
 def binds(run: Run) -> list[str]:
     """The facility's mounts, then the folders of the run itself, links followed."""
@@ -69,6 +71,14 @@ def check_binds(run: Run) -> None:
     """Refuse a mount over a folder that the image needs: what lies below it is hidden."""
     if run.image.file is None:
         return
+    for path in own_folders(run):
+        odd = sorted(set(SPLITS) & {*str(path), *os.path.realpath(path)})
+        if odd:
+            raise UserError(
+                f"{path}: {' '.join(odd)} in its name, where apptainer's --bind begins another "
+                "word",
+                "give the folder another name; a link does not help",
+            )
     for bind in binds(run):
         inside = _inside(bind)
         hidden = [path for path in (*NEEDED, *run.image.needs) if _covers(inside, path)]

@@ -16,6 +16,7 @@ from typing import NoReturn
 from atoll.commands import CommandParser, close_stdin
 from atoll.errors import UserError, keep_failure
 from atoll.imports import paused_garbage_collection
+from atoll.launch.master import on_fabric
 from atoll.launch.over_ssh import follow_stdin
 from atoll.launch.placement import Placement
 from atoll.launch.preload import preload
@@ -51,17 +52,21 @@ def main(argv: list[str]) -> int:
 
 
 def threads_per_rank(
-    placement: Placement, core_count: int, node_cores: int, cpus_per_task: str | None = None
+    placement: Placement,
+    core_count: int,
+    node_cores: int,
+    cpus_per_task: str | None = None,
+    bound: bool = False,
 ) -> int:
     """Share the cores this process may use among the ranks that use the same ones.
 
     A Slurm step that was given `--cpus-per-task` has bound each task to cores of its own. So has
-    PALS with `--cpu-bind`: seen where all ranks of the node find room beside each other.
+    an mpiexec that was told to (`bound`), where all ranks of the node find room beside each other.
     """
     ranks = placement.local_world_size
     if placement.source == "slurm" and cpus_per_task:
         return max(1, min(core_count, int(cpus_per_task)))
-    if placement.source == "pals" and core_count * ranks <= node_cores:
+    if placement.source == "pals" and bound and core_count * ranks <= node_cores:
         return core_count
     return max(1, core_count // ranks)
 
@@ -96,6 +101,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         default=[],
         metavar="VARIABLE=FOLDER",
         help="make a folder of this rank's own there, and name it in the variable",
+    )
+    parser.add_argument(
+        "--bound", action="store_true", help="mpiexec has bound each task to cores of its own"
     )
     parser.add_argument(
         "--follow-stdin", action="store_true", help="signals come by stdin, and the end by its end"
@@ -136,7 +144,7 @@ def with_port(placement: Placement) -> Iterator[Placement]:
 
 
 def _call_in_place(placement: Placement, arguments: argparse.Namespace) -> int:
-    _enter(placement, arguments.task_folder)
+    _enter(placement, arguments.task_folder, arguments.bound)
     with paused_garbage_collection():
         entrypoint = _function(_import(arguments.entrypoint), arguments.entrypoint)
     return int(entrypoint(arguments.run_folder, placement) or 0)
@@ -198,7 +206,10 @@ def _call_forked(
 def _become_torchrun(placement: Placement, arguments: argparse.Namespace) -> NoReturn:
     """Hand this node's ranks to the agent of torch, which calls `atoll launch` for each."""
     _check_one_task_per_node(placement, f"--torchrun {arguments.torchrun}")
-    port = placement.master_port
+    port, suffix = placement.master_port, arguments.address_suffix
+    # torch does not know a machine by its name on a faster network
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    is_apart = suffix and placement.node_count > 1
     argv = [
         *(sys.executable, "-m", "torch.distributed.run"),
         f"--nnodes={placement.node_count}",
@@ -206,6 +217,8 @@ def _become_torchrun(placement: Placement, arguments: argparse.Namespace) -> NoR
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={placement.master_address}:{port}",
         f"--rdzv-id={port}",
+        f"--rdzv-conf=is_host={int(placement.node_rank == 0)}",
+        *([f"--local-addr={on_fabric(name, suffix)}"] if is_apart else []),
         *("-m", "atoll", "launch"),
         *(f"--task-folder={folder}" for folder in arguments.task_folder),
         *(str(arguments.run_folder), arguments.entrypoint),
@@ -242,12 +255,13 @@ def _make_task_folders(placement: Placement, task_folders: Sequence[str]) -> Non
         os.environ[variable] = str(own)
 
 
-def _enter(placement: Placement, task_folders: Sequence[str]) -> None:
+def _enter(placement: Placement, task_folders: Sequence[str], bound: bool = False) -> None:
     """Put the placement where torch looks for it; nothing else writes the ranks' environment."""
     os.environ.update(placement.environment())
     _make_task_folders(placement, task_folders)
     own, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    threads = threads_per_rank(placement, own, all_cores, os.environ.get("SLURM_CPUS_PER_TASK"))
+    cpus_per_task = os.environ.get("SLURM_CPUS_PER_TASK")
+    threads = threads_per_rank(placement, own, all_cores, cpus_per_task, bound)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 

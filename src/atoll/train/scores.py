@@ -59,7 +59,7 @@ def _score(arguments: argparse.Namespace, asked: Evaluation, placement: Placemen
     logging.disable_progress_bar()
     if placement.world_size > 1:
         own, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-        torch.set_num_threads(threads_per_rank(placement, own, all_cores))
+        torch.set_num_threads(threads_per_rank(placement, own, all_cores, bound=arguments.bound))
     try:
         with beside_each_other(placement, _device(placement)) as world:
             figures = scores_of(arguments.where, asked, world, _bundled(arguments))
@@ -112,6 +112,9 @@ def _parser() -> CommandParser:
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="default: as the task says")
     parser.add_argument(
         "--local-ranks", type=int, metavar="N", help="start N ranks here; srun starts a job's"
+    )
+    parser.add_argument(
+        "--bound", action="store_true", help="mpiexec has bound each task to cores of its own"
     )
     parser.add_argument("--limit", type=int, metavar="N", help="only so many samples of each task")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: WHERE/scores.json")
