@@ -12,6 +12,7 @@ import pytest
 import small_run
 import tiny
 import torch
+from chat_templates import TEMPLATES
 from rank_pool import RankPool
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -117,6 +118,31 @@ def test_an_export_that_is_an_adapter_alone_speaks(
     assert last is not None
     cold = ["--prompt", "the reef", "--temperature", "0.01"]
     assert said(capsys, run_folder, *cold) == said(capsys, last, *cold)
+
+
+def test_an_adapter_alone_that_learned_to_chat_has_its_template(
+    ranks: RankPool, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its base writes text alone: the template and the tokenizer are the run's own."""
+    talk = [{"role": "user", "content": "the reef"}, {"role": "assistant", "content": "one wind"}]
+    (folder / "talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 40)
+    words = {"path": str(small_tokenizer(folder)), "chat_template": TEMPLATES["alpaca"]}
+    run = small_run.settings(
+        folder,
+        1,
+        name="chatting",
+        model={"name": "llama", "source": str(folder / "base"), "lora": {"rank": 4, "alpha": 8}},
+        tokenizer=words,
+        data__files=[str(folder / "talks.jsonl")],
+        data__format="chat",
+        data__sequence_tokens=64,
+        export={"merged": False},
+    )
+    run_folder = small_run.ready(run)
+    ranks.run(small_run.train_here, run, world=1)
+    assert said(capsys, run_folder, "--temperature", "0.01").startswith("user: the reef")
+    template = run_dir.export(run_folder) / "adapter" / "chat_template.jinja"
+    assert template.read_text() == TEMPLATES["alpaca"]
 
 
 def test_a_model_that_no_device_has_room_for_speaks_on_the_processors(

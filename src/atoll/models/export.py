@@ -106,15 +106,20 @@ def write_rest(
     if classifies(config) and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = _pad_id(tokenizer)
     write_config(folder, config)
-    for path in sorted(tokenizer.iterdir()):
-        foreign = path.name in ("config.json", *OWN)
-        if path.suffix in (".json", ".model", ".txt", ".jinja") and not foreign:
-            run_dir.write_whole(folder / path.name, path.read_bytes())
-    write_tokenizer_config(folder)
+    write_tokenizer(folder, tokenizer)
     if source is not None and (source / GENERATION).is_file():
         run_dir.write_whole(folder / GENERATION, (source / GENERATION).read_bytes())
     if end_ids:
         write_end_ids(folder / GENERATION, end_ids)
+
+
+def write_tokenizer(folder: Path, tokenizer: Path) -> None:
+    """What a tokenizer's folder has, beside a model or an adapter whose own files stay."""
+    for path in sorted(tokenizer.iterdir()):
+        foreign = path.name in ("config.json", "adapter_config.json", *OWN)
+        if path.suffix in (".json", ".model", ".txt", ".jinja") and not foreign:
+            run_dir.write_whole(folder / path.name, path.read_bytes())
+    write_tokenizer_config(folder)
 
 
 def _pad_id(tokenizer: Path) -> int | None:

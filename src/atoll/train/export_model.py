@@ -112,13 +112,15 @@ def _refuse_other_tokenizer(train_state: TrainState) -> None:
 
 
 def _write_adapter_alone(train_state: TrainState, final: Path, proven: bool) -> None:
-    """The adapter's folder below the export's, and nothing of the model that stays."""
+    """The adapter's folder below the export's, with its tokenizer: nothing of what stays."""
     world, head = train_state.world, new_head(train_state.config)
     adapter = gathered_adapter(parameters_of(train_state), head)  # by all ranks
 
     def write() -> None:
+        _refuse_other_tokenizer(train_state)
         partial = export.start(final)
         write_adapter(partial / "adapter", train_state.run.model, adapter, head)
+        export.write_tokenizer(partial / "adapter", train_state.tokenizer)
         if proven:
             _prove(train_state, final, partial, [])
         export.publish(partial, final)
