@@ -172,7 +172,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[[Any], Call
         state.scored_tasks, state.run_folder, state.heartbeat = (), folder / "scoring", beat
         nothing: Any = None
         calls = {
-            "run": lambda: run_scores.run_scores(state),
+            "run": lambda: run_scores.run_scores(state, 0),
             "evaluate": lambda: scores.scores_of(whole, nothing, world),
         }
         return lambda which: calls[which]()
@@ -204,20 +204,14 @@ def no_room(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("which", "place", "hint"),
-    [
-        ("run", (text_generator.TextGenerator, "__new__"), "evaluation.tasks=[]"),
-        ("evaluate", (text_generator.TextGenerator, "__new__"), "CUDA_VISIBLE_DEVICES= atoll"),
-        ("evaluate", None, "CUDA_VISIBLE_DEVICES= atoll"),
-    ],
+    ("which", "hint"),
+    [("run", "evaluation.tasks=[]"), ("evaluate", "CUDA_VISIBLE_DEVICES= atoll")],
 )
 def test_scores_of_a_model_that_a_device_has_no_room_for_end_in_two_lines(
-    which: str, place: Any, hint: str, asked: Any, monkeypatch: pytest.MonkeyPatch
+    which: str, hint: str, asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it is read, or as it is asked."""
     call = asked(no_room)
-    if place is not None:
-        monkeypatch.setattr(*place, no_room)
+    monkeypatch.setattr(text_generator.TextGenerator, "__new__", no_room)
     with pytest.raises(UserError, match="no room on the device for ") as refused:
         call(which)
     assert refused.value.found.endswith("out of memory. Tried to allocate 20.00 GiB")
