@@ -87,6 +87,35 @@ MISTRAL = (
     "{% endgeneration %}{%- endif %}"
     "{%- endfor %}"
 )
+# calls and what came of them are no turns: but for them, questions and answers alternate
+MISTRAL_TOOLS = (
+    "{%- set system = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{%- set talk = messages[1:] if system else messages %}"
+    "{%- set ns = namespace(turn=0, last=0) %}"
+    "{%- for m in talk %}"
+    "{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}"
+    "{%- if m.role != 'tool' and not m.tool_calls %}"
+    "{%- if (m.role == 'user') != (ns.turn % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{%- endif %}"
+    "{%- set ns.turn = ns.turn + 1 %}{%- endif %}{%- endfor %}"
+    "{{ bos_token }}{%- for m in talk %}"
+    "{%- if m.role == 'user' %}"
+    "{%- if tools and loop.index0 == ns.last %}"
+    "{{ '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}"
+    "{{ '[INST] ' + (system + '\n\n' if system and loop.index0 == ns.last else '') + m.content "
+    "+ '[/INST]' }}"
+    "{%- elif m.tool_calls %}{% generation %}{{ '[TOOL_CALLS] [' }}"
+    "{%- for c in m.tool_calls %}"
+    "{%- if c.id | length != 9 %}{{ raise_exception('an id has 9 letters') }}{%- endif %}"
+    "{{ (c.function | tojson)[:-1] + ', \"id\": \"' + c.id + '\"}' }}"
+    "{{ '' if loop.last else ', ' }}{%- endfor %}"
+    "{{ ']' + eos_token }}{% endgeneration %}"
+    "{%- elif m.role == 'tool' %}"
+    '{{ \'[TOOL_RESULTS] {"content": \' + m.content + \', "call_id": "\' + m.tool_call_id '
+    "+ '\"}[/TOOL_RESULTS]' }}"
+    "{%- else %}{{ ' ' }}{% generation %}{{ m.content | trim + eos_token }}{% endgeneration %}"
+    "{%- endif %}{%- endfor %}"
+)
 # thoughts are prompted for, and left out of what was said before
 DEEPSEEK_R1 = (
     "{{ bos_token }}{%- for m in messages %}"
@@ -190,6 +219,7 @@ TEMPLATES = {
     "llama2": LLAMA2,
     "llama3": LLAMA3,
     "mistral": MISTRAL,
+    "mistral_tools": MISTRAL_TOOLS,
     "olmo2": _turns(
         "{{ '<|user|>\n' + m.content + '\n' }}",
         "{{ '<|assistant|>\n' }}|||{{ m.content + eos_token }}"
@@ -229,7 +259,7 @@ TEMPLATES = {
     ),
 }  # fmt: skip
 NO_SYSTEM = {"gemma2"}
-TOOLS = {"qwen2_5", "qwen3", "llama3"}
+TOOLS = {"qwen2_5", "qwen3", "llama3", "mistral_tools"}
 SPECIAL = (
     "<|im_start|>", "<|im_end|>", "<|im_sep|>", "<|eot_id|>", "<|start_header_id|>",
     "<|end_header_id|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|START|>",
@@ -250,11 +280,15 @@ TALK = [
     turn("user", "  And the wind,\n now? "),
     turn("assistant", "From the east: 5 knots.\n\n    calm"),
 ]
-CALL = {"type": "function", "function": {"name": "wind", "arguments": {"at": "reef"}}}
+CALL = {
+    "id": "a1b2c3d4e",
+    "type": "function",
+    "function": {"name": "wind", "arguments": {"at": "reef"}},
+}
 TOOL_TALK = [
     TALK[0],
     {"role": "assistant", "tool_calls": [CALL]},
-    turn("tool", '{"knots": "5"}'),
+    turn("tool", '{"knots": "5"}', tool_call_id="a1b2c3d4e"),
     TALK[1],
     *TALK[2:],
 ]

@@ -91,6 +91,16 @@ CASES = [
         "new tokens would never learn",
         "model.lora=null",
     ),
+    (
+        [
+            "model.lora.rank=8",
+            "export.merged=false",
+            "model.rope_scaling.kind=yarn",
+            "model.rope_scaling.factor=2",
+        ],
+        "export.merged=false with model.rope_scaling.kind=yarn",
+        "export.merged=true",
+    ),
     (["optimizer=muon", "sharding=deepspeed_zero3"], "optimizer=muon with sharding", "adamw"),
     (["optimizer=muon", "model.lora.rank=8"], "optimizer=muon with model.lora", "without adapters"),
     (["optimizer=adamw_8bit", "sharding=deepspeed_zero1"], "optimizer=adamw_8bit with", "adamw"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import defaults
+import families
 import pytest
 import tiny
 import torch
@@ -21,6 +22,7 @@ from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.settings import Classes, Lora, Model, Training
 
 CPU = torch.device("cpu")
+MIXTURES = ("mixtral", "qwen3_moe")
 TRAINING = Training(**defaults.group("training", global_batch_samples=1))
 
 
@@ -43,7 +45,8 @@ def filled_with_adapters(built: Any, model: Model, config: Any) -> Any:
 
 def saved(architecture: str, folder: Path, **changes: Any) -> Any:
     torch.manual_seed(7)
-    config = AutoConfig.for_model(**(tiny.CONFIGS[architecture] | changes))
+    sizes = families.config_of(architecture) if architecture in MIXTURES else None
+    config = AutoConfig.for_model(**((sizes or tiny.CONFIGS[architecture]) | changes))
     theirs = AutoModelForCausalLM.from_config(config)
     theirs.save_pretrained(folder)
     return theirs.eval()
@@ -64,7 +67,7 @@ def test_an_adapter_is_no_change_until_it_learns(tmp_path: Path, architecture: s
 @pytest.mark.parametrize(
     ("architecture", "quantisation", "alpha"),
     [
-        *((name, "none", 4.0) for name in tiny.CONFIGS),
+        *((name, "none", 4.0) for name in (*tiny.CONFIGS, *MIXTURES)),
         ("llama", "none", 8.5),
         ("llama", "nf4", 4.0),
         ("llama", "int8", 4.0),
@@ -187,11 +190,15 @@ def test_widths_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.image
-@pytest.mark.parametrize("alpha", [4.0, 8.5])
-def test_the_adapter_alone_is_loaded_by_peft(tmp_path: Path, alpha: float) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "alpha"), [("llama", 4.0), ("llama", 8.5), *((name, 4.0) for name in MIXTURES)]
+)
+def test_the_adapter_alone_is_loaded_by_peft(
+    tmp_path: Path, architecture: str, alpha: float
+) -> None:
     from peft import PeftModel
 
-    theirs = saved("llama", tmp_path / "base")
+    theirs = saved(architecture, tmp_path / "base")
     model = Model(name="x", source=str(tmp_path / "base"), lora=Lora(rank=2, alpha=alpha))
     hf = adapted(tmp_path, model)
     for name, parameter in hf.named_parameters():
@@ -201,6 +208,9 @@ def test_the_adapter_alone_is_loaded_by_peft(tmp_path: Path, alpha: float) -> No
     adapter.write_adapter(tmp_path / "adapter", model, tensors)
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings["lora_alpha"] == alpha
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    wide = {"gate_proj", "up_proj", "down_proj"} if architecture == "llama" else set()
+    assert set(settings["target_modules"]) == attention | wide
     loaded = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter")).eval()
     tokens = tiny.batch(1).tokens_BT
     with torch.no_grad():
@@ -266,6 +276,15 @@ def test_targets_that_are_not_there_are_named(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     with pytest.raises(UserError, match=r"model\.lora\.targets fits no layer"):
         adapted(tmp_path, Model(name="x", source=str(tmp_path), lora=Lora(targets=["q_prog"])))
+
+
+@pytest.mark.parametrize("targets", [["gate_proj", "up_proj", "down_proj"], ["q_proj", "gate"]])
+def test_adapters_of_experts_are_refused(tmp_path: Path, targets: list[str]) -> None:
+    """They are parameters: nothing would merge what they learn."""
+    saved("qwen3_moe", tmp_path)
+    with pytest.raises(UserError, match="names experts or a router") as refused:
+        adapted(tmp_path, Model(name="x", source=str(tmp_path), lora=Lora(targets=targets)))
+    assert "[q_proj,k_proj,v_proj,o_proj]" in refused.value.hint
 
 
 def test_a_device_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

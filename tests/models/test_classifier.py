@@ -16,7 +16,8 @@ from transformers import (
 
 from atoll.data.batch import Batch
 from atoll.models import export
-from atoll.models.build import build_model, classifier_config, weights_for
+from atoll.models.build import build_model, classifier_config, replaced_head, weights_for
+from atoll.models.classifier import head_name
 from atoll.models.weights import fill, fill_buffers, materialize
 from atoll.settings import Classes, Model, Training
 
@@ -64,7 +65,8 @@ def test_logits_and_loss(tmp_path: Path, architecture: str, labels: list[str]) -
     theirs = AutoModelForSequenceClassification.from_config(theirs_config).eval()
     theirs.save_pretrained(tmp_path)
     settings = Model(name="x", source=str(tmp_path))
-    classes = Classes(text_fields=["a", "b"], labels=labels)
+    metrics = {} if labels else {"metrics": ["pearson"]}
+    classes = Classes(text_fields=["a", "b"], labels=labels, **metrics)
     config = classifier_config(settings, classes, tiny.VOCABULARY, tiny.SEQUENCE, PAD)
     model = build_model(config, TRAINING, separator_id=SEPARATOR)
     materialize(model, torch.device("cpu"))
@@ -108,3 +110,31 @@ def test_a_model_of_text_gets_a_classifier_at_random(tmp_path: Path) -> None:
         found.append(model.hf.classifier.weight.detach())
     assert found[0].shape[0] == 3 and torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bert"])
+def test_a_head_for_another_number_of_labels_begins_anew(tmp_path: Path, architecture: str) -> None:
+    sizes = tiny.CONFIGS[architecture] | {"is_decoder": False, "pad_token_id": PAD}
+    torch.manual_seed(7)
+    theirs = AutoModelForSequenceClassification.from_config(
+        AutoConfig.for_model(**sizes, num_labels=2)
+    )
+    theirs.save_pretrained(tmp_path)
+    settings = Model(name="x", source=str(tmp_path))
+    found = {}
+    for labels in (["a", "b"], ["a", "b", "c"]):
+        classes = Classes(text_fields=["a"], labels=labels)
+        config = classifier_config(settings, classes, tiny.VOCABULARY, tiny.SEQUENCE, PAD)
+        model = build_model(config, TRAINING, separator_id=SEPARATOR)
+        materialize(model, torch.device("cpu"))
+        with weights_for(settings, config, 0) as read:
+            fill(model.hf, read)
+        found[replaced_head(settings, config)] = dict(model.hf.named_parameters())
+    said = f"the classifier of {tmp_path} has 2 labels, the data 3"
+    head, whole = head_name(architecture), dict(theirs.named_parameters())
+    for name, value in found[said].items():
+        if name.startswith(head):
+            assert value.shape[0] == 3 and value.isfinite().all()
+        else:
+            assert torch.equal(value, whole[name]), name
+    assert all(torch.equal(value, whole[name]) for name, value in found[None].items())

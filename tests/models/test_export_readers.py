@@ -46,6 +46,14 @@ def test_the_tokenizer_has_a_class_and_special_tokens_of_both(tmp_path: Path) ->
         assert read.apply_chat_template([{"content": "hm"}], tokenize=False) == "hm"
 
 
+def test_a_tokenizer_keeps_each_of_its_chat_templates(tmp_path: Path) -> None:
+    words = small_export.small_words()
+    words.chat_template = {"default": words.chat_template, "tool_use": "{{ tools | tojson }}"}
+    folder = small_export.exported(tmp_path, "llama", words)
+    for read in (AutoTokenizer.from_pretrained(folder), tokenizer_of(folder)):
+        assert read.chat_template == words.chat_template
+
+
 def tokenizer_of(folder: Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(str(folder))
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from atoll import run_dir
 from atoll.settings import Run
 from atoll.train import generate
+from atoll.train.untrained import write_untrained
 
 SIZES = tiny.CONFIGS["llama"] | {"vocab_size": 360, "max_position_embeddings": 96}
 TEMPLATE = TEMPLATES["chatml"]
@@ -123,6 +124,19 @@ def test_the_export_carries_the_template_and_where_to_stop(whole: Path) -> None:
     assert (export / "chat_template.jinja").read_text() == TEMPLATE
     ends = json.loads((export / "generation_config.json").read_text())["eos_token_id"]
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in ends and tokenizer.eos_token_id in ends
+
+
+def test_the_untrained_model_stops_where_the_trained_one_does(
+    whole: Path, folder: Path, tmp_path: Path
+) -> None:
+    """A campaign's models have what its first one says of generation."""
+    run = chat_run(folder, 2, name="whole")
+    write_untrained(run, tmp_path / "first", run_dir.prepared(run) / "tokenizer")
+    ends = [
+        json.loads((export / "generation_config.json").read_text())["eos_token_id"]
+        for export in (tmp_path / "first", run_dir.export(whole))
+    ]
+    assert ends[0] == ends[1] and len(ends[0]) == 2
 
 
 def test_a_prompt_goes_through_the_template(

@@ -74,7 +74,7 @@ def settings(folder: Path, way: str, **changes: Any) -> Run:
         "export": {"dtype": "float32"},
         "name": f"way-{way}",
     }
-    return small_run.settings(folder, WAYS[way], **values, **changes)
+    return small_run.settings(folder, WAYS[way], **values | changes)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +135,29 @@ def test_a_stopped_run_goes_on_with_the_same_losses(
     ranks.run(small_run.train_here, run)
     expected = small_run.losses(runs["full_shard"])
     assert small_run.losses(run_folder) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_head_of_another_number_of_labels_is_evaluated_by_nobody(
+    ranks: RankPool, runs: dict[str, Path], folder: Path
+) -> None:
+    """It would begin at random: that is for a run that trains."""
+    changes = {
+        "name": "third",
+        "model": {"name": "bert", "source": str(run_dir.export(runs["ddp"]))},
+        "data__classes__labels": ["same", "other", "none"],
+        "data__classes__metrics": ["accuracy", "f1"],
+        "training__epochs": None,
+    }
+    said = r"the classifier of .* has 2 labels, the data 3"
+    for steps in (0, 1):
+        run = settings(folder, "single", **changes, training__steps=steps)
+        run_folder = small_run.ready(run)
+        if steps == 0:
+            with pytest.raises(AssertionError, match=said):
+                ranks.run(small_run.train_here, run, world=1)
+        else:
+            ranks.run(small_run.train_here, run, world=1)
+            assert run_dir.export(run_folder).is_dir()
 
 
 def test_half_precision_tells_labels_beyond_256_apart(

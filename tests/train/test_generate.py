@@ -12,6 +12,7 @@ import pytest
 import small_run
 import tiny
 import torch
+from chat_templates import TEMPLATES
 from rank_pool import RankPool
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -119,6 +120,31 @@ def test_an_export_that_is_an_adapter_alone_speaks(
     assert said(capsys, run_folder, *cold) == said(capsys, last, *cold)
 
 
+def test_an_adapter_alone_that_learned_to_chat_has_its_template(
+    ranks: RankPool, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its base writes text alone: the template and the tokenizer are the run's own."""
+    talk = [{"role": "user", "content": "the reef"}, {"role": "assistant", "content": "one wind"}]
+    (folder / "talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 40)
+    words = {"path": str(small_tokenizer(folder)), "chat_template": TEMPLATES["alpaca"]}
+    run = small_run.settings(
+        folder,
+        1,
+        name="chatting",
+        model={"name": "llama", "source": str(folder / "base"), "lora": {"rank": 4, "alpha": 8}},
+        tokenizer=words,
+        data__files=[str(folder / "talks.jsonl")],
+        data__format="chat",
+        data__sequence_tokens=64,
+        export={"merged": False},
+    )
+    run_folder = small_run.ready(run)
+    ranks.run(small_run.train_here, run, world=1)
+    assert said(capsys, run_folder, "--temperature", "0.01").startswith("user: the reef")
+    template = run_dir.export(run_folder) / "adapter" / "chat_template.jinja"
+    assert template.read_text() == TEMPLATES["alpaca"]
+
+
 def test_a_model_that_no_device_has_room_for_speaks_on_the_processors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,7 +172,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[[Any], Call
         state.scored_tasks, state.run_folder, state.heartbeat = (), folder / "scoring", beat
         nothing: Any = None
         calls = {
-            "run": lambda: run_scores.run_scores(state),
+            "run": lambda: run_scores.run_scores(state, 0),
             "evaluate": lambda: scores.scores_of(whole, nothing, world),
         }
         return lambda which: calls[which]()
@@ -178,20 +204,14 @@ def no_room(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("which", "place", "hint"),
-    [
-        ("run", (text_generator.TextGenerator, "__new__"), "evaluation.tasks=[]"),
-        ("evaluate", (text_generator.TextGenerator, "__new__"), "CUDA_VISIBLE_DEVICES= atoll"),
-        ("evaluate", None, "CUDA_VISIBLE_DEVICES= atoll"),
-    ],
+    ("which", "hint"),
+    [("run", "evaluation.tasks=[]"), ("evaluate", "CUDA_VISIBLE_DEVICES= atoll")],
 )
 def test_scores_of_a_model_that_a_device_has_no_room_for_end_in_two_lines(
-    which: str, place: Any, hint: str, asked: Any, monkeypatch: pytest.MonkeyPatch
+    which: str, hint: str, asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it is read, or as it is asked."""
     call = asked(no_room)
-    if place is not None:
-        monkeypatch.setattr(*place, no_room)
+    monkeypatch.setattr(text_generator.TextGenerator, "__new__", no_room)
     with pytest.raises(UserError, match="no room on the device for ") as refused:
         call(which)
     assert refused.value.found.endswith("out of memory. Tried to allocate 20.00 GiB")

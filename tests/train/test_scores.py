@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import small_run
 import tiny
+import torch
 from rank_pool import RankPool
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -18,9 +19,10 @@ from atoll.data import harness_tasks
 from atoll.errors import UserError
 from atoll.report.run import read, run_tables
 from atoll.report.tables import number
-from atoll.settings import Evaluation
+from atoll.settings import Evaluation, Run
 from atoll.sharding.process_group import World
-from atoll.train import harness, scores
+from atoll.train import evaluate, harness, run_scores, scores
+from atoll.train.harness_model import ModelOnRanks
 
 SIZES = tiny.CONFIGS["llama"] | {"vocab_size": 300, "hidden_size": 64}
 TASK = """\
@@ -165,6 +167,58 @@ def test_a_run_scores_what_it_exports(tasks: Path, tmp_path: Path, ranks: RankPo
     value = number(expected["acc"], 4)
     row = {"run": run.name, "task": "colours", "figure": "acc", "value": value}
     assert row in run_tables([read(folder)])["Scores"]
+
+
+def no_room(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 9.")
+
+
+def train_with_little_room(world: World, run: Run) -> None:
+    """On the second rank no pass of the scored model fits beside the state of step 3."""
+    scored, fits = run_scores.run_scores, ModelOnRanks._model_call
+
+    def scored_at(train_state: Any, step: int) -> dict[str, float]:
+        full = step == 3 and world.rank == 1
+        patch.setattr(ModelOnRanks, "_model_call", no_room if full else fits)
+        return scored(train_state, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "run_scores", scored_at)
+        small_run.train_here(world, run)
+
+
+def test_a_run_goes_on_without_scores_that_a_rank_has_no_room_for(
+    tasks: Path, tmp_path: Path, ranks: RankPool
+) -> None:
+    small_run.write_text(tmp_path)
+    evaluation = {"every_steps": 3, "tasks": ["colours"], "tasks_folder": str(tasks)}
+    run = small_run.settings(tmp_path, 2, name="little", evaluation=evaluation)
+    folder = small_run.ready(run)
+    ranks.run(train_with_little_room, run, world=2)
+    evaluations = small_run.records(folder, "evaluation")
+    assert [(line["step"], "colours/acc" in line) for line in evaluations] == [
+        (0, True), (3, False), (6, True),
+    ]  # fmt: skip
+    assert (run_dir.export(folder) / "config.json").is_file()
+    assert not run_dir.scored_model(folder).exists()
+
+
+def refused_score(world: World, export: Path, asked: Evaluation) -> UserError:
+    """What a rank is told where the second one has no room for a pass."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as refused:
+        if world.rank == 1:
+            patch.setattr(ModelOnRanks, "_model_call", no_room)
+        scored(world, export, asked)
+    return refused.value
+
+
+def test_no_room_on_one_rank_ends_scores_on_all(
+    tasks: Path, tmp_path: Path, ranks: RankPool
+) -> None:
+    asked = Evaluation(every_steps=0, max_samples=None, tasks=["colours"], tasks_folder=str(tasks))
+    for error in ranks.run(refused_score, small_model(tmp_path), asked, world=2):
+        assert error.found.startswith("no room on the device for what the tasks ask: CUDA out of")
+        assert error.found.endswith("(rank 1 of 2)") and "CUDA_VISIBLE_DEVICES=" in error.hint
 
 
 @pytest.mark.full  # the harness reads its own 10,000 files

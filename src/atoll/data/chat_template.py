@@ -120,6 +120,9 @@ class ChatTemplate:
             start = len(before)
         end = len(text) - len(after)
         if start is None or not before or not text.endswith(after) or end < start:
+            calls = messages[number].get("tool_calls")
+            if calls and (call := self._call(conversation, number, text)) is not None:
+                return call
             raise UserError(
                 f"{place}: what the assistant says in turn {number + 1} cannot be told from the "
                 "rest of what the chat template writes",
@@ -129,6 +132,31 @@ class ChatTemplate:
         alone = self._attempt(Conversation(other[: number + 1], tools)) or ""
         tail = self._tail(alone.rpartition(MARK)[2], after)
         return start, self._end(text, start, end + tail)
+
+    def _call(self, conversation: Conversation, number: int, text: str) -> tuple[int, int] | None:
+        """Where a message of calls begins and ends, if it is told by what its turn adds.
+
+        Some templates take no plain answer in its place: it and what came of it give way to one.
+        """
+        messages, tools = conversation
+        before = [*messages[:number], _answer(MARK)]
+        behind = next(
+            (n for n in range(number, len(messages)) if messages[n]["role"] == "user"),
+            len(messages),
+        )
+        there, alone = (
+            (self._attempt(Conversation(talk, tools)) or "").partition(MARK)
+            for talk in ([*before, *messages[behind:]], before)
+        )
+        last = self._attempt(Conversation(messages[: number + 1], tools)) or ""
+        so_far = self._attempt(Conversation(messages[:number], tools))
+        start, begin = _in_common(there[0], text), _in_common(alone[0], last)
+        said = last[begin:]
+        # a header that calls share with answers only in part would be cut
+        is_whole = begin == len(alone[0]) or (so_far is not None and begin == len(so_far))
+        if there[1] and alone[1] and said and is_whole and text.startswith(said, start):
+            return start, self._end(text, start, start + len(said))
+        return None
 
     def _tail(self, alone: str, after: str) -> int:
         """How much of what follows an answer ends it: what follows the last answer as well.

@@ -172,7 +172,9 @@ def save(tokenizer: Any, folder: Path) -> None:
     for key in ("is_local", "local_files_only", "vocab_file"):
         tokenizer.init_kwargs.pop(key, None)
     pieces = Path(getattr(tokenizer, "vocab_file", None) or "")
-    tokenizer.save_pretrained(str(folder))
+    # several templates go by name into tokenizer_config.json: no export has their folder
+    several = isinstance(tokenizer.chat_template, dict)
+    tokenizer.save_pretrained(str(folder), **({"save_jinja_files": False} if several else {}))
     if pieces.name == PIECES and pieces.is_file():
         shutil.copyfile(pieces, folder / PIECES)
 

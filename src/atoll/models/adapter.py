@@ -48,7 +48,7 @@ def adapt(hf: Any, model: Model, compute_dtype: torch.dtype = torch.float32) -> 
         _quantise_layers(hf, model.quantisation, hf.get_submodule(head) if head else None)
     try:
         config = _peft_config(
-            model.lora, model.lora.targets, exclude_modules=[head] if head else None
+            model.lora, _targets(hf, model.lora), exclude_modules=[head] if head else None
         )
         inject_adapter_in_model(config, hf, low_cpu_mem_usage=True)
     except ValueError as error:
@@ -57,6 +57,7 @@ def adapt(hf: Any, model: Model, compute_dtype: torch.dtype = torch.float32) -> 
             "name linear layers of the model, or model.lora.targets=all-linear",
         ) from None
     _refuse_ends(hf)
+    _refuse_experts(hf)
     for module in hf.modules():
         if isinstance(module, Nf4Linear):  # peft takes its adapters' type from the weight's
             module.pack(compute_dtype)
@@ -81,6 +82,29 @@ def _refuse_ends(hf: Any) -> None:
             f"model.lora.targets names {last}, whose weight is read past its layer: an adapter "
             "beside it would learn nothing",
             f"leave {last} out of model.lora.targets",
+        )
+
+
+def _targets(hf: Any, lora: Lora) -> list[str] | str:
+    """Without what peft adds to all linear layers of a mixture: experts, which are parameters."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    if lora.targets != "all-linear":
+        return lora.targets
+    config = _peft_config(lora, lora.targets)
+    convert_peft_config_for_transformers(config, hf, None)
+    return sorted(config.target_modules) if config.target_parameters else lora.targets
+
+
+def _refuse_experts(hf: Any) -> None:
+    """Raise `UserError` for adapters beside parameters: nothing merges them, or reads them back."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    if any(isinstance(module, ParamWrapper) for module in hf.modules()):
+        raise UserError(
+            "model.lora.targets names experts or a router, which are parameters: no export could "
+            "hold their adapters",
+            "name the attention: model.lora.targets=[q_proj,k_proj,v_proj,o_proj]",
         )
 
 

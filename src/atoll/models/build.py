@@ -18,7 +18,13 @@ from atoll.models.pair_ranker import PairRanker
 from atoll.models.parts import check_family, parts_of
 from atoll.models.positions import scale_positions
 from atoll.models.source import load_config, local_folder
-from atoll.models.weights import ReadTensor, random_reader, scaled_reader, stored_reader
+from atoll.models.weights import (
+    ReadTensor,
+    random_reader,
+    scaled_reader,
+    stored_reader,
+    stored_rows,
+)
 from atoll.settings import Classes, Model, Task, Training, check_positions
 
 
@@ -138,6 +144,17 @@ def weights_for(model: Model, config: Any, seed: int) -> Iterator[ReadTensor]:
     folder = local_folder(model.source, model.revision)
     with stored_reader(folder, empty, new_head(config), random) as read:
         yield read
+
+
+def replaced_head(model: Model, config: Any) -> str | None:
+    """Of a source that gives another number of labels, a sentence: its head is not taken."""
+    head = new_head(config)
+    if head is None or model.source is None:
+        return None
+    rows = stored_rows(local_folder(model.source, model.revision), head)
+    if rows is None or rows == config.num_labels:
+        return None
+    return f"the classifier of {model.source} has {rows} labels, the data {config.num_labels}"
 
 
 def skeleton(config: Any) -> Any:

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from atoll import run_dir
+from atoll.data.chat_template import turn_end_id
 from atoll.models.adapter import full_tensor
 from atoll.models.classifier import classifies
 from atoll.models.export_config import write_config, write_end_ids, write_tokenizer_config
 from atoll.models.safetensor_files import file_name, write_index, write_tensors
 from atoll.proof.statement import OWN
+from atoll.settings import Run
 
 Pieces = list[list[str]]
 GENERATION = "generation_config.json"
@@ -106,15 +108,31 @@ def write_rest(
     if classifies(config) and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = _pad_id(tokenizer)
     write_config(folder, config)
-    for path in sorted(tokenizer.iterdir()):
-        foreign = path.name in ("config.json", *OWN)
-        if path.suffix in (".json", ".model", ".txt", ".jinja") and not foreign:
-            run_dir.write_whole(folder / path.name, path.read_bytes())
-    write_tokenizer_config(folder)
+    write_tokenizer(folder, tokenizer)
     if source is not None and (source / GENERATION).is_file():
         run_dir.write_whole(folder / GENERATION, (source / GENERATION).read_bytes())
     if end_ids:
         write_end_ids(folder / GENERATION, end_ids)
+
+
+def write_tokenizer(folder: Path, tokenizer: Path) -> None:
+    """What a tokenizer's folder has, beside a model or an adapter whose own files stay."""
+    for path in sorted(tokenizer.iterdir()):
+        foreign = path.name in ("config.json", "adapter_config.json", *OWN)
+        if path.suffix in (".json", ".model", ".txt", ".jinja") and not foreign:
+            run_dir.write_whole(folder / path.name, path.read_bytes())
+    write_tokenizer_config(folder)
+
+
+def end_ids(run: Run, tokenizer: Path) -> list[int]:
+    """The tokens that end an answer, where answers are learned: the text's end, and a turn's."""
+    if not run.data.holds_conversations:
+        return []
+    from transformers import AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+    ids = (words.eos_token_id, turn_end_id(words))
+    return [token for token in ids if token is not None]
 
 
 def _pad_id(tokenizer: Path) -> int | None:

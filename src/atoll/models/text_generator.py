@@ -16,6 +16,7 @@ from atoll.settings import Generation
 
 # no code of theirs is run, and nobody is asked whether it may be
 PLAIN: dict[str, Any] = {"dtype": "auto", "trust_remote_code": False}
+NO_ROOM = "no room on the device for"
 MOST_OF_DEVICE = 0.9  # of what is free, for weights: the rest is for a text's keys and values
 
 
@@ -86,7 +87,7 @@ def memory_in_two_lines(what: str, hint: str) -> Iterator[None]:
         yield
     except torch.cuda.OutOfMemoryError as error:
         words = ". ".join(str(error).strip().split(". ")[:2])
-        raise UserError(f"no room on the device for {what}: {words}", hint) from None
+        raise UserError(f"{NO_ROOM} {what}: {words}", hint) from None
 
 
 def continue_text(

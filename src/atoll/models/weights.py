@@ -154,10 +154,10 @@ def stored_reader(
 ) -> Iterator[ReadTensor]:
     """Slices read straight from safetensors files; names of older files are understood.
 
-    The weights of module `new`, and buffers, are `random` ones where the files have none. A head
-    that is tied in the folder and not in the model begins as the embedding. Tokens that the
-    folder's vocabulary lacks begin as the mean of those it has (Hewitt 2021, "Initializing new word
-    embeddings").
+    The weights of module `new`, and buffers, are `random` ones where the files have none; of `new`
+    also where they are of another shape, for another number of labels. A head that is tied in the
+    folder and not in the model begins as the embedding. Tokens that the folder's vocabulary lacks
+    begin as the mean of those it has (Hewitt 2021, "Initializing new word embeddings").
     """
     from safetensors import SafetensorError, safe_open
 
@@ -176,6 +176,7 @@ def stored_reader(
         make = maker(hf, lambda name: opened(files[name]).get_tensor(name))
 
         def read(name: str, slices: Slices) -> Tensor:
+            is_new = new is not None and name.startswith(new + ".")
             stored = next((n for n in _candidates(name, hf, tied) if n in files), None)
             if stored is None:
                 for candidate in _candidates(name, hf, tied):
@@ -183,7 +184,6 @@ def stored_reader(
                         whole = make(made_of()[candidate], candidate)
                         _check_shape(name, tuple(whole.shape), hf, folder)
                         return whole[slices]
-                is_new = new is not None and name.startswith(new + ".")
                 if random is not None and (is_new or name in stored_buffers(hf)):
                     return random(name, slices)
                 raise UserError(
@@ -198,11 +198,27 @@ def stored_reader(
             shape = tuple(part.get_shape())
             if before is not None and _is_grown(hf, name, shape, before):
                 return _with_new_rows(part, before, slices)
+            if is_new and random is not None and shape != _shape_of(hf, name):
+                return random(name, slices)
             _check_shape(name, shape, hf, path)
             result: Tensor = part[slices] if slices else opened(path).get_tensor(stored)
             return result
 
         yield read
+
+
+def stored_rows(folder: Path, module: str) -> int | None:
+    """How many outputs a module's weight in the files has; None where there is none."""
+    from safetensors import SafetensorError, safe_open
+
+    path = weight_files(folder).get(f"{module}.weight")
+    if path is None:
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            return int(file.get_slice(f"{module}.weight").get_shape()[0])
+    except SafetensorError as error:
+        raise corrupted(path, error) from error
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:

@@ -24,7 +24,7 @@ class Lora(Settings):
     rank: Count = 16  # columns of the two matrices beside each layer
     alpha: Positive = 32.0  # what they add is scaled by alpha / rank
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0  # of what goes into an adapter
-    # ends of the names of linear layers; all-linear: all but the head
+    # ends of the names of linear layers; all-linear: all but the head, experts and routers
     targets: list[str] | Literal["all-linear"] = "all-linear"
     # A stays as it was drawn and B learns alone (FFA-LoRA, Sun et al. 2024): the mean of several
     # adapters is then the mean of what they make of the model

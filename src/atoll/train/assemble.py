@@ -22,7 +22,7 @@ from atoll.data.windows import Windows
 from atoll.errors import UserError
 from atoll.health.heartbeat import Heartbeat, unwatched
 from atoll.models.adapter import adapt, adapted_reader, check_device, fill_int8
-from atoll.models.build import weights_for
+from atoll.models.build import replaced_head, weights_for
 from atoll.models.causal_lm import in_one_call
 from atoll.models.compiled import compile_blocks
 from atoll.models.mup import widths_of
@@ -40,7 +40,7 @@ from atoll.sharding.expert import check_experts, split_experts
 from atoll.sharding.layouts import AFTER_WEIGHTS, BEFORE_WEIGHTS, ShardingContext, apply_layouts
 from atoll.sharding.mesh import Meshes, make_meshes
 from atoll.sharding.pipeline import split_layers
-from atoll.sharding.process_group import World, run_on_all_ranks, say
+from atoll.sharding.process_group import World, run_on_all_ranks, run_on_first_rank, say
 from atoll.sharding.step_plan import StepPlan
 from atoll.sharding.tensor import split_matrices
 from atoll.train.optimizer import NamedOptimizer, make_optimizer
@@ -96,6 +96,8 @@ def assemble(
         run_on_all_ranks(world, lambda: check_writable(config.to_dict(), prepared / "tokenizer"))
     if verdict := run_on_all_ranks(world, lambda: self_check(config)):
         say(world, verdict)
+    if replaced := run_on_first_rank(world, lambda: _replaced_head(run, config)):
+        say(world, f"{replaced}: its head begins anew")
     dtype, reason = run_on_all_ranks(world, lambda: compute_dtype(run.precision, world.device))
     say(world, f"compute dtype {reason}")
     empty = task.model(config, run, manifest.vocabulary)
@@ -133,6 +135,18 @@ def assemble(
         heartbeat=heartbeat,
         scored_tasks=tasks,
     )
+
+
+def _replaced_head(run: Run, config: Any) -> str | None:
+    """Raises `UserError` where nothing would be learned: a head at random tells nothing."""
+    replaced = replaced_head(run.model, config)
+    if replaced is not None and run.training.steps == 0 and not run.export.untrained:
+        raise UserError(
+            replaced,
+            "name the labels it was trained on, data.classes.labels=[…], or train: "
+            "training.steps=NUMBER",
+        )
+    return replaced
 
 
 def open_text(

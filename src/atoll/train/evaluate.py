@@ -54,7 +54,7 @@ def _evaluate(train_state: TrainState, step: int, observers: Observers) -> Evalu
     loss_sum, target_count = totals.sum(dim=0).tolist()
     mean = loss_sum / target_count
     outputs, classes = _all_outputs(world, [*chain.from_iterable(by_source)])
-    figures = run_scores(train_state)
+    figures = run_scores(train_state, step)
     if world.rank == 0:
         figures |= TASKS[run.task.name].figures(run, mean, outputs, classes)
         figures |= _losses_of_sources(sources, totals)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from atoll import run_dir
-from atoll.data.chat_template import turn_end_id
 from atoll.data.shards import made_again
 from atoll.models import export
 from atoll.models.adapter import gathered_adapter, merged, write_adapter
@@ -93,7 +92,7 @@ def write_export(
             total,
             train_state.tokenizer,
             source_folder(train_state.run.model),
-            _end_ids(train_state),
+            export.end_ids(train_state.run, train_state.tokenizer),
         )
         if gguf is not None:
             write_gguf(partial, gguf, train_state.run.name)
@@ -112,13 +111,15 @@ def _refuse_other_tokenizer(train_state: TrainState) -> None:
 
 
 def _write_adapter_alone(train_state: TrainState, final: Path, proven: bool) -> None:
-    """The adapter's folder below the export's, and nothing of the model that stays."""
+    """The adapter's folder below the export's, with its tokenizer: nothing of what stays."""
     world, head = train_state.world, new_head(train_state.config)
     adapter = gathered_adapter(parameters_of(train_state), head)  # by all ranks
 
     def write() -> None:
+        _refuse_other_tokenizer(train_state)
         partial = export.start(final)
         write_adapter(partial / "adapter", train_state.run.model, adapter, head)
+        export.write_tokenizer(partial / "adapter", train_state.tokenizer)
         if proven:
             _prove(train_state, final, partial, [])
         export.publish(partial, final)
@@ -157,14 +158,3 @@ def _weights(
         return {**plain, **buffers}, {}
     adapter = gathered_adapter(plain, head)
     return {**merged(hf, lora, plain), **buffers}, adapter
-
-
-def _end_ids(train_state: TrainState) -> list[int]:
-    """The tokens that end an answer, where answers were learned: the text's end, and a turn's."""
-    if not train_state.run.data.holds_conversations:
-        return []
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(train_state.tokenizer, trust_remote_code=False)
-    ids = (tokenizer.eos_token_id, turn_end_id(tokenizer))
-    return [token for token in ids if token is not None]

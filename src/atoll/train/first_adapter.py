@@ -7,14 +7,12 @@ hold them, and for a model that is drawn from a seed. A tensor at a time is in m
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from atoll import run_dir
 from atoll.commands import CommandParser
 from atoll.data import vocabulary
 from atoll.errors import UserError
@@ -22,9 +20,8 @@ from atoll.models import export
 from atoll.models.adapter import adapt, adapted_reader, is_adapters, name_in_file, write_adapter
 from atoll.models.build import weights_for
 from atoll.models.classifier import new_head
-from atoll.models.export_config import write_config, write_tokenizer_config
+from atoll.models.export_config import write_config
 from atoll.models.weights import stored_buffers
-from atoll.proof.statement import OWN
 from atoll.settings import Run, load_run
 from atoll.train.tasks import TASKS
 from atoll.train.untrained import tokenizer_of
@@ -83,9 +80,7 @@ def write_first_adapter(run: Run, tokenizer: Path, final: Path) -> None:
     config.dtype = torch.float32
     config.architectures = [type(hf).__name__]
     write_config(partial, config)
-    for path in _files_of(tokenizer):
-        run_dir.write_whole(partial / path.name, path.read_bytes())
-    write_tokenizer_config(partial)
+    export.write_tokenizer(partial, tokenizer)
     export.publish(partial, final)
 
 
@@ -94,13 +89,6 @@ def _skeleton(run: Run, tokenizer: Path) -> tuple[Any, Any]:
     task, words = TASKS[run.task.name], vocabulary.describe(tokenizer, run.data.bos)
     config = task.config(run, words)
     return config, task.model(config, run, words).hf
-
-
-def _files_of(tokenizer: Path) -> Iterator[Path]:
-    for path in sorted(tokenizer.iterdir()):
-        own = path.name in ("config.json", "adapter_config.json", *OWN)
-        if path.suffix in (".json", ".model", ".txt", ".jinja") and not own:
-            yield path
 
 
 def _all_of(tensor: Tensor) -> tuple[slice, ...]:

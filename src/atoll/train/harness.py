@@ -29,11 +29,13 @@ def figures_of(
     asked: Evaluation,
     tasks: HarnessTasks,
     world: World,
+    hint: str,
     beat: Callable[[], None] = lambda: None,
 ) -> Figures:
     """What the harness alone gives for a model that each rank has whole, to the last digit.
 
-    beat: called before each pass of the model.
+    beat: called before each pass of the model. Raises `SharedError`, with the hint, where one rank
+    has no room for a pass.
     """
     from lm_eval import simple_evaluate
 
@@ -41,7 +43,7 @@ def figures_of(
 
     with _own_random_numbers(), data_of(tasks), without_warnings(), _quietly():
         results = simple_evaluate(
-            model=ModelOnRanks(model, tokenizer, world, beat),
+            model=ModelOnRanks(model, tokenizer, world, beat, hint),
             tasks=list(asked.tasks),
             task_manager=tasks.manager,
             num_fewshot=asked.fewshot,
@@ -99,7 +101,9 @@ def _quietly() -> Iterator[None]:
 def _own_random_numbers() -> Iterator[None]:
     """The harness sets seeds, which are a run's as well: they go on from where they were."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        yield
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)

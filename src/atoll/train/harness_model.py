@@ -6,7 +6,8 @@ from typing import Any
 
 from lm_eval.models.huggingface import HFLM
 
-from atoll.sharding.process_group import World, gathered
+from atoll.models.text_generator import memory_in_two_lines
+from atoll.sharding.process_group import World, gathered, run_on_all_ranks
 
 
 class ModelOnRanks(HFLM):
@@ -16,10 +17,15 @@ class ModelOnRanks(HFLM):
     of them is what it makes of one process's, to the last digit.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, world: World, beat: Callable[[], None]) -> None:
-        """beat: called before each pass, for whoever watches this rank."""
+    def __init__(
+        self, model: Any, tokenizer: Any, world: World, beat: Callable[[], None], hint: str
+    ) -> None:
+        """beat: called before each pass, for whoever watches this rank.
+
+        hint: what to do where a rank's device has no room for a pass; all ranks then say so.
+        """
         super().__init__(pretrained=model, tokenizer=tokenizer)
-        self.ranks, self.beat = world, beat
+        self.ranks, self.beat, self.hint = world, beat, hint
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
         return self._shared(super().loglikelihood, requests, disable_tqdm)
@@ -44,11 +50,13 @@ class ModelOnRanks(HFLM):
         rank, size = self.ranks.rank, self.ranks.size
         places = [places_of(requests, each, size) for each in range(size)]
         own = [requests[place] for place in places[rank]]
-        answers = (
-            answer(own, disable_tqdm=disable_tqdm or rank > 0 or not sys.stderr.isatty())
-            if own
-            else []
-        )
+        silent = disable_tqdm or rank > 0 or not sys.stderr.isatty()
+
+        def answered() -> list[Any]:
+            with memory_in_two_lines("what the tasks ask", self.hint):
+                return answer(own, disable_tqdm=silent) if own else []
+
+        answers = run_on_all_ranks(self.ranks, answered)
         ordered: list[Any] = [None] * len(requests)
         for of_rank, theirs in zip(places, gathered(self.ranks, answers), strict=True):
             for place, each in zip(of_rank, theirs, strict=True):

@@ -90,8 +90,9 @@ def scores_of(
     tasks = run_on_all_ranks(world, lambda: tasks_of(asked, folder))
     assert tasks is not None
     generator = run_on_all_ranks(world, lambda: _on_device(where, world))
-    with memory_in_two_lines(f"what {where} is asked", ON_PROCESSORS):
-        return harness.figures_of(generator.model, generator.tokenizer, asked, tasks, world)
+    return harness.figures_of(
+        generator.model, generator.tokenizer, asked, tasks, world, ON_PROCESSORS
+    )
 
 
 def _on_device(where: Path, world: World) -> TextGenerator:

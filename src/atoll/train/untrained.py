@@ -73,8 +73,9 @@ def _write(run: Run, tokenizer: Path, final: Path, adapter: Path | None) -> None
         seconds = time.monotonic() - began
         print(f"{path.name}: {len(stored[-1])} tensors, {seconds:.0f} s", flush=True)
     total = sum(sizes.values())
-    source = source_folder(run.model)
-    export.write_rest(partial, config, type(hf).__name__, dtype, stored, total, tokenizer, source)
+    source, ends = source_folder(run.model), export.end_ids(run, tokenizer)
+    what = (config, type(hf).__name__, dtype, stored, total, tokenizer, source, ends)
+    export.write_rest(partial, *what)
     export.publish(partial, final)
 
 
