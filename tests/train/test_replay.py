@@ -39,11 +39,12 @@ def refusing(ranks: RankPool) -> Iterator[RankPool]:
 
 
 def settings(folder: Path, strategy: str, size: int, name: str = "run", every: int = 2) -> Run:
+    layout, _, axis = strategy.partition(" ")
     return small_run.settings(
         folder,
         size,
         name=name,
-        sharding=small_run.sharding(strategy),
+        sharding=small_run.sharding(layout) | ({axis: 2} if axis else {}),
         nodes=2 if size == 4 else 1,
         ranks_per_node=min(size, 2),
         facility__scheduler="slurm" if size == 4 else "none",
@@ -218,6 +219,8 @@ def train_with_flipped_copy(world: World, run: Run, rank: int, moment: bool) -> 
         ("deepspeed_zero1", False, "rank 2: copy/"),
         # of two copies nobody knows which is the good one
         ("hybrid_shard", False, "rank 0, 2: model/"),
+        # whose norms are in a second group of copies
+        ("hybrid_shard tensor", False, "rank 0, 2: model/"),
     ],
 )
 def test_a_flipped_bit_of_a_copy_is_in_no_checkpoint(
