@@ -122,7 +122,7 @@ def test_a_wheel_that_pip_installed_for_its_user_alone_is_found(
     """As with a module's Python, whose own packages nobody may write."""
     [packages] = (home / "env").glob("lib/python*/site-packages")
     own = tmp_path / ".local" / packages.relative_to(home / "env")
-    shutil.copytree(packages, own, ignore=shutil.ignore_patterns("pip*", "setuptools*"))
+    shutil.copytree(packages, own, ignore=shutil.ignore_patterns("pip", "setuptools"))
     monkeypatch.setenv("HOME", str(tmp_path))
     python = Path(sys.base_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
     run(python, "-m", "atoll", "init", "mine", cwd=tmp_path)
