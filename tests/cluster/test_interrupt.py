@@ -1,15 +1,20 @@
 """Ctrl-C in a run without a scheduler is one line with what goes on; a failed start leaves why."""
 
+import fcntl
 import os
+import pty
 import signal
 import subprocess
+import termios
 import time
 
+import pytest
 import small_run
 
 from atoll import run_dir
 from atoll.__main__ import main
 from atoll.cluster.job_script import around_job
+from atoll.cluster.lease import lease_of
 from atoll.cluster.status import status
 from atoll.errors import FAILURE, UserError, keep_failure
 
@@ -34,6 +39,63 @@ def test_ctrl_c_ends_in_the_command_that_goes_on(tmp_path):
     [line] = errors.splitlines()
     path = str(script).replace(" ", "\\ ")
     assert line == f"atoll: stopped, step 7 is saved; this goes on: bash {path}"
+
+
+@pytest.mark.parametrize(
+    ("srun", "times"),
+    [
+        # its ranks save, say so by a file, and end with a code of theirs
+        ('until [[ -e "$run/stop" ]]; do sleep 0.1; done; touch "$run/restart"; exit 200', 1),
+        ("exec sleep 60", 2),
+    ],
+)
+def test_ctrl_c_in_an_allocation_ends_the_ranks_and_keeps_it(srun, times, tmp_path, monkeypatch):
+    """All below the shell of a job ignore Ctrl-C; nothing may train on unseen."""
+    folder = tmp_path / "a run"
+    run_dir.write_whole(run_dir.job_script(folder), around_job())
+    run_dir.write_whole(run_dir.checkpoint(folder, 7) / "manifest.json", "{}")
+    text = f"requeue() {{ touch '{folder}/queued'; }}\nrun_ranks srun\ntouch '{folder}/went-on'\n"
+    script = run_dir.launch_script(folder)
+    run_dir.write_whole(script, f"source '{folder}/job.sh' '{folder}' slurm\nset -eu\n{text}")
+    began = folder / "began"
+    (tmp_path / "srun").write_text(f"#!/bin/bash\nrun='{folder}'\ntouch '{began}'\n{srun}\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    typed, terminal = pty.openpty()
+    process = subprocess.Popen(
+        ["bash", str(script)],
+        stdin=terminal,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    deadline = time.monotonic() + 30
+    while not began.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for _ in range(times):
+        os.write(typed, b"\x03")
+        time.sleep(0.3)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors.startswith("atoll: the ranks save their state and end")
+    path = str(script).replace(" ", "\\ ")
+    line = f"atoll: stopped, step 7 is saved; this goes on: bash {path}"
+    assert errors.splitlines()[-1] == line
+    assert not any((folder / name).exists() for name in ("queued", "went-on", "restart"))
+    assert not lease_of(folder).alive
+    while is_alive(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(process.pid)
+
+
+def is_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_a_failed_start_leaves_its_reason_and_no_empty_folder(tmp_path, capsys):

@@ -179,8 +179,11 @@ hold_run() {
     note began
     rm -f "$stop_file" "$restart_file" "$run_folder/failure.txt"
     [[ $scheduler != none ]] || return 0
-    grep -qsE "^$scheduler ${job%%.*}(\.|$)" "$run_folder/jobs.txt" ||
-        printf '%s %s\n' "$scheduler" "$job" >> "$run_folder/jobs.txt"
+    # an allocation of a person's lives on behind its run; Slurm and PBS say so of batch jobs alone
+    local batch=${ENVIRONMENT:-}${PBS_ENVIRONMENT:-} here=''
+    [[ $batch == *BATCH* ]] || here=' here'
+    grep -qsE "^$scheduler ${job%%.*}(\.|$| here$)" "$run_folder/jobs.txt" ||
+        printf '%s %s%s\n' "$scheduler" "$job" "$here" >> "$run_folder/jobs.txt"
     # the output of a job that was queued by hand is where sbatch was typed
     local output=$run_folder/$scheduler-$job.out typed
     typed=$(readlink "/proc/$$/fd/1") || return 0
@@ -307,8 +310,8 @@ place() { # COMMAND: on nodes that are not left out, where the job has more than
 on_nodes() { # NODES srun WORDS
     step=("$2" "--nodelist=$1" "${@:3}")
 }
-is_ours() { # to go on with: what Slurm ends, or queues again itself, is not
-    [[ -z $cancelled && ! -e $restart_file ]] && (($(newest_lease) <= ${lease##*/})) || return 1
+is_ours() { # to go on with: what a person or Slurm ends, or Slurm queues again itself, is not
+    [[ -z $cancelled && ! -e $restart_file && ! -s $stop_file ]] && (($(newest_lease) <= ${lease##*/})) || return 1
     [[ $scheduler == slurm ]] || return 0
     local state
     state=$(squeue --noheader "--jobs=$job" --format=%T 2> /dev/null) || return 0
@@ -428,25 +431,50 @@ queue_again() {
 }
 at_end() {
     local code=$?
+    [[ ! -s $stop_file ]] || trap '' TERM # Ctrl-C, which may be typed once more
     end_preparation
     if [[ -n ${lease:-} ]] && (($(newest_lease) <= ${lease##*/})); then
         end_lease || true
         (printf 'ended\n' >&"$pipe") 2> /dev/null || true # it may be gone
+        if [[ -s $stop_file && ($code != 0 || -e $restart_file) ]]; then # by Ctrl-C
+            rm -f "$restart_file"
+            code=130
+        fi
         [[ ! -e $restart_file || $scheduler == none ]] || queue_again
     fi
-    [[ $scheduler != none || $code != 130 ]] ||
+    [[ $code != 130 || ($scheduler != none && ! -s $stop_file) ]] ||
         printf 'atoll: stopped, step %s is saved; this goes on: bash %q\n' \
             "$(newest_step)" "$run_folder/launch.sh" >&2
     exit "$code"
 }
+is_held_here() { # the stop file of another job's run is not ours to write
+    local file words=()
+    for file in "$lease_folder"/[0-9]*; do
+        { read -ra words < "$file"; } 2> /dev/null || continue
+        [[ "${words[*]:0:2} ${words[7]:-}" != "$scheduler $job " ]] || return 0
+    done
+    return 1
+}
+hear_ctrl_c() { # PID of the worker: its end at once where it is typed again
+    if is_held_here && [[ ! -s $stop_file ]]; then
+        printf 'Ctrl-C\n' > "$stop_file"
+        printf 'atoll: the ranks save their state and end; Ctrl-C again ends them at once\n' >&2
+        return
+    fi
+    kill -TERM "$1" 2> /dev/null || true # first: its end is not to be interrupted
+    pkill -TERM -P "$1" || true
+}
 # Bash 5.2 ends with a syntax error where a signal that has a trap arrives while it expands $( ). So
-# the shell of a job hears signals and does nothing else; another one does the work.
+# the shell of a job hears signals and does nothing else; another one does the work. That one and all
+# below it are deaf to Ctrl-C, as what a shell starts in the background is: the ranks of an allocation
+# hear of it by the stop file, which then holds a word.
 hear_signals() {
     local worker code=0
     trap 'trap "" USR2; touch "$stop_file"' USR2 # once is enough
     ATOLL_HEARS=$$ bash "$0" <&0 &
     worker=$!
     trap 'kill -TERM "$worker" 2> /dev/null || true' TERM
+    trap 'hear_ctrl_c "$worker"' INT
     while kill -0 "$worker" 2> /dev/null; do wait "$worker" || true; done
     wait "$worker" || code=$?
     exit "$code"
