@@ -14,6 +14,10 @@ from atoll.models.safetensor_files import write_tensors
 SIZES = {"a": 60, "b": 30, "c": 30, "d": 5, "e": 200}
 
 
+def wide(_: str) -> torch.dtype:
+    return torch.float32
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("limit", [10, 100, 1000])
 def test_every_parameter_is_in_one_file_of_bounded_size(ranks: int, limit: int) -> None:
@@ -27,7 +31,8 @@ def test_only_the_owner_writes(tmp_path: Path) -> None:
     parameters = {"a": torch.arange(6.0), "b": torch.ones(2, 2)}
     files = [["a"], ["b"]]
     numbered = export.Numbered(0, 2)
-    export.write_weights(tmp_path, parameters, torch.float16, files, numbered, rank=1, ranks=2)
+    types = {"a": torch.float32, "b": torch.float16}
+    export.write_weights(tmp_path, parameters, types.__getitem__, files, numbered, rank=1, ranks=2)
     assert [p.name for p in tmp_path.iterdir()] == ["model-00002-of-00002.safetensors"]
     loaded = load_file(tmp_path / "model-00002-of-00002.safetensors")
     assert loaded["b"].dtype == torch.float16 and loaded["b"].tolist() == [[1, 1], [1, 1]]
@@ -51,7 +56,7 @@ def test_other_ranks_files_are_gathered_while_a_rank_writes_its_own(
     monkeypatch.setattr(export, "full_tensor", whole)
     monkeypatch.setattr(export, "write_tensors", written_late)
     files, numbered = [["own"], ["of_another"]], export.Numbered(0, 2)
-    facts = export.write_weights(tmp_path, parameters, torch.float32, files, numbered, 0, 2)
+    facts = export.write_weights(tmp_path, parameters, wide, files, numbered, 0, 2)
     assert list(facts) == ["model-00001-of-00002.safetensors"]
     assert load_file(tmp_path / "model-00001-of-00002.safetensors")["own"].tolist() == [*range(6)]
 
@@ -80,5 +85,5 @@ def test_a_rank_that_cannot_write_goes_on_gathering(
     files = [[name] for name in SIZES]
     missing, numbered = tmp_path / "missing", export.Numbered(0, len(files))
     with pytest.raises(OSError, match="missing"):
-        export.write_weights(missing, parameters, torch.float32, files, numbered, rank=0, ranks=1)
+        export.write_weights(missing, parameters, wide, files, numbered, rank=0, ranks=1)
     assert gathered == list(SIZES.values())

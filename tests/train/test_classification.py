@@ -14,6 +14,7 @@ from test_train import stop_after
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from atoll import run_dir
+from atoll.errors import UserError
 from atoll.settings import Run
 from atoll.train.tasks import TASKS
 
@@ -160,6 +161,11 @@ def test_a_head_of_another_number_of_labels_is_evaluated_by_nobody(
             assert run_dir.export(run_folder).is_dir()
 
 
+def test_figures_of_labels_are_refused_for_scores(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"metrics has accuracy, f1, matthews, and .*labels is emp"):
+        settings(folder, "single", data__classes__labels=[])
+
+
 def test_half_precision_tells_labels_beyond_256_apart(
     ranks: RankPool, folder: Path, tmp_path: Path
 ) -> None:
@@ -184,6 +190,12 @@ def test_half_precision_tells_labels_beyond_256_apart(
     ("labels", "told", "outputs", "expected"),
     [
         (["a", "b"], [0, 1, 1, 0], [[2, 1], [0, 1], [3, 1], [5, 0]], (0.75, 2 / 3, 1 / 3**0.5)),
+        (
+            ["a", "b", "c"],
+            [0, 1, 2, 2],
+            [[2, 1, 0], [0, 1, 0], [0, 0, 3], [5, 0, 0]],
+            (0.75, 7 / 9, 0.7),
+        ),
         ([], [1.0, 2.0, 3.0, 4.0], [[1.0], [4.0], [9.0], [16.0]], (0.9843740387, 1.0)),
     ],
 )

@@ -57,7 +57,7 @@ class Numbered:
 def write_weights(
     folder: Path,
     parameters: dict[str, Any],
-    dtype: torch.dtype,
+    dtype_of: Callable[[str], torch.dtype],
     files: Pieces,
     numbered: Numbered,
     rank: int,
@@ -66,7 +66,8 @@ def write_weights(
 ) -> dict[str, dict[str, Any]]:
     """Gather each parameter in turn and write this rank's files, fsynced, modes from the umask.
 
-    stored: parameters as the family's files have them. Returns the bytes and sha256 of its files.
+    dtype_of: each one's in the files, by its name. stored: parameters as the family's files have
+    them. Returns the bytes and sha256 of its files.
     Collective: every rank calls it with the same arguments but `rank`.
     """
     writing: list[Future[dict[str, Any]]] = []
@@ -79,7 +80,7 @@ def write_weights(
             for name in names:
                 tensor = full_tensor(parameters[name])
                 if mine:
-                    tensors[name] = tensor.to(device="cpu", dtype=dtype).contiguous()
+                    tensors[name] = tensor.to(device="cpu", dtype=dtype_of(name)).contiguous()
             if mine:
                 writing.append(writer.submit(write_tensors, paths[number], stored(tensors)))
     written = [future.result() for future in writing]

@@ -5,6 +5,7 @@ of it (its conversion mapping) is done here for one parameter at a time, and und
 """
 
 import copy
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -81,6 +82,17 @@ def as_stored(hf: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def names_as_stored(hf: Any, shapes: dict[str, Any]) -> list[str]:
     """What `as_stored` would call parameters of these shapes."""
     return list(as_stored(hf, {n: torch.empty(s, device="meta") for n, s in shapes.items()}))
+
+
+def stored_dtype(hf: Any, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of a parameter in files of this type: some families load a few in fp32 whatever is asked.
+
+    Rounded before, they would be other numbers there.
+    """
+    kept = getattr(hf, "_keep_in_fp32_modules_strict", None) or ()
+    # in the patterns of transformers
+    is_kept = any(re.search(part.replace("*", ".*"), name) for part in kept)
+    return torch.float32 if is_kept else dtype
 
 
 def _conversions(hf: Any) -> list[Any]:

@@ -49,8 +49,20 @@ class Classes(Settings):
     text_fields: Annotated[list[str], Field(min_length=1, max_length=2)]
     label_field: str = "label"  # column of the label
     labels: list[str] = []  # their names in order; none: the label is a score
-    # computed on the held-out rows
+    # computed on the held-out rows; f1: of two labels the second's, of more the mean of each one's
     metrics: list[Literal["accuracy", "f1", "matthews", "pearson", "spearman"]] = ["accuracy"]
+
+    @model_validator(mode="after")
+    def _metrics_are_of_labels(self) -> "Classes":
+        of_labels = [name for name in self.metrics if name in ("accuracy", "f1", "matthews")]
+        if of_labels and not self.labels:
+            raise ValueError(
+                f"data.classes.metrics has {', '.join(of_labels)}, and data.classes.labels is "
+                "empty: the label is a score",
+                "data.classes.metrics=[pearson,spearman], or name the labels: "
+                "data.classes.labels=[…]",
+            )
+        return self
 
 
 class Source(Settings):

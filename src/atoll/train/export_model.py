@@ -1,6 +1,7 @@
 """The trained model as a Hugging Face folder, written by all ranks."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from atoll.models import export
 from atoll.models.adapter import gathered_adapter, merged, write_adapter
 from atoll.models.classifier import new_head
 from atoll.models.source import source_folder
-from atoll.models.stored_names import as_stored, names_as_stored
+from atoll.models.stored_names import as_stored, names_as_stored, stored_dtype
 from atoll.models.weights import stored_buffers
 from atoll.monitor.provenance import made_of
 from atoll.proof.of_run import prove_run
@@ -52,14 +53,14 @@ def write_export(
     if run.model.lora is not None and not run.export.merged:
         _write_adapter_alone(train_state, final, proven)
         return
-    dtype = getattr(torch, train_state.run.export.dtype)
+    dtype = getattr(torch, run.export.dtype)
     hf, head = train_state.model.hf, new_head(train_state.config)
     parameters, adapter = _weights(train_state, head)
-    limit = int(train_state.run.export.max_file_gib * 2**30)
-    axes = train_state.run.axes
+    limit, axes = int(run.export.max_file_gib * 2**30), run.axes
     # the ranks of a pipeline's stage write the files of its layers
     ranks, stage = axes.world // axes.pipeline, axes.stage(world.rank)
-    sizes_of_stages = _sizes(train_state, parameters, dtype)
+    dtype_of = functools.partial(stored_dtype, hf, dtype=dtype)
+    sizes_of_stages = _sizes(train_state, parameters, dtype_of)
     plans = [export.plan_files(of_stage, limit, ranks) for of_stage in sizes_of_stages]
     numbered = export.Numbered(sum(map(len, plans[:stage])), sum(map(len, plans)))
     own = [names_as_stored(hf, {n: parameters[n].shape for n in names}) for names in plans[stage]]
@@ -72,7 +73,7 @@ def write_export(
     written = run_on_all_ranks(
         world,
         lambda: export.write_weights(
-            partial, parameters, dtype, plans[stage], numbered, *place, stored
+            partial, parameters, dtype_of, plans[stage], numbered, *place, stored
         ),
     )
 
@@ -138,11 +139,13 @@ def _prove(
 
 
 def _sizes(
-    train_state: TrainState, parameters: dict[str, Any], dtype: torch.dtype
+    train_state: TrainState,
+    parameters: dict[str, Any],
+    dtype_of: Callable[[str], torch.dtype],
 ) -> list[dict[str, int]]:
     """The bytes of each parameter's file, by pipeline stage."""
     world, axes = train_state.world, train_state.run.axes
-    sizes = {name: p.numel() * dtype.itemsize for name, p in parameters.items()}
+    sizes = {name: p.numel() * dtype_of(name).itemsize for name, p in parameters.items()}
     ranks = axes.world // axes.pipeline
     return gathered(world, sizes if world.rank % ranks == 0 else None)[::ranks]
 

@@ -91,9 +91,11 @@ def _metrics(
     assert run.data.classes is not None and outputs is not None and classes is not None
     labels = classes.numpy()
     predictions = outputs[:, 0].numpy() if outputs.shape[1] == 1 else outputs.argmax(1).numpy()
+    # of two labels the second's, as GLUE has it
+    average = "binary" if len(run.data.classes.labels) == 2 else "macro"
     known: dict[str, Callable[[Any, Any], Any]] = {
         "accuracy": metrics.accuracy_score,
-        "f1": metrics.f1_score,
+        "f1": lambda a, b: metrics.f1_score(a, b, average=average),
         "matthews": metrics.matthews_corrcoef,
         "pearson": lambda a, b: stats.pearsonr(a, b).statistic,
         "spearman": lambda a, b: stats.spearmanr(a, b).statistic,

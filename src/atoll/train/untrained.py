@@ -23,7 +23,7 @@ from atoll.models.adapter import merging_reader
 from atoll.models.build import weights_for
 from atoll.models.safetensor_files import file_name, write_tensors
 from atoll.models.source import source_folder
-from atoll.models.stored_names import as_stored
+from atoll.models.stored_names import as_stored, stored_dtype
 from atoll.models.weights import stored_buffers
 from atoll.one_writer import one_writer
 from atoll.settings import Run, load_run
@@ -63,7 +63,7 @@ def _write(run: Run, tokenizer: Path, final: Path, adapter: Path | None) -> None
     hf = task.model(config, run, words).hf
     dtype, partial = getattr(torch, run.export.dtype), export.start(final)
     tensors = dict(hf.named_parameters()) | stored_buffers(hf)
-    sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in tensors.items()}
+    sizes = {n: t.numel() * stored_dtype(hf, n, dtype).itemsize for n, t in tensors.items()}
     files = export.plan_files(sizes, int(run.export.max_file_gib * 2**30), 1)
     stored: export.Pieces = []
     began = time.monotonic()
@@ -107,7 +107,8 @@ def _write_file(
             read = merging_reader(read, hf, run.model.lora, adapter)
         for name, shaped in empty.items():
             slices = tuple(slice(0, size) for size in shaped.shape)
-            tensors[name] = read(name, slices).float().to(dtype, copy=True).contiguous()
+            kept = stored_dtype(hf, name, dtype)
+            tensors[name] = read(name, slices).float().to(kept, copy=True).contiguous()
     stored = as_stored(hf, tensors)
     write_tensors(path, stored)
     return list(stored)
