@@ -79,7 +79,7 @@ def test_one_job_that_pbs_knows_no_more_hides_no_other(scheduler, tmp_path):
 def test_a_pbs_that_does_not_answer_has_not_ended_a_job(words, code, state, scheduler, tmp_path):
     """A campaign would submit it again, beside the one that runs."""
     scheduler()
-    (tmp_path / "qstat").write_text(f"#!/bin/sh\necho \"{words}\" >&2\nexit {code}\n")
+    (tmp_path / "qstat").write_text(f'#!/bin/sh\necho "{words}" >&2\nexit {code}\n')
     answer = pbs_jobs(["9.host"])["9.host"]
     assert answer.state == state
     assert state == "failed" or answer.why == words
@@ -265,9 +265,7 @@ def test_a_refused_job_is_told_and_tells_nothing_itself(run_folder, scheduler):
     assert why.startswith("job 41: refused job 42")
 
 
-def test_an_allocation_is_the_run_s_job_only_while_it_runs_there(
-    run_folder, scheduler, tmp_path
-):
+def test_an_allocation_is_the_run_s_job_only_while_it_runs_there(run_folder, scheduler, tmp_path):
     """`--here` failed, and the allocation lives on: nothing may wait for its end, or end it."""
     scheduler(squeue="7|7|RUNNING|None")
     (tmp_path / "scancel").symlink_to(tmp_path / "squeue")
