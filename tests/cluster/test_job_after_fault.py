@@ -49,6 +49,7 @@ class Job:
         self.starts.mkdir()
         self.bin.mkdir()
         self.environment = {"PATH": f"{self.bin}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+        self.environment["ENVIRONMENT"] = "BATCH"
         self.program("srun", SRUN.format(log=self.log, starts=self.starts))
         self.program("sbatch", SBATCH.format(log=self.log))
         self.program("scancel", f'#!/bin/bash\necho scancel "$@" >> {self.log}\n')

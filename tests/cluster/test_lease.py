@@ -41,7 +41,8 @@ def programs(tmp_path, monkeypatch):
 
 def job(folder: Path, scheduler: str, number: str, *, seconds: str = "", **more: str):
     """Start a job of the run that holds it until a line comes in."""
-    variables = {"SLURM_JOB_ID": number, "SLURMD_NODENAME": "n7", **more}
+    batch = {"SLURM_JOB_ID": number, "SLURMD_NODENAME": "n7", "ENVIRONMENT": "BATCH"}
+    variables = {**batch, **more}
     words = shlex.join([str(folder), scheduler, *([seconds] if seconds else [])])
     script = f"set -euo pipefail\nsource {shlex.quote(str(folder / 'job.sh'))} {words}\n"
     file = folder / f"launch-{number}.sh"
@@ -213,11 +214,21 @@ def test_the_output_of_a_job_queued_by_hand_is_found_in_its_run(folder, tmp_path
     output = tmp_path / "slurm-41.out"
     line = f"source {shlex.quote(str(folder / 'job.sh'))} {shlex.quote(str(folder))} slurm"
     with output.open("w") as file:
-        environment = os.environ | {"SLURM_JOB_ID": "41"}
+        environment = os.environ | {"SLURM_JOB_ID": "41", "ENVIRONMENT": "BATCH"}
         (script := folder / "launch.sh").write_text(f"set -eu\n{line}\n")
         subprocess.run(["bash", script], env=environment, stdout=file)
     assert (folder / "slurm-41.out").resolve() == output
     assert run_dir.jobs_file(folder).read_text() == "slurm 41\n"
+
+
+def test_an_allocation_of_a_person_s_is_written_down_as_one(folder, programs):
+    """It lives on behind the run, which may be started in it again."""
+    for _ in range(2):
+        job(folder, "slurm", "41", ENVIRONMENT="").communicate("\n", timeout=10)
+    job(folder, "pbs", "42", PBS_JOBID="42.host", ENVIRONMENT="").communicate("\n", timeout=10)
+    batch = {"ENVIRONMENT": "", "PBS_ENVIRONMENT": "PBS_BATCH"}
+    job(folder, "pbs", "43", PBS_JOBID="43.host", **batch).communicate("\n", timeout=10)
+    assert run_dir.jobs_file(folder).read_text() == "slurm 41 here\npbs 42.host here\npbs 43.host\n"
 
 
 def test_a_full_disk_is_told_in_two_lines(folder):

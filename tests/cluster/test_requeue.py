@@ -52,6 +52,7 @@ def job(composed, tmp_path):
         # the tokens are prepared already
         lines = [text for text in script.splitlines() if " tokenize " not in text]
         environment = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+        environment["ENVIRONMENT"] = "BATCH"
         run_dir.write_whole(run_dir.launch_script(folder), "\n".join(lines))
         process = subprocess.Popen(["bash", run_dir.launch_script(folder)], env=environment)
         deadline = time.monotonic() + 20

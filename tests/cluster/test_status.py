@@ -2,21 +2,24 @@
 
 import itertools
 import json
+import os
 import shutil
 import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
 
 from atoll import run_dir
 from atoll.cluster import status as status_module
+from atoll.cluster.job_control import cancel
 from atoll.cluster.jobs import Job, pbs_jobs
 from atoll.cluster.listing import status_of as main
 from atoll.cluster.status import _progress, follow, status
-from atoll.errors import UserError
+from atoll.errors import UserError, keep_failure
 from atoll.health.exclusions import Exclusion, exclude
 from atoll.health.faults import Fault, add_fault
 from atoll.health.restarts import add_restart, count_anew, restarts
@@ -76,7 +79,7 @@ def test_one_job_that_pbs_knows_no_more_hides_no_other(scheduler, tmp_path):
 def test_a_pbs_that_does_not_answer_has_not_ended_a_job(words, code, state, scheduler, tmp_path):
     """A campaign would submit it again, beside the one that runs."""
     scheduler()
-    (tmp_path / "qstat").write_text(f"#!/bin/sh\necho \"{words}\" >&2\nexit {code}\n")
+    (tmp_path / "qstat").write_text(f'#!/bin/sh\necho "{words}" >&2\nexit {code}\n')
     answer = pbs_jobs(["9.host"])["9.host"]
     assert answer.state == state
     assert state == "failed" or answer.why == words
@@ -260,6 +263,28 @@ def test_a_refused_job_is_told_and_tells_nothing_itself(run_folder, scheduler):
     state, why = status(run_folder)
     assert state == "running"
     assert why.startswith("job 41: refused job 42")
+
+
+def test_an_allocation_is_the_run_s_job_only_while_it_runs_there(run_folder, scheduler, tmp_path):
+    """`--here` failed, and the allocation lives on: nothing may wait for its end, or end it."""
+    scheduler(squeue="7|7|RUNNING|None")
+    (tmp_path / "scancel").symlink_to(tmp_path / "squeue")
+    run_dir.jobs_file(run_folder).write_text("slurm 7 here\n")
+    lease = run_dir.lease_folder(run_folder) / "1"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    started = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[19]
+    machine = f"{boot}:{os.readlink('/proc/self/ns/pid')}"
+    words = f"slurm 7 0 n1 {os.getpid()} {started} {machine}"
+    run_dir.write_whole(lease, f"{words}\n")
+    assert status(run_folder)[0] == "running"
+    with pytest.raises(UserError, match="on n1 in your allocation 7; Ctrl-C there"):
+        cancel(["one"])
+    run_dir.write_whole(lease, f"{words} ended\n")
+    keep_failure(UserError("too little", "more"), run_folder)
+    assert status(run_folder) == ("failed", "too little; more")
+    assert follow(run_folder) == 1
+    with pytest.raises(UserError, match="no job to cancel: failed, too little"):
+        cancel(["one"])
 
 
 def test_what_is_no_job_in_the_list_is_passed_over(run_folder, scheduler):

@@ -179,8 +179,11 @@ hold_run() {
     note began
     rm -f "$stop_file" "$restart_file" "$run_folder/failure.txt"
     [[ $scheduler != none ]] || return 0
-    grep -qsE "^$scheduler ${job%%.*}(\.|$)" "$run_folder/jobs.txt" ||
-        printf '%s %s\n' "$scheduler" "$job" >> "$run_folder/jobs.txt"
+    # an allocation of a person's lives on behind its run; Slurm and PBS say so of batch jobs alone
+    local batch=${ENVIRONMENT:-}${PBS_ENVIRONMENT:-} here=''
+    [[ $batch == *BATCH* ]] || here=' here'
+    grep -qsE "^$scheduler ${job%%.*}(\.|$| here$)" "$run_folder/jobs.txt" ||
+        printf '%s %s%s\n' "$scheduler" "$job" "$here" >> "$run_folder/jobs.txt"
     # the output of a job that was queued by hand is where sbatch was typed
     local output=$run_folder/$scheduler-$job.out typed
     typed=$(readlink "/proc/$$/fd/1") || return 0

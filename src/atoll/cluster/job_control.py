@@ -5,7 +5,14 @@ from pathlib import Path
 
 from atoll.cluster.jobs import ask
 from atoll.cluster.lease import lease_of
-from atoll.cluster.status import LIVE, POLL_SECONDS, queued_jobs, run_folder, status
+from atoll.cluster.status import (
+    LIVE,
+    POLL_SECONDS,
+    allocations,
+    queued_jobs,
+    run_folder,
+    status,
+)
 from atoll.cluster.then import then_jobs
 from atoll.commands import CommandParser, run_command
 from atoll.errors import UserError
@@ -70,7 +77,9 @@ def cancel(argv: list[str]) -> int:
     parser = CommandParser("cancel", CANCEL)
     parser.add_argument("run", metavar="RUN", help=OF_RUN)
     folder = run_folder(parser.read(argv).run)
-    jobs = [*queued_jobs(folder), *then_jobs(folder)]
+    theirs = allocations(folder)
+    own = [job for job in queued_jobs(folder) if job not in theirs]
+    jobs = [*own, *then_jobs(folder)]
     answers = ask(jobs)
     known = [job for job in jobs if job in answers and answers[job].state in LIVE]
     # of which nobody knows whether they are: last, and a scheduler may know them no more
@@ -92,4 +101,6 @@ def _how_it_is(folder: Path) -> str:
     lease = lease_of(folder)
     if lease is not None and lease.alive and lease.scheduler == "none":
         return f"it runs on {lease.node} without a scheduler; Ctrl-C there, or kill {lease.job}"
+    if lease is not None and lease.alive and (lease.scheduler, lease.job) in allocations(folder):
+        return f"it runs on {lease.node} in your allocation {lease.job}; Ctrl-C there"
     return ", ".join(status(folder))

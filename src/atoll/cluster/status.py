@@ -224,11 +224,22 @@ def last_words(folder: Path, scheduler: str, job_id: str) -> str:
 
 
 def queued_jobs(folder: Path) -> list[JobId]:
-    """Scheduler and id of each job of the run, in order, without those that were refused."""
-    lines = _job_lines(folder)
+    """Scheduler and id of each job of the run, in order, without those that were refused.
+
+    An allocation of a person's is one of them while the run is in it, and no longer.
+    """
+    lines, lease = _job_lines(folder), lease_of(folder)
     refused = {(line[0], line[1]) for line in lines if line[2:] == ["refused"]}
+    left = set(allocations(folder))
+    if lease is not None and lease.alive:
+        left.discard((lease.scheduler, lease.job))
     jobs = dict.fromkeys((line[0], line[1]) for line in lines)
-    return [job for job in jobs if job not in refused]
+    return [job for job in jobs if job not in refused | left]
+
+
+def allocations(folder: Path) -> list[JobId]:
+    """Those in which a person started the run: they are not the run's to end."""
+    return [(line[0], line[1]) for line in _job_lines(folder) if line[2:] == ["here"]]
 
 
 def _refused(folder: Path) -> list[str]:

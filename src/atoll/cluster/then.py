@@ -37,7 +37,7 @@ if [[ ! -e {result} ]]; then
     job=$(awk '$1 == "{scheduler}" && NF == 2 {{ ids[++n] = $2 }}
         $1 == "{scheduler}" && $3 == "refused" {{ no[$2] }}
         END {{ while (n && ids[n] in no) n--; print n ? ids[n] : "" }}' {jobs})
-    if lives "$job"; then
+    if [[ -n $job ]] && lives "$job"; then
         for name in "${{!SLURM_@}}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
         next=$({again} | sed -nE 's/^(Submitted batch job )?([0-9][^; ]*)(;.*)?$/\\2/p' | tail -n 1)
         printf '%s %s\\n' {scheduler} "$next" >> {then}
