@@ -146,7 +146,9 @@ class TextWindows:
     def _shard(self, split: Split, number: int) -> TokenShard:
         find = partial(shards.finished_shard, self.folder, split, number, self.text.dtype)
         count = self.text.shard_counts[split]
-        shard = awaited(find, self.wait, f"shard {number + 1} of {count} ({split}) of {self.folder}")
+        shard = awaited(
+            find, self.wait, f"shard {number + 1} of {count} ({split}) of {self.folder}"
+        )
         shards.refuse_other_plan(self.folder, self.text)
         return shard
 
