@@ -773,7 +773,8 @@ FORBIDDEN = [
     "~facility.limits", "facility.unsupported=null", "facility.node.peak_tflops=1e9",
     "restart.max_restarts=1000000",
     # what stays in the folder, and looks like nothing
-    "facility.binds=[home]", "facility.network=own", "facility.container=own", "override=[own]",
+    "facility.binds=[home]", "facility.node_folder=own", "facility.network=own",
+    "facility.container=own", "override=[own]",
     "facility.hosts_file=own", "facility.task_binding=[own]", "facility.task_folders={A:own}",
     "facility.address_suffix=own", "facility.driver=own", "facility.submit={wrap:id}",
     "facility.step=[own]", "facility.modules=[own]", "facility.environment={A:own}",

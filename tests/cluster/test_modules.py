@@ -46,12 +46,14 @@ def test_a_cache_is_made_before_a_container_binds_it(is_there, composed, tmp_pat
     """One that only compute nodes have is left out: no container begins without what it binds."""
     monkeypatch.setattr(modules.shutil, "which", lambda name: name if is_there else None)
     monkeypatch.setattr(modules, "MODULE_SYSTEM", "module() { apptainer() { :; }; }\n")
+    monkeypatch.setattr("atoll.config.binds.NODES_OWN", ())  # pytest's folders are in /tmp
     (tmp_path / "local_scratch").touch()
     caches = f"HF_HOME: {tmp_path}/own/hf, HF_HUB_CACHE: {tmp_path}/local_scratch/hf"
-    argv = atoll_outside_jobs(composed(*IMAGE, f"folders.caches={{{caches}}}").run)
+    node_folder = f"facility.node_folder={tmp_path}/node_scratch"
+    argv = atoll_outside_jobs(composed(*IMAGE, node_folder, f"folders.caches={{{caches}}}").run)
     binds = [argv[at + 1] for at, word in enumerate(argv) if word == "--bind"]
     assert (tmp_path / "own" / "hf").is_dir() and f"{tmp_path}/own/hf" in binds
-    assert not any("local_scratch" in bind for bind in binds)
+    assert not any("_scratch" in bind for bind in binds)
 
 
 def test_without_an_image_no_cache_is_made(composed, tmp_path):

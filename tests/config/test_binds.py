@@ -1,5 +1,6 @@
 """A mount never hides what the image needs, whoever asks for it."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import yaml
 from atoll.cluster.job_script import launch_script
 from atoll.cluster.launchers import exported
 from atoll.cluster.start import write_run_folder
+from atoll.config import binds as binds_module
 from atoll.config.binds import FABRIC, binds
 from atoll.errors import UserError
 
@@ -59,6 +61,13 @@ def test_a_run_s_own_folders_are_binds_too(composed):
         composed(*LINE, "data=text_files", "data.files=/usr/words.txt")
 
 
+@pytest.fixture
+def shared_tmp(monkeypatch):
+    """Where pytest's folders are in /tmp: as on a file system that all nodes share."""
+    monkeypatch.setattr(binds_module, "NODES_OWN", ())
+
+
+@pytest.mark.usefixtures("shared_tmp")
 def test_the_hub_s_caches_are_bound_and_exported(composed, tmp_path, monkeypatch):
     cache = tmp_path / "scratch" / "hf"
     cache.mkdir(parents=True)
@@ -73,6 +82,31 @@ def test_the_hub_s_caches_are_bound_and_exported(composed, tmp_path, monkeypatch
     assert run.name == composed(*LINE, "folders.caches.HF_HOME=/tmp").run.name
 
 
+@pytest.mark.parametrize("place", ["/dev/shm/x", "/mnt/bb/me/hf"])
+def test_a_cache_on_each_node_s_own_disk_is_left_to_the_job(place, composed, tmp_path):
+    """The login node's folder of that name is another one; no container begins without a bind."""
+    (tmp_path / "x.sif").touch()
+    words = (*LINE, f"folders.prepared={tmp_path}/p", f"folders.runs={tmp_path}/r")
+    words += (f"image.file={tmp_path}/x.sif", "facility.node_folder=/mnt/bb")
+    words += (f"+folders.caches.HF_HOME={place}",)
+    composition = composed(*words)
+    assert exported(composition.run)["HF_HOME"] == place
+    assert place not in binds(composition.run) and "/mnt/bb" in binds(composition.run)
+    write_run_folder(composition)
+    assert not Path(place).exists()
+    here = composed(*words, "facility.scheduler=none").run
+    assert place in binds(here), "it is this machine's"
+
+
+def test_a_cache_of_the_login_node_s_own_disk_is_exported_and_not_bound(composed, monkeypatch):
+    """Slurm's own /tmp of a job lacks it; apptainer shows all of /tmp."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        monkeypatch.setenv("HF_HOME", folder)
+        run = composed(*LINE).run
+        assert exported(run)["HF_HOME"] == folder and folder not in binds(run)
+
+
+@pytest.mark.usefixtures("shared_tmp")
 @pytest.mark.parametrize("name", ["XDG_CACHE_HOME", "HUGGINGFACE_HUB_CACHE", None])
 def test_a_cache_that_is_elsewhere_by_another_word_or_a_link_is_bound(
     name, composed, tmp_path, monkeypatch
@@ -165,6 +199,7 @@ def test_an_adapter_s_and_a_data_set_s_folder_may_be_typed_from_here(
     assert composed(*LINE, "data=hub", "data.hub=wikitext").run.data.hub == "wikitext"
 
 
+@pytest.mark.usefixtures("shared_tmp")
 def test_a_cache_of_one_s_own_is_made_and_bound(composed, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "x.sif").touch()

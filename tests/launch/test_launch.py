@@ -332,6 +332,16 @@ def test_task_folders_of_two_users_of_a_node_share_no_folder(tmp_path: Path) -> 
     assert not shared.exists()
 
 
+def test_a_task_folder_may_be_the_job_s_own(tmp_path: Path) -> None:
+    """It has the job's number, and is there when it begins."""
+    folder = f"--task-folder=CACHE_DIR={tmp_path}/$SLURM_JOB_ID/kernels"
+    names = "launch_entrypoints:name_task_folder"
+    exit_code, _, errors = launched_light(folder, "--fork", 1, tmp_path, names, SLURM_JOB_ID="7")
+    assert exit_code == 0, errors
+    own = Path((tmp_path / "cache-0").read_text())
+    assert own.parent == tmp_path / "7" / f"kernels-{os.getuid()}"
+
+
 def test_slurm_tasks_do_not_start_ranks_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

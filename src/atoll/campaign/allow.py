@@ -31,8 +31,9 @@ CUT_OFF = ".campaign.json."
 # facility says of itself and its limits; and what a person is asked first.
 DENIED = (
     "facility.step", "facility.task_binding", "facility.modules", "facility.environment",
-    "facility.task_folders", "facility.binds", "facility.network", "facility.container",
-    "facility.hosts_file", "facility.ssh_options", "facility.address_suffix", "facility.driver",
+    "facility.task_folders", "facility.binds", "facility.node_folder", "facility.network",
+    "facility.container", "facility.hosts_file", "facility.ssh_options",
+    "facility.address_suffix", "facility.driver",
     "facility.scheduler", "facility.submit", "facility.budget", "facility.limits", "facility.node",
     "facility.unsupported", "restart", "confirm", "local", "image", "folders", "launcher",
     "loggers", "override", "model.source", "model.lora.start", "tokenizer.path",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from atoll.cluster.launchers import atoll_command
 from atoll.commands import run_command
+from atoll.config.binds import shared_caches
 from atoll.errors import UserError
 from atoll.settings import Run
 from atoll.settings.machine import Facility
@@ -33,7 +34,7 @@ def atoll_outside_jobs(run: Run) -> list[str]:
     if run.image.file is None:
         return atoll_command(run)
     if shutil.which(program):
-        return atoll_command(_with_caches_there(run))
+        return atoll_command(_with_folders_there(run))
     modules = load_modules(run.facility)
     if run_command(["bash", "-c", f'{modules}command -v "$0"', program]).returncode:
         if find_spec("torch") is not None:
@@ -43,18 +44,20 @@ def atoll_outside_jobs(run: Run) -> list[str]:
             f"no {program} on this machine's PATH{tried}: it is to run {run.image.file}",
             f"type it where {program} is, or once after make setup, whose environment then does it",
         )
-    command = atoll_command(_with_caches_there(run))
+    command = atoll_command(_with_folders_there(run))
     return ["bash", "-c", f'{modules}exec "$@"\n', "bash", *command]
 
 
-def _with_caches_there(run: Run) -> Run:
-    """The run with its caches made, and without one that only compute nodes can have.
+def _with_folders_there(run: Run) -> Run:
+    """The run with its caches made, and without folders that only compute nodes can have.
 
     No container begins without a folder that it binds.
     """
-    there = {name: path for name, path in run.folders.caches.items() if _is_made(path)}
-    folders = run.folders.model_copy(update={"caches": there})
-    return run.model_copy(update={"folders": folders})
+    there = {name: path for name, path in shared_caches(run).items() if _is_made(path)}
+    folders, own = run.folders.model_copy(update={"caches": there}), run.facility.node_folder
+    node_folder = own if own is not None and own.is_dir() else None
+    facility = run.facility.model_copy(update={"node_folder": node_folder})
+    return run.model_copy(update={"folders": folders, "facility": facility})
 
 
 def _without_image(run: Run) -> Run:

@@ -13,6 +13,7 @@ from atoll.cluster.lease import lease_of
 from atoll.cluster.pass_on import run_to_its_end
 from atoll.cluster.scheduler import queued, without_outer_job
 from atoll.cluster.summary import has_exported, is_finished, summary
+from atoll.config.binds import shared_caches
 from atoll.config.compose import Composition, config_tree
 from atoll.errors import UserError
 from atoll.health.exclusions import excluded
@@ -40,12 +41,12 @@ def write_run_folder(
 
     What the proof of a finished run's export states stays: the job finds nothing to do.
     """
-    folder = run_dir.folder(composition.run)
-    text = launch_text(composition.run, here, entrypoint)
-    folders = composition.run.folders
-    needed = {"prepared": folders.prepared}
-    if composition.run.image.file is not None:
-        needed |= {f"caches.{name}": cache for name, cache in folders.caches.items()}
+    run = composition.run
+    folder = run_dir.folder(run)
+    text = launch_text(run, here, entrypoint)
+    needed = {"prepared": run.folders.prepared}
+    if run.image.file is not None:
+        needed |= {f"caches.{name}": cache for name, cache in shared_caches(run).items()}
     for name, needs in needed.items():
         try:
             needs.mkdir(parents=True, exist_ok=True)  # a bind needs it
@@ -55,13 +56,13 @@ def write_run_folder(
     try:
         run_dir.write_whole(run_dir.job_script(folder), around_job())
         run_dir.write_whole(run_dir.launch_script(folder), text)
-        is_proven = entrypoint is None and has_exported(composition.run)
-        if composition.run.image.file is not None and not is_proven:
-            keep_image(composition.run.image.file, folder)
+        is_proven = entrypoint is None and has_exported(run)
+        if run.image.file is not None and not is_proven:
+            keep_image(run.image.file, folder)
         elif not is_proven:
             run_dir.image_file(folder).unlink(missing_ok=True)  # of an earlier start in one
         if entrypoint is None:
-            before_queue.keep_prediction(composition.run)
+            before_queue.keep_prediction(run)
         if not is_proven:
             run_dir.write_whole(run_dir.settings_file(folder), composition.as_yaml())
     except OSError as error:

@@ -14,6 +14,8 @@ FABRIC = "/opt/atoll/fabric"  # 0 to 3 stand first in every image's LD_LIBRARY_P
 # What every image keeps its programs and ours in; `image.needs` adds what its base has elsewhere.
 NEEDED = ("/opt/atoll", "/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/.singularity.d")
 
+# Each node's own, also where the login node has one of that name; apptainer shows them itself.
+NODES_OWN = ("/tmp", "/var/tmp", "/dev/shm")
 SPLITS = ",:^"  # where apptainer's --bind begins another bind, a target, or another word
 
 
@@ -26,7 +28,8 @@ def binds(run: Run) -> list[str]:
             continue
         folders |= bound(path, run)
     source = [f"{PACKAGE}:{PACKAGE_INSIDE}"] if run.image.bind_source else []
-    return [*run.facility.binds, *_fabric(run), *source, *folders.values()]
+    on_node = [] if run.facility.node_folder is None else [str(run.facility.node_folder)]
+    return [*run.facility.binds, *on_node, *_fabric(run), *source, *folders.values()]
 
 
 def _is_inside(path: str, other: str) -> bool:
@@ -43,7 +46,17 @@ def own_folders(run: Run) -> list[Path]:
 
 def _made(run: Run) -> list[Path]:
     """Those that are made where they are not there yet."""
-    return [run.folders.runs, run.folders.prepared, *run.folders.caches.values()]
+    return [run.folders.runs, run.folders.prepared, *shared_caches(run).values()]
+
+
+def shared_caches(run: Run) -> dict[str, Path]:
+    """The caches that a job finds where this machine has them; the others its ranks make."""
+    own = run.facility.node_folder
+    if run.facility.scheduler == "none":
+        return run.folders.caches
+    places = [*NODES_OWN, *([str(own)] if own else [])]
+    caches = run.folders.caches.items()
+    return {name: path for name, path in caches if not any(map(path.is_relative_to, places))}
 
 
 def _fabric(run: Run) -> list[str]:
@@ -126,7 +139,7 @@ def _behind_links(run: Run) -> list[Path]:
     a cache those right in it: the others stay inside.
     """
     links = [link for path in _named(run) for link in _links(str(path))]
-    for cache in run.folders.caches.values():
+    for cache in shared_caches(run).values():
         links += filter(os.path.islink, glob(f"{escape(str(cache))}/*"))
     said = [os.path.join(os.path.dirname(link), os.readlink(link)) for link in links]
     targets = [*map(os.path.normpath, said), *map(os.path.realpath, links)]

@@ -242,7 +242,8 @@ def _make_task_folders(placement: Placement, task_folders: Sequence[str]) -> Non
     """
     for word in task_folders:
         variable, _, folder = word.partition("=")
-        private = Path(f"{Path(folder)}-{os.getuid()}")
+        place = os.path.expandvars(folder)  # /lscratch/$SLURM_JOB_ID is there on the node alone
+        private = Path(f"{Path(place)}-{os.getuid()}")
         own = private / f"{placement.master_port}-rank{placement.rank}"
         try:
             private.mkdir(mode=0o700, parents=True, exist_ok=True)

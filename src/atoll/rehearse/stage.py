@@ -81,12 +81,14 @@ class Stage:
         """The settings by which a run finds the stand-ins of its facility's paths."""
         network, use = facility.network, facility.modules.use
         plugin = [] if network.plugin is None else [str(self.stand_in(str(network.plugin)))]
+        own = [] if facility.node_folder is None else [str(facility.node_folder)]
         lists = {
-            "binds": [self.bind(bind) for bind in facility.binds],
+            "binds": [self.bind(bind) for bind in (*facility.binds, *own)],
             "modules.use": [str(self.stand_in(folder)) for folder in use],
             "network.libraries": [str(self.stand_in(folder)) for folder in network.libraries],
         }
         words = [f"facility.{name}=[{','.join(paths)}]" for name, paths in lists.items()]
+        words += ["facility.node_folder=null"] if own else []
         return [*words, *(f"facility.network.plugin={path}" for path in plugin)]
 
     def write_modules(self, modules: Modules) -> None:

@@ -200,6 +200,9 @@ class Facility(Settings):
         {}, description="variable -> the folder in which each task makes one of its own"
     )
     binds: list[str] = []  # folders of the host that the image sees, as apptainer writes them
+    node_folder: Path | None = Field(
+        None, description="on each node's own disk; there when a job begins, bound as it is"
+    )
     network: Network = Network()
     limits: Limits = Limits()
     budget: Budget = Budget()
