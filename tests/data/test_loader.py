@@ -239,3 +239,10 @@ def test_tokens_that_another_run_makes_anew_are_not_read(
     prepare(other, print)
     with pytest.raises(UserError, match="were made again, of another text, while this run reads"):
         samples.batch(np.array([len(samples) - 1]))
+
+
+def test_what_padding_cuts_off_is_counted(prepared: tuple[Run, Path]) -> None:
+    lengths = [len(document) for document in documents(prepared[1])]
+    cut = sum(max(0, length - SEQUENCE) for length in lengths)
+    assert opened(prepared, WAYS[2]).cut_tokens == cut > 0
+    assert [opened(prepared, way).cut_tokens for way in WAYS[:2]] == [0, 0]

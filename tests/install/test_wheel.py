@@ -1,5 +1,6 @@
 """A wheel installed where there is no clone: all that a clone has beside src is inside it."""
 
+import errno
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from atoll import run_dir
 from atoll.config import working_folder
 from atoll.images.recipe import source_digest
 
@@ -137,6 +139,28 @@ def test_an_image_of_the_wheel_is_that_of_the_clone(home: Path) -> None:
     [carried] = (home / "env").glob("lib/python*/site-packages/atoll/working_folder")
     assert source_digest(carried) == source_digest(ROOT)
     assert not list(carried.rglob("default.yaml"))[1:], "a user's own settings stay at home"
+
+
+def test_a_folder_that_a_quota_cut_short_is_an_updates_to_go_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carried, folder, write = tmp_path / "carried", tmp_path / "mine", run_dir.write_whole
+    for name in ("Makefile", "hydra_conf/run.yaml", "sbatch/atoll"):
+        write(carried / name, name)
+
+    def full(path: Path, content: bytes | str) -> None:
+        if path.name == "run.yaml":
+            raise OSError(errno.EDQUOT, "Disk quota exceeded", str(path))
+        write(path, content)
+
+    monkeypatch.setattr(working_folder, "CARRIED", carried)
+    monkeypatch.setattr(run_dir, "write_whole", full)
+    with pytest.raises(OSError, match="quota"):
+        working_folder.write_working_folder(folder, False)
+    assert (folder / "Makefile").is_file()
+    monkeypatch.setattr(run_dir, "write_whole", write)
+    assert working_folder.write_working_folder(folder, True) == []
+    assert (folder / "hydra_conf" / "run.yaml").is_file()
 
 
 def test_a_clone_is_a_working_folder_already(tmp_path: Path) -> None:

@@ -85,11 +85,13 @@ def write_working_folder(folder: Path, update: bool) -> list[Path]:
             f"{folder} has a {' and a '.join(present)} already",
             "give another folder; or --update, to have this version's files in place of them",
         )
-    if update and not _is_source(folder):
+    if update and not (_is_source(folder) or (folder / WRITTEN).is_file()):
         raise UserError(
             f"{folder} is no working folder that could be updated",
             "name the one that `atoll init` wrote (inside it: .), or leave --update away",
         )
+    if not update:  # one that ends early, as at a quota, is an update's to go on with
+        run_dir.write_whole(folder / WRITTEN, "{}")
     before, written, kept = _written(folder), {}, []
     for path in sorted(file for name in PARTS for file in _files(CARRIED / name)):
         relative = path.relative_to(CARRIED)

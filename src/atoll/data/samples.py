@@ -93,6 +93,12 @@ class Samples:
         counts = [source.plan.samples for source in self.sources]
         return np.split(np.arange(len(self)), np.cumsum(counts)[:-1])
 
+    @property
+    def cut_tokens(self) -> int:
+        """Of documents longer than a sample, what is behind it: in none, where each has one."""
+        held = sum(shard.tokens for _, shard in self._shards)
+        return held - int(self._useful.sum(dtype=np.int64))
+
     def targets(self, ids: Ints) -> npt.NDArray[np.int32]:
         """What is predicted of each sample: so many tokens, or one label."""
         return self._targets[ids]

@@ -162,6 +162,9 @@ def open_text(
             world, lambda: open_prepared(run, verify=True, rank=rank, world_size=world_size)
         )
         training = run_on_all_ranks(world, lambda: samples_of(run, "train"))
+        if run.data.batching == "padding" and (cut := training.cut_tokens):
+            longest = f"data.sequence_tokens={run.data.sequence_tokens}"
+            say(world, f"{cut:,} tokens of documents longer than {longest} are left out (padding)")
         return manifest, training, run_on_all_ranks(world, lambda: samples_of(run, "validation"))
     wait = waits_for_job(run_folder, heartbeat.waits_for_input, lambda line: say(world, line))
     run_on_all_ranks(world, lambda: wait_for_plan(run_folder, wait))
