@@ -242,6 +242,17 @@ def test_folders_elsewhere_are_there_while_an_image_composes(clone, tmp_path):
     assert f"--bind {tmp_path / 'scratch'} " in composing
 
 
+def test_the_hubs_caches_are_there_while_an_image_composes(clone, tmp_path):
+    """A job has those that are folders where its line was typed."""
+    named, scratch, home = tmp_path / "hf", tmp_path / "scratch", tmp_path / "home"
+    for folder in (named, scratch, home / ".cache"):
+        folder.mkdir(parents=True)
+    (home / ".cache" / "huggingface").symlink_to(scratch)
+    clone.type("--dry-run", *SLURM, HF_HOME=str(named), HOME=str(home))
+    log = (tmp_path / "apptainer.log").read_text()
+    assert f"--bind {named} " in log and f"--bind {scratch} " in log
+
+
 def test_an_environment_that_cannot_start_leaves_it_to_the_image(clone):
     python = clone.root / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
