@@ -304,6 +304,30 @@ def test_all_runs_of_a_folder_share_one_experiment(folder: Path) -> None:
     assert [metric.step for metric in history] == [1, 4]
 
 
+def test_mlflow_takes_names_of_sources_and_tasks(folder: Path) -> None:
+    """Its store has a file for each figure, and none below another."""
+    run = settings(folder, loggers=["mlflow"])
+    figures = {"loss": 1.0, "loss/wiki": 2.0, "gsm8k/exact_match,strict-match": 0.5}
+    with loggers.opened(loggers.Start(run, run_dir.folder(run), 0)) as log:
+        log({"event": "evaluation", "step": 0, **figures})
+        log({"event": "train", "step": 1, "loss": 1.0})
+    stored = {name for name, _ in in_mlflow(run_dir.folder(run))}
+    assert {"held_out/loss", "held_out/loss_wiki", "train/loss"} <= stored
+    assert "held_out/gsm8k_exact_match_strict-match" in stored
+
+
+def test_a_run_that_a_person_deleted_in_mlflow_goes_on_as_a_new_one(folder: Path) -> None:
+    run = settings(folder, loggers=["mlflow"])
+    for step in (0, 3):
+        with loggers.opened(loggers.Start(run, run_dir.folder(run), step)) as log:
+            log({"event": "train", "step": step + 1, "loss": 1.0})
+        client, told = mlflow_run(run_dir.folder(run))
+        client.delete_run(told.info.run_id)
+    assert [metric.step for metric in client.get_metric_history(told.info.run_id, "train/loss")] == [
+        4
+    ]
+
+
 def test_tensorboard_shows_settings_charts_and_samples(folder: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

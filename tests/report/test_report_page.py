@@ -16,7 +16,8 @@ from atoll import run_dir
 from atoll.config.compose import compose
 from atoll.errors import UserError
 from atoll.report import command as report
-from atoll.report import html
+from atoll.report import figures, html
+from atoll.report.run import epoch_losses, read
 from atoll.report.scale import scale_of
 from atoll.report.watch import server_of
 from atoll.settings import dumped
@@ -137,6 +138,40 @@ def test_two_runs_are_compared(sweep, capsys):
     assert not any("vocab" in line for line in marked)
     with pytest.raises(UserError, match="--compare is given 1 run"):
         report.main([best, "--compare"])
+    with pytest.raises(UserError, match="has no steps to compare"):
+        report.main([best, "runs/mistyped", "--compare"])
+
+
+def test_the_speed_is_that_of_the_newest_ranks(here):
+    folder = write_run("grown", 2.5)
+    lines = [json.loads(x) for x in run_dir.metrics_file(folder).read_text().splitlines()]
+    for line in lines:
+        if line["event"] == "train" and line["step"] > 30:
+            line["tokens_per_second"] = 180.0
+    at = next(n for n, x in enumerate(lines) if x["event"] == "train" and x["step"] == 31)
+    lines.insert(at, lines[0] | {"ranks": 2, "step": 30})
+    run_dir.metrics_file(folder).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    grown = read(folder)
+    assert (grown.devices, grown.tokens_per_second) == (2, 180.0)
+
+
+def test_evaluations_between_lines_are_in_the_figures(here):
+    folder = write_run("sparse", 2.5)
+    lines = [json.loads(x) for x in run_dir.metrics_file(folder).read_text().splitlines()]
+    kept = [x for x in lines if x["event"] != "train" or x["step"] % 10 == 0]
+    kept.append({"event": "evaluation", "step": 25, "loss": 3.0, "perplexity": 20.0, "time": 0.0})
+    run_dir.metrics_file(folder).write_text("".join(json.dumps(line) + "\n" for line in kept))
+    found = {line["step"]: line["tokens"] for line in figures._evaluations(read(folder))}
+    assert found == {0: 0, 25: 2500, 40: 4000}
+
+
+def test_an_epoch_has_its_own_number(here):
+    """Of four steps each, where a line comes every ten."""
+    folder = write_run("short", 2.5, "training.global_batch_samples=1024")
+    lines = [json.loads(x) for x in run_dir.metrics_file(folder).read_text().splitlines()]
+    kept = [x for x in lines if x["event"] != "train" or x["step"] % 10 == 0]
+    run_dir.metrics_file(folder).write_text("".join(json.dumps(line) + "\n" for line in kept))
+    assert list(epoch_losses(read(folder))) == [3, 5, 8, 10]
 
 
 def test_a_single_run_says_what_it_was_and_shows_both_samples(here):

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from atoll.errors import UserError
 from atoll.models.loss import chunked_log_probabilities
 from atoll.settings import Run
 from atoll.sharding.process_group import World
-from atoll.train import generate
+from atoll.train import generate, reference
 from atoll.train.assemble import assemble
 from atoll.train.reference import set_reference
 
@@ -231,6 +232,32 @@ def test_the_reference_is_of_the_pairs_and_the_weights_that_are_there(
     config = AutoConfig.for_model(**SIZES)
     AutoModelForCausalLM.from_config(config).save_pretrained(base)
     assert ranks.run(references, run, world=1) != [turned]
+
+
+def references_of_large_files(world: World, run: Run) -> list[float]:
+    """Of files whose first MiB is of weights that adapters do not change."""
+    same = SimpleNamespace(hexdigest=lambda: "the embedding")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "hashlib", SimpleNamespace(sha256=lambda _: same))
+        return references(world, run)
+
+
+def test_the_reference_is_not_of_a_model_that_was_trained_on_since(
+    ranks: RankPool, folder: Path, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(folder / "base", base)
+    changes = {"model__source": str(base), "name": "since"}
+    changes["folders"] = {name: str(tmp_path / name) for name in ("runs", "prepared")}
+    run = pair_run(folder, 1, **changes)
+    small_run.ready(run)
+    before = ranks.run(references_of_large_files, run, world=1)
+    assert ranks.run(references_of_large_files, run, world=1) == before
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        model.model.layers[-1].mlp.down_proj.weight.mul_(1.5)
+    model.save_pretrained(base)
+    assert ranks.run(references_of_large_files, run, world=1) != before
 
 
 def test_simpo_needs_no_reference(ranks: RankPool, folder: Path) -> None:

@@ -7,6 +7,7 @@ write files and nothing else: what they would send, collect or ask for of themse
 import importlib.util
 import json
 import math
+import re
 import secrets
 import shutil
 import time
@@ -215,13 +216,21 @@ def mlflow(start: Start) -> Logger:
 
     def log(record: Record) -> None:
         now, step = int(time.time() * 1000), record["step"]
-        new = {name: x for name, x in figures(record).items() if (name, step) not in stored}
+        named = {_in_store(name): x for name, x in figures(record).items()}
+        new = {name: x for name, x in named.items() if (name, step) not in stored}
         client.log_batch(run_id, [Metric(name, x, now, step) for name, x in new.items()])
 
     def close(failed: bool) -> None:
         client.set_terminated(run_id, "FAILED" if failed else "FINISHED")
 
     return Logger(log, close)
+
+
+def _in_store(name: str) -> str:
+    """A file of its own: `loss/NAME` would be in a folder where the file `loss` is."""
+    group, _, figure = name.partition("/")
+    plain = re.sub(r"[^\w\-. :]", "_", figure)
+    return f"{group}/{plain}"
 
 
 LOGGERS: dict[str, Callable[[Start], Logger]] = {

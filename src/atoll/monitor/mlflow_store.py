@@ -36,9 +36,8 @@ def opened_run(run: Run, run_folder: Path, is_new: bool) -> tuple[Any, str]:
     with suppress(MlflowException):  # a person removed the store
         if earlier and is_new:
             client.delete_run(earlier)
-        elif earlier:
-            client.get_run(earlier)
-            return client, earlier
+        elif earlier and client.get_run(earlier).info.lifecycle_stage == "active":
+            return client, earlier  # else a person deleted it
     run_id = _new_run(client, run)
     run_dir.write_whole(file, run_id + "\n")
     return client, run_id

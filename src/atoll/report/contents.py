@@ -70,7 +70,8 @@ def of_runs(
     marked: frozenset[str] = frozenset()
     if is_compared:
         if len(runs) != 2:
-            raise UserError(f"{others[0].name} has no steps to compare", "atoll status RUN")
+            name = others[0].name if others else "one of the two"
+            raise UserError(f"{name} has no steps to compare", "atoll status RUN")
         first |= comparison(runs[0], runs[1])
         a, b = (set(_settings_text(run).splitlines()) for run in runs)
         marked = frozenset(a ^ b)

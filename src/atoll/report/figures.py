@@ -1,5 +1,6 @@
 """The figures of runs and of campaigns."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from atoll.cluster.record import MEASURED
@@ -57,10 +58,23 @@ def _training(run: RunMetrics) -> list[Record]:
 
 
 def _evaluations(run: RunMetrics) -> list[Record]:
-    """With the tokens that were trained on before each, where they are known."""
-    tokens = {line["step"]: line["tokens"] for line in run.train} | {0: 0}
-    known = (line for line in run.evaluations if line.get("step") in tokens)
-    return [line | {"tokens": tokens[line["step"]]} for line in known]
+    """With the tokens that were trained on before each: between two lines as they follow."""
+    known = sorted(({0: 0} | {line["step"]: line["tokens"] for line in run.train}).items())
+    stepped = [line for line in run.evaluations if line.get("step") is not None]
+    return [
+        line | {"tokens": _tokens_at(line["step"], known)}
+        for line in stepped
+        if line["step"] <= known[-1][0]
+    ]
+
+
+def _tokens_at(step: int, known: Sequence[tuple[int, int]]) -> float:
+    at = bisect_left(known, (step, 0))
+    after, tokens = known[at]
+    if after == step:
+        return tokens
+    before, fewer = known[at - 1]
+    return fewer + (tokens - fewer) * (step - before) / (after - before)
 
 
 def _curves(

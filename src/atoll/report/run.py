@@ -68,8 +68,14 @@ class RunMetrics:
 
     @property
     def steady(self) -> list[Record]:
-        """The lines behind the first, where there are any."""
-        return self.train[WARM_UP:] or self.train
+        """The lines behind the first on as many ranks as now, where there are any."""
+        since = 0
+        for start in reversed(self.starts):
+            if start["ranks"] != self.devices:
+                break
+            since = start.get("step", 0)
+        own = [line for line in self.train if line["step"] > since] or self.train
+        return own[WARM_UP:] or own
 
     @property
     def tokens_per_second(self) -> float:
@@ -220,21 +226,21 @@ def _rate(run: RunMetrics) -> dict[str, str]:
 
 
 def _epochs(run: RunMetrics) -> dict[str, str]:
-    losses = enumerate(epoch_losses(run), 1)
+    losses = epoch_losses(run).items()
     return {f"training loss, epoch {n}": number(loss, 4) for n, loss in losses}
 
 
-def epoch_losses(run: RunMetrics) -> list[float]:
-    """The mean training loss of each epoch, of the steps that were written down."""
+def epoch_losses(run: RunMetrics) -> dict[int, float]:
+    """Epoch, from 1 -> its mean training loss, of the steps that were written down."""
     if run.settings.data.sources:  # each has epochs of its own
-        return []
+        return {}
     steps_per_epoch = run.start["training_samples"] / run.settings.training.global_batch_samples
     epochs: dict[int, list[float]] = {}
     for line in run.train:
         if line["loss"] is None:  # every batch of it was skipped
             continue
         epochs.setdefault(int((line["step"] - 1) / steps_per_epoch), []).append(line["loss"])
-    return [statistics.fmean(losses) for _, losses in sorted(epochs.items())]
+    return {at + 1: statistics.fmean(losses) for at, losses in sorted(epochs.items())}
 
 
 def _sent(run: RunMetrics) -> dict[str, str]:

@@ -13,6 +13,7 @@ import torch
 
 from atoll import run_dir
 from atoll.data.samples import Samples
+from atoll.models.source import source_folder
 from atoll.sharding.engines import FORWARDS
 from atoll.sharding.process_group import run_on_all_ranks, run_on_first_rank, say, summed
 from atoll.sharding.step_plan import free_gathered
@@ -59,12 +60,15 @@ def _keep(train_state: TrainState, path: Path, arrays: dict[str, npt.NDArray[np.
 def _key(train_state: TrainState) -> str:
     """A digest of the pairs and of the weights: a file may be another one under its old name."""
     model = train_state.run.model
-    places = [Path(place) for place in (model.source, model.lora and model.lora.start) if place]
-    files = [path for place in places for path in sorted(place.glob("*.safetensors"))]
+    start = None if model.lora is None else model.lora.start
+    places = [source_folder(model), None if start is None else Path(start)]
+    files = [path for place in places if place for path in sorted(place.glob("*.safetensors"))]
     weights = []
     for path in files:
-        with open(path, "rb") as file:
-            weights.append([path.stat().st_size, hashlib.sha256(file.read(1 << 20)).hexdigest()])
+        facts = path.stat()
+        with open(path, "rb") as file:  # of large ones it has what adapters never change
+            begin = hashlib.sha256(file.read(1 << 20)).hexdigest()
+        weights.append([facts.st_size, facts.st_mtime_ns, begin])
     return run_dir.digest([texts_of(train_state), tokenizer_of(train_state), weights])
 
 
