@@ -8,11 +8,13 @@ from typing import Any
 import defaults
 import pytest
 import torch
+import yaml
 from made_up import about
 from safetensors.torch import load_file
 from test_federate import MODEL, TINY, finished, settings
 from torch import Tensor
 
+from atoll import run_dir
 from atoll.__main__ import main
 from atoll.campaign import first_model, site_models
 from atoll.campaign.asked import request, training_words
@@ -28,7 +30,7 @@ from atoll.models.adapter import FILE, adapt, is_adapters, merging_reader, name_
 from atoll.models.build import build_config, build_model
 from atoll.models.safetensor_files import write_tensors
 from atoll.models.weights import Slices
-from atoll.settings import Lora, Model, Training
+from atoll.settings import Lora, Model, Training, dumped, load_run
 from atoll.settings.federation import Rule
 
 # of every run: a base that is drawn from the seed is at each facility without being sent
@@ -280,3 +282,14 @@ def test_a_campaign_of_adapters_ends_with_the_base_and_their_mean(tmp_path: Path
     assert main(["verify", str(merged)]) == 0
     written_twice = sorted(path.name for path in merged.glob("*.safetensors"))
     assert written_twice == ["model.safetensors"], "merged once, and no adapter is left beside it"
+
+
+def test_adapters_beside_scaled_positions_travel(tmp_path: Path) -> None:
+    """The coordinator merges them, with the positions that `start` says."""
+    words = ["facility=laptop", "name=x", "export.merged=false", "model.lora.rank=8"]
+    words += ["model.rope_scaling.kind=yarn", "model.rope_scaling.factor=2"]
+    with pytest.raises(UserError, match=r"export\.merged=false with model\.rope_scaling"):
+        compose(words)
+    run = compose([*words, path_word("model.lora.start", tmp_path)]).run
+    run_dir.write_whole(tmp_path / "run.yaml", yaml.safe_dump(dumped(run)))
+    assert load_run(tmp_path / "run.yaml") == run

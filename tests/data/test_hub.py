@@ -14,10 +14,13 @@ import pytest
 from composing import ROOT
 from data_runs import make_run
 
+from atoll import run_dir
 from atoll.config.compose import compose
+from atoll.data import shards
 from atoll.data.sources import blocks, corpus
 from atoll.data.sources.corpus import Corpus
 from atoll.data.sources.hub import fingerprint, load
+from atoll.data.tokenize import prepare
 from atoll.errors import UserError
 from atoll.settings import Data
 
@@ -358,3 +361,27 @@ def test_a_set_saved_without_splits_holds_none_out(tmp_path: Path) -> None:
     words += ["data.validation.split=validation", "facility=laptop"]
     with pytest.raises(UserError, match="was saved as one data set"):
         corpus.validation_corpus(compose(["data=hub", *words]).run.data)
+
+
+def test_a_run_that_has_steps_goes_on_with_the_tokens_of_an_older_version(tmp_path: Path) -> None:
+    """Which knew a data set by its first column alone."""
+    rows = {"prompt": [f"{n}?" for n in range(40)], "completion": [f"{n}." for n in range(40)]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "set")
+    words = ["data=chat_hub", f"data.hub={tmp_path / 'set'}", "facility=laptop", "name=x"]
+    words += [f"folders.{name}={tmp_path / name}" for name in ("runs", "prepared")]
+    words += ["tokenizer.chat_template=chatml", "data.validation.fraction=0.2"]
+    words += ["tokenizer.add_tokens=['<|im_start|>','<|im_end|>']", "data.workers=1"]
+    run = compose([*words, "tokenizer.vocabulary_tokens=300"]).run
+    folder = prepare(run, print)
+    text = corpus.train_corpus(run.data)
+    assert text.older_fingerprint not in (None, text.fingerprint)
+    for path in (shards.plan_file(folder), shards.manifest_file(folder)):
+        path.write_text(path.read_text().replace(text.fingerprint, str(text.older_fingerprint)))
+    before = shards.manifest_file(folder).stat().st_ino
+    progress = {"texts": [shards.text_digest({"train+validation": str(text.older_fingerprint)})]}
+    whole = run_dir.checkpoint(run_dir.folder(run), 3) / "manifest.json"
+    run_dir.write_whole(whole, json.dumps({"progress": progress}))
+    prepare(run, print)
+    assert shards.manifest_file(folder).stat().st_ino == before
+    prepare(run.model_copy(update={"name": "new"}), print)
+    assert shards.manifest_file(folder).stat().st_ino != before

@@ -323,9 +323,9 @@ def test_a_run_that_a_person_deleted_in_mlflow_goes_on_as_a_new_one(folder: Path
             log({"event": "train", "step": step + 1, "loss": 1.0})
         client, told = mlflow_run(run_dir.folder(run))
         client.delete_run(told.info.run_id)
-    assert [metric.step for metric in client.get_metric_history(told.info.run_id, "train/loss")] == [
-        4
-    ]
+    assert [
+        metric.step for metric in client.get_metric_history(told.info.run_id, "train/loss")
+    ] == [4]
 
 
 def test_tensorboard_shows_settings_charts_and_samples(folder: Path) -> None:

@@ -589,3 +589,28 @@ def test_a_configuration_that_is_none_is_of_no_other_version(tmp_path, text):
         file.parent.mkdir()
         file.write_text(content)
     assert not again._is_of_other_version(made, stated, None)
+
+
+@pytest.mark.parametrize(
+    ("stated", "is_same"),
+    [
+        ({"eos_token_id": 2, "top_p": 0.9}, True),
+        ({"eos_token_id": [2], "top_p": 0.9}, True),
+        ({"top_p": 0.9}, True),
+        ({"eos_token_id": [2, 5], "top_p": 0.9}, False),
+        ({"eos_token_id": 2, "top_p": 0.8}, False),
+        ({"eos_token_id": 2}, False),
+        ([], False),
+        (None, False),
+    ],
+)
+def test_an_older_merge_says_less_of_where_an_answer_ends(
+    tmp_path: Path, stated: Any, is_same: bool
+) -> None:
+    made, other = tmp_path / "made", tmp_path / "stated"
+    name = "generation_config.json"
+    run_dir.write_whole(made / name, json.dumps({"eos_token_id": [2, 7], "top_p": 0.9}))
+    other.mkdir()
+    if stated is not None:
+        run_dir.write_whole(other / name, json.dumps(stated))
+    assert again._is_of_other_version(made / name, other / name, None) is is_same

@@ -71,6 +71,8 @@ def status(folder: Path, answers: Mapping[JobId, Job] | None = None) -> tuple[st
     if by_itself is not None:
         return by_itself
     jobs = queued_jobs(folder)
+    if not jobs:  # the run has just left a person's allocation
+        return status(folder, answers)
     answers = ask(jobs) if answers is None else answers
     (scheduler, job_id), job = _telling(jobs, answers, lease_of(folder))
     counted = _restarted(folder, job)

@@ -213,7 +213,20 @@ def compose(
     run = with_caches(with_bundle(run), os.environ)
     check_binds(run)
     check_image_fits(run)
+    _check_adapter_alone(run)
     return Composition(run, sources)
+
+
+def _check_adapter_alone(run: Run) -> None:
+    """A campaign's, which begin from another adapter, are merged by its coordinator."""
+    lora, scaling = run.model.lora, run.model.rope_scaling
+    if scaling is None or lora is None or lora.start is not None or run.export.merged:
+        return
+    raise UserError(
+        f"export.merged=false with model.rope_scaling.kind={scaling.kind}: whoever loads the "
+        "adapter loads a base whose positions are not scaled",
+        "export.merged=true, or give the scaled positions in the base's config.json",
+    )
 
 
 def path_word(name: str, path: Path) -> str:

@@ -53,6 +53,9 @@ def preparing(run: Run, folder: Path, log: Log) -> Steps:
     identity = _identity(run, sources)
     if _is_ready(folder, identity, log):  # nothing is written: the folder may be a colleague's
         return
+    before = identity | {"input_fingerprints": _older_fingerprints(sources)}
+    if run_dir.complete_checkpoints(run_dir.folder(run)) and _is_ready(folder, before, log):
+        return  # a run that has steps goes on with the tokens that it began with
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, log):
         if _is_ready(folder, identity, log):
@@ -154,6 +157,11 @@ def _cut(run: Run, source: SplitCorpus) -> CorpusBlocks:
 def input_fingerprints(sources: list[SplitCorpus]) -> dict[str, str]:
     """Of each text, by the splits that it is of."""
     return {"+".join(source.splits): source.corpus.fingerprint for source in sources}
+
+
+def _older_fingerprints(sources: list[SplitCorpus]) -> dict[str, str]:
+    texts = {"+".join(source.splits): source.corpus for source in sources}
+    return {name: text.older_fingerprint or text.fingerprint for name, text in texts.items()}
 
 
 def _identity(run: Run, sources: list[SplitCorpus]) -> dict[str, Any]:

@@ -172,17 +172,6 @@ class Run(Settings):
         return self
 
     @model_validator(mode="after")
-    def _adapters_alone_are_beside_their_source(self) -> "Run":
-        scaling = self.model.rope_scaling
-        if self.model.lora is not None and not self.export.merged and scaling is not None:
-            raise ValueError(
-                f"export.merged=false with model.rope_scaling.kind={scaling.kind}: whoever loads "
-                "the adapter loads a base whose positions are not scaled",
-                "export.merged=true, or give the scaled positions in the base's config.json",
-            )
-        return self
-
-    @model_validator(mode="after")
     def _exchanges_are_not_compiled(self) -> "Run":
         expert, context = self.sharding.expert, self.sharding.context
         if self.training.compile and (expert > 1 or context > 1):

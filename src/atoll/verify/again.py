@@ -6,6 +6,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ COUNTED = (
     "refused_rounds",
 )
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+GENERATION, ENDS = "generation_config.json", "eos_token_id"
 WRITER = "transformers_version"
 VERSION = re.compile(rb'("transformers_version": ")[0-9A-Za-z.+-]{1,40}"')
 MOST_MORE = 1000  # bytes of a file beside weights that another version wrote
@@ -204,9 +206,12 @@ def _refuse_other_files(
 def _is_of_other_version(made: Path, stated: Path, before: Path | None) -> bool:
     """Whether what stands beside weights differs by the programs alone that wrote it.
 
-    In what was merged, transformers says its own version. What is from the round before, an older
-    Atoll took as it was, but for the configuration's `dtype`.
+    In what was merged, transformers says its own version, and an older Atoll did not say where an
+    answer ends. What is from the round before it took as it was, but for the configuration's
+    `dtype`.
     """
+    if made.name == GENERATION and before is None:
+        return _says_less_of_ends(stated, made)
     if made.name not in (CONFIG, INDEX) or not stated.is_file():
         return False
     if stated.stat().st_size > made.stat().st_size + MOST_MORE:
@@ -222,6 +227,27 @@ def _is_of_other_version(made: Path, stated: Path, before: Path | None) -> bool:
         own = {"dtype": json.loads(made.read_bytes())["dtype"]}
         older = json.dumps(json.loads(older) | own, indent=1).encode()
     return stated.read_bytes() == older
+
+
+def _says_less_of_ends(stated: Path, made: Path) -> bool:
+    """The same but for tokens that end an answer, of which it has no other."""
+    theirs: dict[str, Any] = {}
+    if stated.is_file():
+        if stated.stat().st_size > made.stat().st_size + MOST_MORE:
+            return False
+        with suppress(ValueError, RecursionError):
+            theirs = json.loads(stated.read_bytes())
+    ours = json.loads(made.read_bytes())
+    if not isinstance(theirs, dict):
+        return False
+    ends = [_ends_of(content) for content in (theirs, ours)]
+    rest = [{k: v for k, v in x.items() if k != ENDS} for x in (theirs, ours)]
+    return rest[0] == rest[1] and all(end in ends[1] for end in ends[0])
+
+
+def _ends_of(content: dict[str, Any]) -> list[Any]:
+    ends = content.get(ENDS, [])
+    return ends if isinstance(ends, list) else [ends]
 
 
 def same_bytes(made: Path, stated: Path) -> None:

@@ -39,6 +39,7 @@ class Corpus:
     parts: tuple[Part, ...]
     fingerprint: str
     max_documents: int | None = None
+    older_fingerprint: str | None = None  # as versions before wrote it, where it was another
 
 
 def train_corpus(data: Data) -> Corpus:
@@ -206,7 +207,8 @@ def _hub(data: Data, split: str, setting: str, count: int | None) -> Corpus:
     if data.holds_conversations:
         part = rows.with_layout(part, data)
     columns.refuse_columns(data.hub, loaded.features.arrow_schema, part.fields, part.layout)
-    return Corpus((part,), hub.fingerprint(loaded, part.fields), count)
+    older = hub.fingerprint(loaded, part.fields[:1])
+    return Corpus((part,), hub.fingerprint(loaded, part.fields), count, older)
 
 
 def _fingerprint(parts: tuple[Part, ...], about: str) -> str:
