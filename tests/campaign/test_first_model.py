@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from chat_templates import TEMPLATES
 from safetensors.torch import load_file, save_file
 from test_federate import MODEL, TINY, settings
+from transformers import AutoTokenizer
 
 from atoll.campaign.first_model import make_first_model
 from atoll.campaign.store import CampaignStore, checked_campaign
@@ -55,6 +57,27 @@ def test_the_model_of_round_0_is_copied_without_data_or_a_run(
     for name in ("tokenizer.json", "config.json"):
         assert (store.model(0) / "export" / name).read_bytes() == (source / name).read_bytes()
     assert sorted(path.name for path in store.folder.iterdir()) == ["round-000"]
+
+
+def test_models_of_a_campaign_that_learns_answers_say_where_one_ends(
+    drawn: CampaignStore, tmp_path: Path
+) -> None:
+    """Its `start` reads no conversations: the facilities do."""
+    source = tmp_path / "source"
+    shutil.copytree(drawn.model(0) / "export", source)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = TEMPLATES["chatml"]
+    tokenizer.save_pretrained(source)
+    start = [*TINY, "model=from_path", f"model.source={source}", NO_TEXT]
+    for name, data in (("chat", ["data=chat_files", "data.files=talks.jsonl"]), ("text", [])):
+        values = settings(tmp_path, start=start)
+        values["sites"] = [site | {"overrides": data} for site in values["sites"]]
+        store = CampaignStore(checked_campaign(values), tmp_path / "campaigns" / name)
+        make_first_model(store)
+        assert store.model_manifest(0).get("answers", False) is (name == "chat")
+        file = store.model(0) / "export" / "generation_config.json"
+        assert file.exists() is (name == "chat")
 
 
 def test_half_precision_and_older_names_become_a_masters(

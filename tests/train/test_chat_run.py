@@ -137,6 +137,13 @@ def test_the_untrained_model_stops_where_the_trained_one_does(
         for export in (tmp_path / "first", run_dir.export(whole))
     ]
     assert ends[0] == ends[1] and len(ends[0]) == 2
+    plain = run.model_copy(update={"data": run.data.model_copy(update={"format": "text"})})
+    for name, answers in (("with", True), ("without", False)):
+        tokenizer = run_dir.prepared(run) / "tokenizer"
+        write_untrained(plain, tmp_path / name, tokenizer, answers=answers)
+    said = json.loads((tmp_path / "with" / "generation_config.json").read_text())
+    assert said["eos_token_id"] == ends[0]
+    assert not (tmp_path / "without" / "generation_config.json").exists()
 
 
 def test_a_prompt_goes_through_the_template(

@@ -10,11 +10,13 @@ at a time; no text is read unless the tokenizer is made of it.
 import json
 import shutil
 import subprocess
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from atoll import run_dir
-from atoll.campaign.asked import lora_words
+from atoll.campaign.asked import composed_here, lora_words
 from atoll.campaign.journal import alone
 from atoll.campaign.store import CampaignStore
 from atoll.campaign.suited import refuse_unsuited_start
@@ -23,7 +25,7 @@ from atoll.cluster.modules import atoll_outside_jobs
 from atoll.config.compose import compose, known_shape, path_word
 from atoll.errors import UserError
 from atoll.settings import Run
-from atoll.settings.federation import refuse_too_many_fragments
+from atoll.settings.federation import Campaign, refuse_too_many_fragments
 
 
 def make_first_model(store: CampaignStore) -> None:
@@ -37,9 +39,12 @@ def make_first_model(store: CampaignStore) -> None:
         refuse_unsuited_start(composition.run)
         settings, model = store.round(0) / "run.yaml", store.round(0) / "untrained"
         run_dir.write_whole(settings, composition.as_yaml())
-        atoll, about = atoll_outside_jobs(composition.run), dict[str, str]()
+        atoll, about = atoll_outside_jobs(composition.run), dict[str, Any]()
+        if learns_answers(store.campaign):
+            about["answers"] = True
         if store.campaign.lora is None:
-            _shown([*atoll, "untrained", str(settings), str(model)], "the first model")
+            words = ["untrained", str(settings), str(model), *_answers(about)]
+            _shown([*atoll, *words], "the first model")
         else:
             answer = run_atoll([*atoll, "adapter", str(settings), str(model)], "the first adapter")
             about["frozen"] = frozen_digest(answer)
@@ -47,6 +52,17 @@ def make_first_model(store: CampaignStore) -> None:
         words += ["--about", json.dumps(about)]
         run_atoll([*atoll_here(), *words], "the model of round 0")
         shutil.rmtree(model)
+
+
+def learns_answers(campaign: Campaign) -> bool:
+    """Whether a facility's text is conversations, as far as is known here."""
+    runs = (composed_here(campaign, site) for site in campaign.sites)
+    return any(run is not None and run.data.holds_conversations for run in runs)
+
+
+def _answers(manifest: Mapping[str, Any]) -> list[str]:
+    """As the campaign began: its models say alike where an answer ends, wherever one is made."""
+    return ["--answers"] if manifest.get("answers") else []
 
 
 def refuse_few_layers(store: CampaignStore, run: Run) -> None:
@@ -91,6 +107,7 @@ def merge_adapter(
                 "get it back as it was",
             )
         words = ["untrained", str(settings), str(out), "--adapter", str(adapter)]
+        words += _answers(store.model_manifest(0))
         _shown([*atoll, *words], "the merged model")
 
 

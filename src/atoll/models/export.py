@@ -125,13 +125,18 @@ def write_tokenizer(folder: Path, tokenizer: Path) -> None:
     write_tokenizer_config(folder)
 
 
-def end_ids(run: Run, tokenizer: Path) -> list[int]:
-    """The tokens that end an answer, where answers are learned: the text's end, and a turn's."""
-    if not run.data.holds_conversations:
+def end_ids(run: Run, tokenizer: Path, answers: bool = False) -> list[int]:
+    """The tokens that end an answer, where answers are learned: the text's end, and a turn's.
+
+    answers: others learn them, from this model.
+    """
+    if not (answers or run.data.holds_conversations):
         return []
     from transformers import AutoTokenizer
 
     words = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+    if words.chat_template is None:  # each that learns brings its own
+        return []
     ids = (words.eos_token_id, turn_end_id(words))
     return [token for token in ids if token is not None]
 

@@ -37,27 +37,35 @@ def main(argv: list[str]) -> int:
     parser.add_argument("folder", type=Path)
     about = "a folder with an adapter that is added to the weights, once"
     parser.add_argument("--adapter", type=Path, help=about)
+    about = "runs that begin from it learn answers: generation ends where a turn does"
+    parser.add_argument("--answers", action="store_true", help=about)
     arguments = parser.read(argv)
-    run = load_run(arguments.run_file)
+    run, adapter = load_run(arguments.run_file), arguments.adapter
     with one_writer(arguments.folder):
-        write_untrained(run, arguments.folder, adapter=arguments.adapter)
+        write_untrained(run, arguments.folder, adapter=adapter, answers=arguments.answers)
     return 0
 
 
 def write_untrained(
-    run: Run, final: Path, ready: Path | None = None, adapter: Path | None = None
+    run: Run,
+    final: Path,
+    ready: Path | None = None,
+    adapter: Path | None = None,
+    answers: bool = False,
 ) -> None:
     """The folder, whole or not at all; bit for bit what a run of no steps exports.
 
     ready: the run's tokenizer, where it was made before. adapter: of the run's `model.lora`, added.
+    answers: that runs from it learn, whatever its own text is.
 
     Raises `UserError` where the model or its tokenizer cannot be had, or do not fit each other.
     """
     with tokenizer_of(run) if ready is None else nullcontext(ready) as tokenizer:
-        _write(run, tokenizer, final, adapter)
+        ends = export.end_ids(run, tokenizer, answers)
+        _write(run, tokenizer, final, adapter, ends)
 
 
-def _write(run: Run, tokenizer: Path, final: Path, adapter: Path | None) -> None:
+def _write(run: Run, tokenizer: Path, final: Path, adapter: Path | None, ends: list[int]) -> None:
     task, words = TASKS[run.task.name], vocabulary.describe(tokenizer, run.data.bos)
     config = task.config(run, words)
     hf = task.model(config, run, words).hf
@@ -73,7 +81,7 @@ def _write(run: Run, tokenizer: Path, final: Path, adapter: Path | None) -> None
         seconds = time.monotonic() - began
         print(f"{path.name}: {len(stored[-1])} tensors, {seconds:.0f} s", flush=True)
     total = sum(sizes.values())
-    source, ends = source_folder(run.model), export.end_ids(run, tokenizer)
+    source = source_folder(run.model)
     what = (config, type(hf).__name__, dtype, stored, total, tokenizer, source, ends)
     export.write_rest(partial, *what)
     export.publish(partial, final)

@@ -8,7 +8,7 @@ from atoll.verify.export import files_in
 from atoll.verify.lines import differs
 
 PARTS = {"master", "export", "manifest.json"}
-WORDS = {"digest", "master", "frozen", "round"}  # of its manifest: nothing was before it
+WORDS = {"digest", "master", "frozen", "answers", "round"}  # of its manifest: nothing was before it
 
 
 def refuse_more_than_first(model: Path, stated: set[str]) -> None:
