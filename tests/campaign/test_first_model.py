@@ -70,6 +70,7 @@ def test_models_of_a_campaign_that_learns_answers_say_where_one_ends(
     tokenizer.chat_template = TEMPLATES["chatml"]
     tokenizer.save_pretrained(source)
     start = [*TINY, "model=from_path", f"model.source={source}", NO_TEXT]
+    start.append("++model.config.vocab_size=302")
     for name, data in (("chat", ["data=chat_files", "data.files=talks.jsonl"]), ("text", [])):
         values = settings(tmp_path, start=start)
         values["sites"] = [site | {"overrides": data} for site in values["sites"]]
